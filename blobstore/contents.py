@@ -1,0 +1,158 @@
+"""What a model holds: a manifest and the headers of its blobs become tensors.
+
+This is the one place that resolves groups and companions. A layer's name is either the name of the
+tensor in its blob or the prefix of a group; which it is, only the blob's header tells. A tensor's
+companions (``.scale``, ``.bias``, ``.global_scale``) are those in the same blob whose name is a quantized
+weight's name and the suffix; real tensors that happen to end so are tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobDamaged, Damaged, StoreError
+from blobstore.manifests import media_types
+from blobstore.quantize.formats import FORMATS
+from blobstore.tensor import DType
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from blobstore.digest import Digest
+    from blobstore.errors import BlobstoreError
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
+    from blobstore.safetensors.header import Header, TensorEntry
+    from blobstore.store.local import LocalStore
+
+COMPANIONS = {".scale": "_scale", ".bias": "_qbias", ".global_scale": ".global_scale"}
+"""Suffixes of companions in a blob, and what they are called at run time."""
+
+_CONSTANT_KEY = "data"
+"""The key of the only tensor in blobs that Ollama wrote before February 2026."""
+_NO_COMPANIONS: Mapping[str, TensorEntry] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a model and where it lies. ``entry`` is as stored: packed, if quantized."""
+
+    name: str
+    layer: Descriptor
+    header: Header
+    entry: TensorEntry
+    companions: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Entries by their suffix in the blob."""
+    quant_type: str = ""
+    """Empty for a plain tensor, ``unknown`` for a quantized one without metadata."""
+    group_size: str = ""
+
+    @property
+    def type_name(self) -> str:
+        """The quantization type, or the element type."""
+        return self.quant_type or self.entry.spec.dtype.value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, unpacked; as stored where the quantization type is unknown."""
+        shape = self.entry.spec.shape
+        known = FORMATS.get(self.quant_type)
+        return (*shape[:-1], shape[-1] * known.pack_factor) if known and shape else shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the blob, companions included."""
+        entries = (self.entry, *self.companions.values())
+        return sum(entry.end - entry.begin for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors of a model by name, in the manifest's order."""
+
+    tensors: Mapping[str, StoredTensor]
+    faults: Mapping[str, BlobstoreError]
+    """What is wrong with a tensor layer, by the layer's name; their tensors are not listed."""
+
+
+def read_contents(
+    store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
+) -> Contents:
+    """Return the tensors of a model, from the headers of its blobs.
+
+    Args:
+        store: the store of the manifest.
+        manifest: the model.
+        collect_faults: go on after a missing or damaged blob and list it in ``faults``.
+
+    Raises:
+        BlobMissing, BlobDamaged: a blob is not there, has another size or a broken header, or
+            two blobs hold a tensor of one name.
+    """
+    layers = manifest.layers_of(media_types.TENSOR)
+    faults: dict[str, BlobstoreError] = {}
+    headers: dict[Digest, Header] = {}
+    for layer in layers:
+        try:
+            headers[layer.digest] = store.read_blob_header(layer.digest, layer.size)
+        except (Damaged, StoreError) as error:
+            if not collect_faults:
+                where = f"layer {quoted(layer.name)}"
+                raise error.at(where) from None
+            faults[layer.name] = error
+    tensors: dict[str, StoredTensor] = {}
+    for layer in layers:
+        if layer.name in faults:
+            continue
+        for tensor in _tensors_of(layer, headers[layer.digest]):
+            earlier = tensors.setdefault(tensor.name, tensor)
+            if earlier is not tensor:
+                message = (
+                    f"tensor {quoted(tensor.name)} is in two layers, {quoted(earlier.layer.name)} "
+                    f"and {quoted(layer.name)}"
+                )
+                raise BlobDamaged(message)
+    return Contents(tensors, faults)
+
+
+def _tensors_of(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
+    entries = header.tensors
+    if len(entries) == 1:
+        ((name, entry),) = entries.items()
+        yield StoredTensor(
+            layer.name if name == _CONSTANT_KEY else name, layer, header, entry, _NO_COMPANIONS
+        )
+        return
+    for name, entry in entries.items():
+        if _is_companion(name, entries):
+            continue
+        if not _is_quantized(name, entries):
+            yield StoredTensor(name, layer, header, entry, _NO_COMPANIONS)
+            continue
+        companions = {
+            suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
+        }
+        yield StoredTensor(
+            name,
+            layer,
+            header,
+            entry,
+            companions,
+            _described(header, name, "quant_type") or "unknown",
+            _described(header, name, "group_size"),
+        )
+
+
+def _is_quantized(name: str, entries: Mapping[str, TensorEntry]) -> bool:
+    return entries[name].spec.dtype is DType.U32 and f"{name}.scale" in entries
+
+
+def _is_companion(name: str, entries: Mapping[str, TensorEntry]) -> bool:
+    base, _, suffix = name.rpartition(".")
+    return f".{suffix}" in COMPANIONS and base in entries and _is_quantized(base, entries)
+
+
+def _described(header: Header, name: str, what: str) -> str:
+    return header.metadata.get(f"{name}.{what}") or header.metadata.get(what, "")

@@ -1,0 +1,247 @@
+"""Workflow: a source becomes blobs, a manifest and a name.
+
+Every blob is one independent job on a pool of threads; hashing, reading and writing let go of the
+interpreter's lock. Memory is one buffer a thread, whatever the size of the model. The name comes
+last, after everything that it names is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore import strictjson
+from blobstore.errors import BlobstoreError, DamagedSource, UsageError
+from blobstore.files import read_regular
+from blobstore.layerfile import blob_buffers, blob_size
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.manifests.reference import Reference
+from blobstore.plan import BlobPlan, plan, stacks
+from blobstore.progress import Meter
+from blobstore.quantize.prequantized import refuse_prequantized
+from blobstore.sources.open import open_source
+from blobstore.store.local import LocalStore
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from typing_extensions import Buffer
+
+    from blobstore.plan import ExpertForm
+    from blobstore.progress import Progress
+    from blobstore.sources.base import SourceFile, TensorSource
+    from blobstore.store.ingest import Ingest, Ingested
+
+_BUFFER_SIZE = 1 << 20
+_MAX_FILE_SIZE = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Created:
+    """What :func:`create` did."""
+
+    reference: Reference
+    tensors: int
+    """Tensors of the source."""
+    blobs: int
+    """Layers of the manifest and its config."""
+    bytes_written: int
+    bytes_present: int
+    """Bytes of blobs that the store had already."""
+    seconds: float
+    notices: tuple[str, ...]
+    """What a person should know, one line each."""
+
+
+def create(
+    source: str | os.PathLike[str],
+    reference: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    experts: ExpertForm = "packed",
+    weights: str | None = None,
+    ignore_unindexed: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Created:
+    """Import a model under a name.
+
+    Args:
+        source: a Hugging Face model folder, a ``.safetensors`` file, or a Hub id.
+        reference: the name, ``[host/][namespace/]model[:tag]``.
+        store: where to; by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        experts: ``packed`` keeps experts as they are, one blob a layer; ``stacked`` joins them.
+        weights: pattern of file names, where a folder holds several sets of weights.
+        ignore_unindexed: leave out tensors that the weight index does not name.
+        jobs: threads; by default the machine's processors.
+        progress: called with what is being done, bytes done and bytes in all.
+
+    Raises:
+        SourceError, DamagedSource, SourceNotFound: the source cannot be imported.
+        StoreError, NameConflict, BlobDamaged: the store cannot take it.
+        InvalidReference, UsageError: an argument means nothing.
+    """
+    started = time.monotonic()
+    if isinstance(reference, str):
+        reference = Reference.parse(reference)
+    if jobs is not None and jobs < 1:
+        message = f"jobs must be at least 1, got {jobs}"
+        raise UsageError(message)
+    store = store or LocalStore()
+    store.check_name(reference)
+    opened = open_source(
+        source, weights=weights, ignore_unindexed=ignore_unindexed, progress=progress
+    )
+    try:
+        blobs = plan_source(opened, experts=experts)
+        layers, ingested = _write(opened, blobs, store, reference, jobs, progress)
+    finally:
+        opened.close()
+    return Created(
+        reference=reference,
+        tensors=len(opened.specs),
+        blobs=len(layers),
+        bytes_written=sum(item.size for item in ingested if item.written),
+        bytes_present=sum(item.size for item in ingested if not item.written),
+        seconds=time.monotonic() - started,
+        notices=tuple(opened.notices),
+    )
+
+
+def plan_source(source: TensorSource, *, experts: ExpertForm = "packed") -> tuple[BlobPlan, ...]:
+    """Return the blobs that :func:`create` would make of an open source; nothing is written.
+
+    Raises:
+        UnsupportedSource: the source is of a kind that cannot be stored yet.
+    """
+    refuse_prequantized(source.specs)
+    return plan(source.specs, experts=experts)
+
+
+def _write(
+    source: TensorSource,
+    blobs: Sequence[BlobPlan],
+    store: LocalStore,
+    reference: Reference,
+    jobs: int | None,
+    progress: Progress | None,
+) -> tuple[list[Descriptor], list[Ingested]]:
+    with store.ingest() as ingest:
+        stored = _ingest_blobs(source, blobs, ingest, jobs, progress)
+        layers = [
+            Descriptor(
+                media_type=media_types.TENSOR, digest=item.digest, size=item.size, name=blob.name
+            )
+            for blob, item in zip(blobs, stored, strict=True)
+        ]
+        for media_type, name, data in _small_layers(source, blobs):
+            item = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
+            stored.append(item)
+            layers.append(
+                Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
+            )
+        data = ModelConfig(capabilities=_capabilities(source)).to_bytes()
+        config = ingest.add(len(data), lambda: [data])
+        stored.append(config)
+        ingest.publish()
+    described = Descriptor(media_type=media_types.CONFIG, digest=config.digest, size=config.size)
+    store.publish(reference, Manifest(config=described, layers=tuple(layers)))
+    return [described, *layers], stored
+
+
+def _ingest_blobs(
+    source: TensorSource,
+    blobs: Sequence[BlobPlan],
+    ingest: Ingest,
+    jobs: int | None,
+    progress: Progress | None,
+) -> list[Ingested]:
+    """Add all blobs; the results are in the order of the plan."""
+    work = _Work(source, ingest, Meter(progress, sum(map(blob_size, blobs))))
+    # In the order of the source's bytes, so that a cold disk is read forwards.
+    place = {name: index for index, name in enumerate(source.specs)}
+    in_order = sorted(blobs, key=lambda blob: place[blob.tensors[0].sources[0]])
+    with ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore") as pool:
+        futures = {blob.name: pool.submit(work.add, blob) for blob in in_order}
+        try:
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
+            failed = [future for future in futures.values() if future.done() and future.exception()]
+            if failed:
+                failed[0].result()
+        except BaseException:  # also Ctrl-C: stop the threads before their files are removed
+            work.stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [futures[blob.name].result() for blob in blobs]
+
+
+class _Work:
+    """The job of one blob, with what all jobs share."""
+
+    def __init__(self, source: TensorSource, ingest: Ingest, meter: Meter) -> None:
+        self.stop = threading.Event()
+        self._source = source
+        self._ingest = ingest
+        self._meter = meter
+        self._local = threading.local()
+
+    def add(self, blob: BlobPlan) -> Ingested:
+        """Store one blob."""
+        reported = 0
+
+        def buffers() -> Iterator[Buffer]:
+            nonlocal reported
+            done = 0
+            for buffer in blob_buffers(blob, self._read):
+                if self.stop.is_set():
+                    message = "stopped"
+                    raise BlobstoreError(message)
+                yield buffer
+                done += len(buffer)  # type: ignore[arg-type]
+                if done > reported:  # a blob that turns out to be new is read a second time
+                    self._meter.add(done - reported, blob.name)
+                    reported = done
+
+        return self._ingest.add(blob_size(blob), buffers)
+
+    def _read(self, name: str) -> Iterator[memoryview]:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = memoryview(bytearray(_BUFFER_SIZE))
+        return self._source.read(name, self._local.buffer)
+
+
+def _small_layers(
+    source: TensorSource, blobs: Iterable[BlobPlan]
+) -> Iterator[tuple[str, str, bytes]]:
+    """Yield media type, name and content of the layers after the tensors."""
+    stacked = stacks(blobs)
+    if stacked:
+        yield media_types.STACKS, "", strictjson.dumps(stacked).encode()
+    for file in source.files:
+        is_json = file.name.endswith(".json")
+        yield media_types.JSON if is_json else media_types.FILE, file.name, _content(file)
+
+
+def _content(file: SourceFile) -> bytes:
+    try:
+        return read_regular(file.path, _MAX_FILE_SIZE)
+    except OSError as error:
+        message = f"cannot read {quoted(file.path)}: {error.strerror}"
+        raise DamagedSource(message) from error
+
+
+def _capabilities(source: TensorSource) -> tuple[str, ...]:
+    config = source.config
+    found = ["completion"]
+    if "vision_config" in config or config.get("has_vision"):
+        found.append("vision")
+    if "audio_config" in config or "sound_config" in config:
+        found.append("audio")
+    return tuple(found)

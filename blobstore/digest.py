@@ -1,0 +1,75 @@
+"""Digests: the names of blobs, and the stream that computes them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.errors import InvalidDigest
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_FORM = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
+SHORT_HEX = 12
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Digest:
+    """The sha256 of a blob's bytes.
+
+    A value of this type has been checked, so it can become a file name; a text cannot.
+    """
+
+    hex: str
+
+    @classmethod
+    def parse(cls, text: str) -> Digest:
+        """Return the digest that ``text`` spells as ``sha256:`` and 64 lower-case hex digits.
+
+        Raises:
+            InvalidDigest: anything else, also other algorithms, upper case and ``sha256-``.
+        """
+        match = _FORM.fullmatch(text)
+        if match is None:
+            message = f"not a digest: {quoted(text)}; expected sha256: and 64 lower-case hex digits"
+            raise InvalidDigest(message)
+        return cls(match[1])
+
+    @classmethod
+    def of(cls, data: Buffer) -> Digest:
+        """Return the digest of ``data``."""
+        return cls(hashlib.sha256(data).hexdigest())
+
+    @property
+    def short(self) -> str:
+        """The first hex digits, for people."""
+        return self.hex[:SHORT_HEX]
+
+    @property
+    def file_name(self) -> str:
+        """The name of the blob's file."""
+        return f"sha256-{self.hex}"
+
+    def __str__(self) -> str:
+        return f"sha256:{self.hex}"
+
+
+class Digester:
+    """A digest computed from a stream of buffers."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def update(self, data: Buffer) -> None:
+        """Take in the next bytes; large buffers are hashed without the interpreter's lock."""
+        self._hash.update(data)
+        self.size += memoryview(data).nbytes
+
+    def digest(self) -> Digest:
+        """Return the digest of all bytes so far."""
+        return Digest(self._hash.hexdigest())

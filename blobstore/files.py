@@ -1,0 +1,142 @@
+"""Files opened, read and written with care: regular files only, nothing half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobstoreError
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_regular(
+    path: Path | str, *, follow: bool = True, folder: int | None = None
+) -> tuple[int, int]:
+    """Open a regular file for reading; return its descriptor and size in bytes.
+
+    With ``follow`` false a symbolic link is refused; with ``folder`` the path begins at that open
+    folder.
+
+    Raises:
+        OSError: it cannot be opened.
+        BlobstoreError: it is a folder, device, pipe or socket. (Reading one might never end.)
+    """
+    flags = _OPEN_FLAGS if follow else _OPEN_FLAGS | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, dir_fd=folder)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        message = f"{quoted(path)} is not a regular file"
+        raise BlobstoreError(message)
+    return descriptor, status.st_size
+
+
+def read_regular(path: Path | str, limit: int) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        BlobstoreError: it is not a regular file, or larger than ``limit``.
+    """
+    descriptor, size = open_regular(path)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        message = f"{quoted(path)} has {size} bytes, over the limit of {limit}"
+        raise BlobstoreError(message)
+    return data
+
+
+def read_exactly(descriptor: int, size: int, offset: int) -> bytes:
+    """Return ``size`` bytes at ``offset`` of an open file, fewer where the file ends before."""
+    parts = []
+    while size:
+        part = os.pread(descriptor, size, offset)
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+        offset += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """Write every byte of ``data``; one write may take only a part."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(folder: Path, top: Path) -> None:
+    """Create ``folder`` and its missing parents below ``top``, durably."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in (folder, *folder.parents):
+        if parent == top.parent:
+            break
+        sync_folder(parent)
+
+
+@contextlib.contextmanager
+def replacing(
+    target: Path, *, mode: int = 0o666, temporary: Path | None = None, durable: bool = True
+) -> Iterator[int]:
+    """Give a descriptor to write; on success its content becomes ``target`` in one step.
+
+    The content is durable before it gets the name, and the name is durable afterwards. On an
+    error nothing remains. The temporary file lies in ``temporary`` (by default beside the
+    target), which must be on the target's file system; ``mode`` is reduced by the umask.
+    ``durable`` false leaves out the syncing, for caches.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = (temporary or target.parent) / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    # A file may be created read-only and yet be written through this descriptor.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            yield descriptor
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        path.replace(target)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(target.parent)
+
+
+def write_file(
+    target: Path,
+    buffers: Iterable[Buffer],
+    *,
+    mode: int = 0o666,
+    temporary: Path | None = None,
+    durable: bool = True,
+) -> None:
+    """Write ``buffers`` to ``target`` as :func:`replacing` does."""
+    with replacing(target, mode=mode, temporary=temporary, durable=durable) as descriptor:
+        for buffer in buffers:
+            write_all(descriptor, buffer)

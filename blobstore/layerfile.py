@@ -1,0 +1,39 @@
+"""The bytes of a planned blob, as a stream of buffers. Pure: it neither opens nor writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.safetensors.header import encode_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from typing_extensions import Buffer
+
+    from blobstore.plan import BlobPlan
+
+
+def blob_header(blob: BlobPlan) -> bytes:
+    """Return the header of a blob; its data follows.
+
+    Raises:
+        InvalidHeader: the tensors' names cannot stand in a header, or it is over the size limit.
+    """
+    return encode_header([tensor.spec for tensor in blob.tensors], blob.metadata)
+
+
+def blob_size(blob: BlobPlan) -> int:
+    """Return the size in bytes of a blob, header included. Raises as :func:`blob_header`."""
+    return len(blob_header(blob)) + sum(tensor.spec.nbytes for tensor in blob.tensors)
+
+
+def blob_buffers(blob: BlobPlan, read: Callable[[str], Iterable[Buffer]]) -> Iterator[Buffer]:
+    """Yield the bytes of a blob; ``read`` gives the bytes of a source tensor.
+
+    A buffer is good until the next one is asked for.
+    """
+    yield blob_header(blob)
+    for tensor in blob.tensors:
+        for source in tensor.sources:
+            yield from read(source)

@@ -1,0 +1,279 @@
+"""Workflow: a stored model opened inside a program, its tensors mapped and not copied.
+
+Nothing is mapped before it is asked for; then a blob is mapped once, without keeping a descriptor.
+Tensors that were handed out keep the model's memory mapped, also beyond :meth:`Model.close`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from blobstore.errors import BlobDamaged, BlobstoreError, TensorNotFound, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.mapping import Region
+from blobstore.places import find_places
+from blobstore.store.check import damaged_blobs
+from blobstore.store.local import LocalStore
+from blobstore.tensor import DTYPES, TensorSpec, TensorView
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+    from typing import Self
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.places import Place
+
+Framework = Literal["numpy", "torch", "mlx"]
+Verify = Literal["none", "size", "digest"]
+
+
+def open_model(
+    reference: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    framework: Framework = "numpy",
+    device: str = "cpu",
+    verify: Verify = "size",
+) -> Model:
+    """Open a model for loading.
+
+    Args:
+        reference: the name, ``[host/][namespace/]model[:tag]``.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        framework: what tensors become: ``numpy`` arrays (read-only views), ``torch`` tensors
+            (views of private memory: writing to them never reaches the store) or ``mlx`` arrays
+            (copies; MLX cannot adopt memory).
+        device: where torch tensors are put; anything but ``cpu`` is a copy.
+        verify: ``size`` checks that every blob is there with its size, ``digest`` reads and
+            hashes them all, ``none`` leaves checking to the first use of each blob.
+
+    Raises:
+        ModelNotFound: the store has no such name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
+        UsageError: an unknown framework or level, or a device that the framework has not.
+    """
+    if isinstance(reference, str):
+        reference = Reference.parse(reference)
+    store = store or LocalStore()
+    data = store.read_manifest(reference)
+    model = Model(reference, data, store, framework=framework, device=device)
+    model.check(verify)
+    return model
+
+
+class Model(Mapping[str, Any]):
+    """The tensors of a stored model by their runtime names.
+
+    A quantized weight ``X`` has its scales under ``X_scale`` and its affine offsets under ``X_qbias``.
+    Every look-up gives a new view of the same memory.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        manifest: bytes,
+        store: LocalStore,
+        *,
+        framework: Framework = "numpy",
+        device: str = "cpu",
+    ) -> None:
+        self.reference = reference
+        self._manifest = manifest
+        self._store = store
+        self._convert = _converter(framework, device)
+        self._is_writable = framework == "torch"
+        self._places, self._blobs = find_places(store, manifest)
+        self._region: Region | None = None
+        self._unmapped = set(range(len(self._blobs)))
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Model {self.reference}: {len(self)} tensors>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a tensor by its runtime name.
+
+        Raises:
+            TensorNotFound: the model has no tensor of that name. It is a ``KeyError``.
+            BlobMissing, BlobDamaged: its blob is not whole.
+            UnsupportedDType: the framework has no type for it.
+        """
+        dtype, shape, blob, begin = self._place(name)
+        region = self._mapped([blob])
+        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
+        return self._convert(region.memory, region.offsets[blob] + begin, spec)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name, element type and shape of every tensor as stored; nothing is mapped."""
+        return {
+            name: TensorSpec(name, DTYPES[place.dtype], tuple(place.shape))
+            for name, place in self._places.items()
+        }
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """The model's manifest."""
+        return Manifest.from_bytes(self._manifest)
+
+    def view(self, name: str) -> TensorView:
+        """Return a tensor's bytes as stored, read-only, whatever the framework.
+
+        Raises as :meth:`__getitem__`.
+        """
+        dtype, shape, blob, begin = self._place(name)
+        region = self._mapped([blob])
+        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
+        start = region.offsets[blob] + begin
+        return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
+
+    def tensors(self, prefix: str = "") -> dict[str, Any]:
+        """Return the tensors whose names begin with ``prefix``. Raises as :meth:`__getitem__`."""
+        places = {name: place for name, place in self._places.items() if name.startswith(prefix)}
+        region = self._mapped([place.blob for place in places.values()])
+        memory, offsets, convert = region.memory, region.offsets, self._convert
+        return {
+            name: convert(
+                memory, offsets[blob] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
+            )
+            for name, (dtype, shape, blob, begin) in places.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all tensors. Raises as :meth:`__getitem__`."""
+        return self.tensors()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The decoded ``config.json``, empty if the model has none.
+
+        Raises:
+            BlobMissing, BlobDamaged: it is not whole, or not a JSON object.
+        """
+        if "config.json" not in self.files:
+            return {}
+        try:
+            value = json.loads(self.read_file("config.json"))
+        except ValueError as error:
+            message = f"config.json of {self.reference} is not JSON: {error}"
+            raise BlobDamaged(message) from None
+        if not isinstance(value, dict):
+            message = f"config.json of {self.reference} is not a JSON object"
+            raise BlobDamaged(message)
+        return value
+
+    @property
+    def files(self) -> Mapping[str, Descriptor]:
+        """The small files of the model by name."""
+        kinds = (media_types.JSON, media_types.FILE)
+        return {
+            layer.name: layer
+            for layer in self.manifest.layers
+            if layer.media_type in kinds and layer.name
+        }
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of a small file, its digest checked.
+
+        Raises:
+            TensorNotFound: the model has no such file.
+            BlobMissing, BlobDamaged: it is not whole.
+        """
+        layer = self.files.get(name)
+        if layer is None:
+            message = f"model {self.reference} has no file {quoted(name)}"
+            raise TensorNotFound(message)
+        return self._store.read_blob(layer.digest, layer.size)
+
+    def check(self, verify: str) -> None:
+        """Check the blobs; see ``verify`` of :func:`open_model`.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is not whole.
+            UsageError: an unknown level.
+        """
+        if verify == "size":
+            self._store.check_sizes(self._blobs)
+        elif verify == "digest":
+            for blob, error in damaged_blobs(self._store, self.manifest.blobs):
+                where = f"{self.reference}, layer {quoted(blob.name)}"
+                raise error.at(where)
+        elif verify != "none":
+            message = f"verify must be none, size or digest, got {quoted(verify)}"
+            raise UsageError(message)
+
+    def close(self) -> None:
+        """Let go of the maps. Tensors that were handed out stay valid; no new ones can be had."""
+        self._is_closed = True
+        self._region = None
+
+    def _place(self, name: str) -> Place:
+        place = self._places.get(name)
+        if place is None:
+            message = f"model {self.reference} has no tensor {quoted(name)}"
+            raise TensorNotFound(message)
+        return place
+
+    def _mapped(self, blobs: Iterable[int]) -> Region:
+        """Return the memory of the model, in which at least ``blobs`` are mapped."""
+        if self._is_closed:
+            message = f"model {self.reference} is closed"
+            raise BlobstoreError(message)
+        if self._region is None:
+            sizes = [size for _, size in self._blobs]
+            self._region = Region(sizes, writable=self._is_writable)
+        wanted = self._unmapped.intersection(blobs)
+        if wanted:
+            self._store.map_blobs(self._blobs, wanted, self._region)
+            self._unmapped -= wanted
+        return self._region
+
+
+def _converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:
+    if framework == "torch":
+        from blobstore.safetensors.torch import as_tensor
+
+        if device == "cpu":
+            return as_tensor
+        return lambda memory, offset, spec: as_tensor(memory, offset, spec).to(device)
+    if framework not in ("numpy", "mlx"):
+        message = f"framework must be numpy, torch or mlx, got {quoted(framework)}"
+        raise UsageError(message)
+    if device != "cpu":
+        message = f"device {quoted(device)} is for torch only; {framework} takes cpu"
+        raise UsageError(message)
+    if framework == "mlx":
+        from blobstore.safetensors.mlx import as_mlx
+
+        return as_mlx
+    from blobstore.safetensors.numpy import as_array
+
+    return as_array

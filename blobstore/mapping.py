@@ -1,0 +1,89 @@
+"""Files mapped into memory, without keeping their descriptors.
+
+``mmap.mmap`` of Python 3.11 and 3.12 duplicates the descriptor and holds it for the life of the map,
+so that a model of 3,000 blobs would need 3,000 descriptors. Here one anonymous map reserves the
+addresses for all files of a model, and each file is mapped over its slot when it is needed: one
+``mmap`` object owns the memory, exports buffers, and unmaps it all when the last view dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAP_FIXED = 0x10  # the same on Linux, macOS and the BSDs; Python's mmap does not export it
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Region:
+    """Room for some files, one after another in memory, each on a page of its own.
+
+    ``writable`` makes the maps private copies on write: what is written never reaches a file.
+    A slot holds zeros until its file is mapped.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, writable: bool = False) -> None:
+        pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+        self.offsets = [0, *itertools.accumulate(pages)]
+        """Where each slot begins in :attr:`memory`."""
+        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        # Without NORESERVE a private map larger than the machine's memory may be refused.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.memory = mmap.mmap(
+            -1, max(self.offsets[-1], mmap.PAGESIZE), flags=flags, prot=self._protection
+        )
+        self._address = _address(self.memory)
+
+    def map(self, slot: int, descriptor: int, size: int) -> None:
+        """Map the first ``size`` bytes of an open file; the descriptor may be closed afterwards.
+
+        Raises:
+            OSError: the file cannot be mapped.
+        """
+        if size == 0:  # there are no empty maps
+            return
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        address = self._address + self.offsets[slot]
+        if _mmap(address, size, self._protection, flags, descriptor, 0) == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer`` of CPython's C interface, as far as the address; the rest is padding."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 256))
+
+
+def _address(memory: mmap.mmap) -> int:
+    # ctypes' own from_buffer() refuses read-only memory.
+    view = _Buffer()
+    _get_buffer(memory, ctypes.byref(view), 0)
+    try:
+        return view.address or 0
+    finally:
+        _release_buffer(ctypes.byref(view))
+
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.c_void_p,)
+_release_buffer.restype = None

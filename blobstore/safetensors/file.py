@@ -1,0 +1,114 @@
+"""One safetensors file, open for reading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.errors import InvalidHeader, TensorNotFound
+from blobstore.files import open_regular, read_exactly
+from blobstore.mapping import Region
+from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.tensor import TensorView
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from blobstore.safetensors.header import TensorEntry
+
+
+_FIRST_READ = 1 << 12
+"""Bytes to read at first; nearly all blobs have their header in them."""
+
+
+def read_header(descriptor: int, size: int) -> Header:
+    """Read and check the header of an open file of ``size`` bytes; nothing is mapped.
+
+    Raises:
+        InvalidHeader: the file breaks the format.
+        OSError: the file cannot be read.
+    """
+    start = read_exactly(descriptor, min(_FIRST_READ, size), 0)
+    length = header_size(start[:PREFIX_SIZE], size)
+    text = start[PREFIX_SIZE : PREFIX_SIZE + length]
+    if len(text) < length:
+        text += read_exactly(descriptor, length - len(text), len(start))
+    if len(text) != length:
+        message = f"header of {length} bytes ends after {len(text)}: the file has shrunk"
+        raise InvalidHeader(message)
+    return parse_header(text, size)
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A mapped file: its header, and read-only views of its tensors without a copy.
+
+    A view stays valid after :meth:`close`; the memory is unmapped when the last one is gone.
+    """
+
+    header: Header
+    _memory: memoryview
+    _map: mmap.mmap
+
+    @classmethod
+    def open(cls, path: Path | str) -> SafetensorsFile:
+        """Map a file and check its header.
+
+        Raises:
+            InvalidHeader: the file breaks the format; the message begins with its path.
+            OSError: the file cannot be opened or mapped.
+            BlobstoreError: it is not a regular file.
+        """
+        descriptor, size = open_regular(path)
+        try:
+            header = read_header(descriptor, size)
+            region = Region([size])
+            region.map(0, descriptor, size)
+        except InvalidHeader as error:
+            raise error.at(quoted(path)) from None
+        finally:
+            os.close(descriptor)
+        return cls(header, memoryview(region.memory), region.memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header.tensors)
+
+    def view(self, name: str) -> TensorView:
+        """Return a tensor's bytes in the map.
+
+        Raises:
+            TensorNotFound: the file has no tensor of that name.
+        """
+        entry = self.header.tensors.get(name)
+        if entry is None:
+            message = f"no tensor {quoted(name)} in this file"
+            raise TensorNotFound(message)
+        return TensorView(entry.spec, self._bytes_of(entry))
+
+    def close(self) -> None:
+        """Let go of the map; views that were handed out keep it alive."""
+        self._memory.release()
+        with contextlib.suppress(BufferError):  # the map goes with the last view that is out
+            self._map.close()
+
+    def _bytes_of(self, entry: TensorEntry) -> memoryview:
+        start = self.header.data_start
+        return self._memory[start + entry.begin : start + entry.end]

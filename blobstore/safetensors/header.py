@@ -1,0 +1,231 @@
+"""The header of a safetensors file: bytes to values and back. Pure: no file is touched here.
+
+Layout of a file: 8 bytes little-endian N, N bytes of JSON, the data. The JSON maps tensor names to
+``dtype``, ``shape`` and ``data_offsets`` (relative to the end of the header), and ``__metadata__`` to
+a map of strings. Reading is strict where the format's text is: the header begins with ``{``, ends
+in ``}`` and 0x20 padding, no key occurs twice, and the ranges cover the data exactly once. It is
+liberal where the bytes stay unambiguous: any alignment, ``"__metadata__":null``, unknown fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore import strictjson
+from blobstore.errors import InvalidHeader
+from blobstore.tensor import DTYPES, TensorSpec
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PREFIX_SIZE = 8
+MAX_HEADER_SIZE = 100_000_000
+"""Largest N that is read or written, the reference library's bound."""
+METADATA_KEY = "__metadata__"
+_ALIGNMENT = 8
+_MAX_U64 = 2**64 - 1
+
+
+class TensorEntry(NamedTuple):
+    """A tensor's spec and the bytes that it has, relative to the start of the data."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header. ``tensors`` is in the order of the data."""
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    data_start: int
+    """Offset in the file of the first byte of data."""
+
+
+def header_size(prefix: bytes | memoryview, file_size: int) -> int:
+    """Return N, the length of the JSON, from the first 8 bytes of a file of ``file_size`` bytes.
+
+    Raises:
+        InvalidHeader: the file is too short for it, or N is beyond the bound.
+    """
+    if file_size < PREFIX_SIZE or len(prefix) < PREFIX_SIZE:
+        message = f"too short for a safetensors file: {file_size} bytes, expected at least 8"
+        raise InvalidHeader(message)
+    size = int.from_bytes(prefix[:PREFIX_SIZE], "little")
+    if size > MAX_HEADER_SIZE:
+        message = f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}"
+        raise InvalidHeader(message)
+    if PREFIX_SIZE + size > file_size:
+        message = f"header of {size} bytes does not fit in a file of {file_size} bytes"
+        raise InvalidHeader(message)
+    return size
+
+
+def parse_header(text: bytes | memoryview, file_size: int) -> Header:
+    """Check and return the header whose JSON bytes are ``text`` in a file of ``file_size`` bytes.
+
+    Raises:
+        InvalidHeader: any rule of the format is broken; the message names the tensor.
+    """
+    data_start = PREFIX_SIZE + len(text)
+    top = _decode(bytes(text))
+    metadata = _metadata(top.pop(METADATA_KEY, None))
+    entries = [_entry(name, fields) for name, fields in top.items()]
+    entries.sort(key=_BY_RANGE)
+    _check_cover(entries, file_size - data_start)
+    return Header(
+        tensors={entry.spec.name: entry for entry in entries},
+        metadata=metadata,
+        data_start=data_start,
+    )
+
+
+def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the 8-byte prefix and the canonical JSON for tensors laid out in the order given.
+
+    Canonical means: compact, top-level keys sorted by their UTF-8 bytes (``__metadata__`` among
+    them), entry keys in the order ``dtype``, ``shape``, ``data_offsets``, strings escaped as Go's
+    ``encoding/json`` does, spaces until N is a multiple of 8. These are the bytes that Ollama's
+    importer writes for the same tensors.
+
+    Raises:
+        InvalidHeader: two tensors of one name, a tensor named ``__metadata__``, a tensor that does
+            not fill whole bytes, or a header over the size limit.
+    """
+    top: dict[str, Any] = {}
+    offset = 0
+    for spec in specs:
+        if spec.name == METADATA_KEY or spec.name in top:
+            message = f"tensor name {quoted(spec.name)} is reserved or occurs twice"
+            raise InvalidHeader(message)
+        end = offset + _checked_nbytes(spec)
+        top[spec.name] = {
+            "dtype": spec.dtype.value,
+            "shape": spec.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    if metadata:
+        top[METADATA_KEY] = dict(sorted(metadata.items()))
+    # Code point order is UTF-8 byte order.
+    text = strictjson.dumps({key: top[key] for key in sorted(top)}).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_SIZE:
+        message = f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}"
+        raise InvalidHeader(message)
+    return len(text).to_bytes(PREFIX_SIZE, "little") + text
+
+
+_BY_RANGE = attrgetter("begin", "end")
+
+
+def _decode(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        message = "header does not begin with '{'"
+        raise InvalidHeader(message)
+    unpadded = text.rstrip(b" ")
+    if not unpadded.endswith(b"}"):
+        message = "header does not end with '}' and spaces"
+        raise InvalidHeader(message)
+    try:
+        top = strictjson.loads(unpadded)
+    except ValueError as error:
+        message = f"header is {error}" if str(error).startswith("not") else f"header: {error}"
+        raise InvalidHeader(message) from None
+    if not isinstance(top, dict):  # pragma: no cover - "{...}" can only be an object
+        message = "header is not a JSON object"
+        raise InvalidHeader(message)
+    return top
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if value is None:  # MLX writes null for "none"
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        message = f"{METADATA_KEY} is not a map of strings"
+        raise InvalidHeader(message)
+    return value
+
+
+def _entry(name: str, fields: Any) -> TensorEntry:
+    try:
+        code, dims, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        dtype = DTYPES[code]
+        begin, end = offsets
+    except (KeyError, TypeError, ValueError):
+        raise InvalidHeader(_what_is_wrong(name, fields)) from None
+    if not (type(dims) is type(offsets) is list and _are_u64(dims) and _are_u64(offsets)):
+        raise InvalidHeader(_what_is_wrong(name, fields))
+    spec = TensorSpec(name, dtype, tuple(dims))
+    nbytes = _checked_nbytes(spec)
+    if end - begin != nbytes:
+        message = (
+            f"tensor {quoted(name)}: {code} {dims} takes {nbytes} bytes, "
+            f"but data_offsets [{begin}, {end}] span {end - begin}"
+        )
+        raise InvalidHeader(message)
+    return TensorEntry(spec, begin, end)
+
+
+def _are_u64(values: list[Any]) -> bool:
+    for value in values:
+        if type(value) is not int or not 0 <= value <= _MAX_U64:  # a bool is no number here
+            return False
+    return True
+
+
+def _what_is_wrong(name: str, fields: Any) -> str:
+    tensor = f"tensor {quoted(name)}"
+    wanted = ("dtype", "shape", "data_offsets")
+    if not isinstance(fields, dict) or not all(key in fields for key in wanted):
+        return f"{tensor}: expected an object with dtype, shape and data_offsets"
+    code, dims, offsets = (fields[key] for key in wanted)
+    if not isinstance(code, str) or code not in DTYPES:
+        return f"{tensor}: unknown dtype {quoted(code)}"
+    if not isinstance(dims, list) or not _are_u64(dims):
+        return f"{tensor}: shape {quoted(dims)} is not a list of whole numbers"
+    return f"{tensor}: data_offsets {quoted(offsets)} is not a [begin, end] of whole numbers"
+
+
+def _checked_nbytes(spec: TensorSpec) -> int:
+    # Multiplied left to right with a bound at every step, as the reference library does; the
+    # bound also keeps a hostile shape of many huge dimensions from growing a huge integer.
+    bits = spec.dtype.bits
+    elements = 1
+    for dim in spec.shape:
+        elements *= dim
+        if elements > _MAX_U64:
+            message = f"tensor {quoted(spec.name)}: the number of elements overflows 64 bits"
+            raise InvalidHeader(message)
+    total = elements * bits
+    if total > _MAX_U64:
+        message = f"tensor {quoted(spec.name)}: the number of bits overflows 64 bits"
+        raise InvalidHeader(message)
+    if total & 7:
+        message = (
+            f"tensor {quoted(spec.name)}: {elements} elements of {bits} bits are not whole bytes"
+        )
+        raise InvalidHeader(message)
+    return total >> 3
+
+
+def _check_cover(entries: Iterable[TensorEntry], data_size: int) -> None:
+    expected = 0
+    for spec, begin, end in entries:
+        if begin != expected:
+            kind = "overlaps the tensor before it" if begin < expected else "leaves a hole"
+            message = (
+                f"tensor {quoted(spec.name)}: begins at byte {begin} of the data, {kind}; "
+                f"expected {expected}"
+            )
+            raise InvalidHeader(message)
+        expected = end
+    if expected != data_size:
+        kind = "is cut short" if data_size < expected else "has trailing bytes"
+        message = f"data {kind}: the header describes {expected} bytes, the file has {data_size}"
+        raise InvalidHeader(message)

@@ -1,0 +1,36 @@
+"""Bytes of tensors as MLX arrays. MLX cannot adopt memory, so each array is one copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from blobstore.safetensors.numpy import as_array
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    import mmap
+
+_AS_BYTES = frozenset(
+    {DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ}
+)
+
+
+def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any:
+    """Return the tensor ``spec`` at ``offset`` of ``memory`` as a new ``mlx.core.array``.
+
+    8-bit floats become uint8 with the same bits, as ``mx.load`` gives them.
+
+    Raises:
+        UnsupportedDType: MLX has no packed type of 4 or 6 bits.
+    """
+    array = as_array(memory, offset, spec)
+    if spec.dtype is DType.BF16:
+        return mx.array(array.view(np.uint16)).view(mx.bfloat16)
+    if spec.dtype in _AS_BYTES:
+        return mx.array(array.view(np.uint8))
+    if spec.dtype is DType.F64:  # mx.array() alone would round to float32
+        return mx.array(array, dtype=mx.float64)
+    return mx.array(array)

@@ -1,0 +1,61 @@
+"""Bytes of tensors as numpy arrays, without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from blobstore.errors import UnsupportedDType
+from blobstore.tensor import DType, TensorSpec
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    import mmap
+
+_DTYPES: dict[DType, np.dtype[Any]] = {
+    dtype: np.dtype(code)
+    for dtype, code in {
+        DType.BOOL: "?",
+        DType.U8: "u1",
+        DType.I8: "i1",
+        DType.F8_E5M2: ml_dtypes.float8_e5m2,
+        DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
+        DType.F8_E8M0: ml_dtypes.float8_e8m0fnu,
+        DType.F8_E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+        DType.F8_E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+        DType.I16: "<i2",
+        DType.U16: "<u2",
+        DType.F16: "<f2",
+        DType.BF16: ml_dtypes.bfloat16,
+        DType.I32: "<i4",
+        DType.U32: "<u4",
+        DType.F32: "<f4",
+        DType.C64: "<c8",
+        DType.F64: "<f8",
+        DType.I64: "<i8",
+        DType.U64: "<u8",
+    }.items()
+}
+
+
+def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    """Return the tensor ``spec`` at ``offset`` of ``memory`` as an array that views the memory.
+
+    The array is writable only if the memory is. It may be unaligned, which numpy copes with.
+
+    Raises:
+        UnsupportedDType: numpy has no packed type of 4 or 6 bits.
+    """
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        message = (
+            f"tensor {quoted(spec.name)}: numpy has no packed {spec.dtype.value}; "
+            "read its bytes with Model.view()"
+        )
+        raise UnsupportedDType(message)
+    elements = spec.elements
+    if not elements:
+        return np.empty(spec.shape, dtype)
+    return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)

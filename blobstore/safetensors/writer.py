@@ -1,0 +1,48 @@
+"""Safetensors files written whole or not at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.files import replacing, write_all
+from blobstore.safetensors.header import encode_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+    from blobstore.tensor import TensorSpec
+
+
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return specs in the reference library's order: falling alignment, then names.
+
+    Element sizes only fall along the file, so that every tensor of whole bytes is aligned.
+    """
+    return sorted(specs, key=lambda spec: (-spec.dtype.rank, spec.name))
+
+
+def write_safetensors(
+    path: Path,
+    specs: Iterable[TensorSpec],
+    read: Callable[[str], Iterable[Buffer]],
+    metadata: Mapping[str, str] | None = None,
+) -> int:
+    """Write a file of the tensors ``specs``; ``read`` gives the bytes of each by its name.
+
+    The file appears under its name complete and synced, or not at all. Returns its size in bytes.
+
+    Raises:
+        InvalidHeader: the specs do not make a file.
+        OSError: the file cannot be written.
+    """
+    ordered = in_file_order(specs)
+    header = encode_header(ordered, metadata)
+    with replacing(path) as descriptor:
+        write_all(descriptor, header)
+        for spec in ordered:
+            for buffer in read(spec.name):
+                write_all(descriptor, buffer)
+    return len(header) + sum(spec.nbytes for spec in ordered)

@@ -1,0 +1,57 @@
+"""What every source of tensors offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from blobstore.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A small file to keep: its checked name (``file`` or ``folder/file``) and where it is."""
+
+    name: str
+    path: Path
+
+
+class TensorSource(Protocol):
+    """A checkpoint being read.
+
+    Opening one has read and checked all headers, so that nothing is written for a source that is
+    not whole. Reading is safe from any number of threads.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors, in the order in which their bytes lie in the files."""
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The small files to keep, sorted by name."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The decoded ``config.json``, empty where there is none that can be read."""
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What a person should know: files left out, checks not possible. One line each."""
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor in pieces, each in ``buffer`` until the next is asked for.
+
+        Bytes are read, not mapped: a file that shrinks while it is read is then an error and not
+        a killed process.
+
+        Raises:
+            DamagedSource: the file ended before the tensor did, or could not be read.
+        """
+
+    def close(self) -> None:
+        """Close the files."""

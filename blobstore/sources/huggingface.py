@@ -1,0 +1,289 @@
+"""Model folders as Hugging Face's libraries write them.
+
+A folder has components: the model itself, the parts of a diffusers pipeline that
+``model_index.json`` lists, the modules of a sentence-transformers model that ``modules.json`` lists.
+Each component with weights contributes its tensors below its folder's name, and every component its
+small files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
+from blobstore.files import read_regular
+from blobstore.sources.base import SourceFile
+from blobstore.sources.safetensors import ShardSet
+from blobstore.sources.sharded import add_indexed, read_weight_map
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from blobstore.tensor import TensorSpec
+
+_STEMS = ("model", "diffusion_pytorch_model")
+"""What the libraries call the weights of a component, without suffixes."""
+_PART = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
+_MAX_DEPTH = 3
+_MAX_FILE_SIZE = 64 * 2**20
+_KEPT = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+_WEIGHT_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
+_EXTRA_FOLDERS = ("additional_chat_templates",)
+_FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+class HuggingFaceFolder:
+    """A :class:`TensorSource` over a folder, or over a single ``.safetensors`` file."""
+
+    def __init__(
+        self, path: Path, *, weights: str | None = None, ignore_unindexed: bool = False
+    ) -> None:
+        """Open all weight files of ``path`` and check that they are whole and agree.
+
+        ``weights`` is a pattern of file names that chooses among several sets of weights.
+
+        Raises:
+            DamagedSource: a file is missing, cut short or breaks the format, or files and index
+                contradict each other.
+            UnsupportedSource: there are weights, but none in safetensors files.
+            SourceError: there are no weights, or more than one set and nothing chooses.
+        """
+        self.notices: list[str] = []
+        self.config: Mapping[str, Any] = {}
+        self.files: Sequence[SourceFile] = ()
+        self._shards = ShardSet()
+        try:
+            if path.is_dir():
+                self._open_folder(path, weights, ignore_unindexed)
+            else:
+                self._shards.add(path)
+        except BaseException:
+            self._shards.close()
+            raise
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See :class:`TensorSource`."""
+        return self._shards.specs
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`TensorSource`."""
+        return self._shards.read(name, buffer)
+
+    def close(self) -> None:
+        """See :class:`TensorSource`."""
+        self._shards.close()
+
+    def _open_folder(self, folder: Path, weights: str | None, ignore: bool) -> None:
+        self.config = _read_object(folder / "config.json")
+        components = _components(folder)
+        found = False
+        for name in ("", *components):
+            prefix = f"{name}/" if name else ""
+            found |= self._add_weights(folder / name, prefix, weights, ignore)
+        if not found:
+            raise _no_weights(folder, weights)
+        kept = _kept_files(folder, components)
+        self.files = sorted(kept, key=lambda file: file.name)
+        self.notices.extend(_left_out(folder, components))
+
+    def _add_weights(self, folder: Path, prefix: str, weights: str | None, ignore: bool) -> bool:
+        """Add the weights of one component; tell whether it has any."""
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        index, chosen = _choose(folder, names, weights)
+        if index is not None:
+            weight_map = read_weight_map(index)
+            self.notices.extend(
+                add_indexed(self._shards, index, weight_map, prefix=prefix, ignore=ignore)
+            )
+            chosen = sorted(set(weight_map.values()))
+        else:
+            for name in chosen:
+                self._shards.add(folder / name, prefix=prefix)
+        self.notices.extend(
+            f"left out: {quoted(folder / name)}; choose other weights with --weights"
+            for name in names
+            if chosen and name not in chosen
+        )
+        return bool(chosen)
+
+
+def _choose(
+    folder: Path, names: Sequence[str], weights: str | None
+) -> tuple[Path | None, Sequence[str]]:
+    """Return the index to follow, or the files to read, of one component."""
+    indexes = sorted(folder.glob("*.safetensors.index*.json"))
+    if weights is not None:
+        return _choose_by(weights, indexes, names)
+    for stem in _STEMS:
+        single = f"{stem}.safetensors"
+        index = folder / f"{single}.index.json"
+        if index in indexes and (mapped := set(read_weight_map(index).values())):
+            if single in names and single not in mapped:
+                message = (
+                    f"{quoted(folder)} has both {single} and the shards of {index.name}; "
+                    f"choose with --weights '{single}' or --weights '{stem}-*.safetensors'"
+                )
+                raise SourceError(message)
+            return index, ()
+        if single in names:
+            return None, [single]
+        shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", name)]
+        if shards:
+            _check_numbers(folder, shards)
+            return None, shards
+    if len(names) > 1:
+        message = (
+            f"{quoted(folder)} holds several weight files ({', '.join(map(quoted, names[:5]))}"
+            f"{', …' if len(names) > 5 else ''}) and none is called model.safetensors; "  # noqa: PLR2004
+            "choose with --weights PATTERN"
+        )
+        raise SourceError(message)
+    return None, names
+
+
+def _choose_by(
+    weights: str, indexes: Sequence[Path], names: Sequence[str]
+) -> tuple[Path | None, Sequence[str]]:
+    """Return what ``--weights`` chooses: an index, if its shards are among the files chosen."""
+    chosen = set(fnmatch.filter(names, weights))
+    for index in indexes:
+        mapped = set(read_weight_map(index).values())
+        if not mapped & chosen:
+            continue
+        if chosen <= mapped:
+            return index, ()
+        message = (
+            f"pattern {quoted(weights)} chooses files of {quoted(index)} and others; "
+            "give a narrower --weights"
+        )
+        raise SourceError(message)
+    return None, sorted(chosen)
+
+
+def _check_numbers(folder: Path, shards: Sequence[str]) -> None:
+    """Check that shards without an index are all there, by the numbers in their names."""
+    totals = {name.rpartition("-")[2] for name in shards}
+    numbers = {int(re.findall(r"-(\d+)-of-", name)[-1]) for name in shards}
+    total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
+    if len(numbers) != total or numbers != set(range(1, total + 1)):
+        message = (
+            f"{quoted(folder)} holds {len(shards)} shards ({quoted(shards[0])} …) that are not a "
+            "complete set, and no index; fetch the complete model"
+        )
+        raise DamagedSource(message)
+
+
+def _components(folder: Path) -> list[str]:
+    """Return the component folders that the folder's own lists name, checked and sorted."""
+    listed: set[str] = set()
+    for name, value in _read_object(folder / "model_index.json").items():
+        # A component is [library, class]; one that the pipeline does without is [null, null].
+        if isinstance(value, list) and len(value) == 2 and value[1] is not None:  # noqa: PLR2004
+            if not (folder / _checked_part(folder, name)).is_dir():
+                message = (
+                    f"model_index.json of {quoted(folder)} lists component {quoted(name)}, but "
+                    "there is no such folder; fetch the complete model"
+                )
+                raise DamagedSource(message)
+            listed.add(name)
+    modules = _read_json(folder / "modules.json")
+    for module in modules if isinstance(modules, list) else ():
+        path = module.get("path") if isinstance(module, dict) else None
+        if isinstance(path, str) and path:
+            listed.add(_checked_part(folder, path))
+    return sorted(name for name in listed if (folder / name).is_dir())
+
+
+def _checked_part(folder: Path, name: str) -> str:
+    if not _is_part(name):
+        message = f"{quoted(folder)} lists a component {quoted(name)}, which is no folder name"
+        raise DamagedSource(message)
+    return name
+
+
+def _is_part(name: str) -> bool:
+    return _PART.fullmatch(name) is not None and name not in (".", "..")
+
+
+def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]:
+    yield from _files_of(folder, "", depth=1)
+    for name in (*components, *_EXTRA_FOLDERS):
+        if (folder / name).is_dir():
+            yield from _files_below(folder / name, name)
+
+
+def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
+    depth = len(PurePosixPath(name).parts) + 1
+    yield from _files_of(folder, f"{name}/", depth)
+    if depth < _MAX_DEPTH:
+        for path in folder.iterdir():
+            if path.is_dir() and _is_part(path.name):
+                yield from _files_below(path, f"{name}/{path.name}")
+
+
+def _files_of(folder: Path, prefix: str, depth: int) -> Iterator[SourceFile]:
+    for path in folder.iterdir() if depth <= _MAX_DEPTH else ():
+        if not path.is_file() or not _is_part(path.name):
+            continue
+        matches = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _KEPT)
+        if matches and not any(fnmatch.fnmatchcase(path.name, item) for item in _WEIGHT_INDEXES):
+            if path.stat().st_size > _MAX_FILE_SIZE:
+                message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
+                raise SourceError(message)
+            yield SourceFile(prefix + path.name, path)
+
+
+def _left_out(folder: Path, components: Sequence[str]) -> Iterator[str]:
+    known = {*components, *_EXTRA_FOLDERS}
+    for path in sorted(folder.iterdir()):
+        is_hidden = path.name.startswith(".")
+        if path.is_dir() and path.name not in known and not is_hidden:
+            yield f"left out: folder {quoted(path)}"
+        elif path.suffix in _FOREIGN_WEIGHTS:
+            yield f"left out: {quoted(path)}, not safetensors"
+
+
+def _no_weights(folder: Path, weights: str | None) -> SourceError:
+    if weights is not None:
+        return SourceError(f"no file in {quoted(folder)} matches --weights {quoted(weights)}")
+    names = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in names if name.endswith(_FOREIGN_WEIGHTS)]
+    if foreign:
+        return UnsupportedSource(
+            f"{quoted(folder)} holds weights only in files like {quoted(foreign[0])}, which is not "
+            "supported yet; use a safetensors version of the model"
+        )
+    what = "is empty" if not names else "holds no .safetensors files"
+    return SourceError(f"{quoted(folder)} {what}; expected a Hugging Face model folder")
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    value = _read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _read_json(path: Path) -> Any:
+    """Return the decoded file, None where there is none to be read; it is kept all the same."""
+    try:
+        return json.loads(read_regular(path, _MAX_FILE_SIZE))
+    except (OSError, ValueError, RecursionError, BlobstoreError):
+        return None

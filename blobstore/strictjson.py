@@ -1,0 +1,85 @@
+"""JSON read strictly and written canonically, for headers and manifests alike.
+
+The standard parser is lenient where these formats are not, so this module closes the gaps: bytes
+must be UTF-8 without a byte order mark, a key must not occur twice in one object, ``NaN`` and
+``Infinity`` are refused, ``-0`` is not read as the integer 0, and lone surrogates are refused even
+in values that nobody reads. The written form is that of Go's ``encoding/json``, because the bytes
+decide the digests that Ollama's store shares with ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_GO_ESCAPES = {
+    ord("<"): "\\u003c",
+    ord(">"): "\\u003e",
+    ord("&"): "\\u0026",
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+
+
+def loads(data: bytes | memoryview) -> Any:
+    """Parse UTF-8 JSON text.
+
+    Raises:
+        ValueError: the text is not strict JSON; the message says what and, where known, at which
+            byte or character.
+    """
+    try:
+        text = str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        message = f"not valid UTF-8 at byte {error.start}"
+        raise ValueError(message) from None
+    # A callback per integer would double the time of large headers, and "-0" is the only
+    # integer that needs one.
+    decoder = _CAREFUL if "-0" in text else _USUAL
+    try:
+        value = decoder.decode(text)
+    except RecursionError:
+        message = "nested too deeply"
+        raise ValueError(message) from None
+    except json.JSONDecodeError as error:
+        message = f"not valid JSON at character {error.pos}: {error.msg}"
+        raise ValueError(message) from None
+    if _SURROGATE_ESCAPE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            message = "a string holds a lone surrogate"
+            raise ValueError(message) from None
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Return ``value`` as compact JSON with the escapes of Go's ``encoding/json``."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_GO_ESCAPES)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        message = f"key {twice[:200]!r} occurs twice in one object"
+        raise ValueError(message)
+    return found
+
+
+def _refuse(token: str) -> NoReturn:
+    message = f"not valid JSON: {token}"
+    raise ValueError(message)
+
+
+def _integer(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else int(digits)
+
+
+# Made once: a header is often shorter to parse than a decoder is to make.
+_USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+_CAREFUL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)

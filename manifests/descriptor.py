@@ -1,0 +1,80 @@
+"""Descriptors: a manifest's entry for one blob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from blobstore.digest import Digest
+from blobstore.errors import InvalidDigest, InvalidManifest
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_SIZE = 2**63 - 1
+_FIELDS = frozenset({"mediaType", "digest", "size", "from", "name"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """Media type, digest, size in bytes and name of a blob."""
+
+    media_type: str
+    digest: Digest
+    size: int
+    name: str = ""
+    from_: str = ""
+    """Where Ollama says that the layer came from; we only carry it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that we do not know, kept as they were."""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Descriptor:
+        """Return the descriptor that a decoded JSON ``value`` holds.
+
+        Raises:
+            InvalidManifest: a field is missing, of a wrong type or out of form. The message begins
+                with the rest of the JSON path, such as ``.size``.
+        """
+        if not isinstance(value, dict):
+            raise wrong_type("", "an object", value)
+        try:
+            digest = Digest.parse(text_field(value, "digest"))
+        except InvalidDigest as error:
+            message = f".digest: {error}"
+            raise InvalidManifest(message) from None
+        size = value.get("size")
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise wrong_type(".size", "a number of bytes from 0 to 2^63-1", size)
+        return cls(
+            media_type=text_field(value, "mediaType"),
+            digest=digest,
+            size=size,
+            name=text_field(value, "name", default=""),
+            from_=text_field(value, "from", default=""),
+            extra={key: item for key, item in value.items() if key not in _FIELDS},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value as JSON types, its keys in the order of Ollama's files."""
+        known = {"mediaType": self.media_type, "digest": str(self.digest), "size": self.size}
+        optional = {"from": self.from_, "name": self.name}
+        return known | {key: text for key, text in optional.items() if text} | dict(self.extra)
+
+
+def text_field(value: dict[str, Any], key: str, default: str | None = None) -> str:
+    """Return the text under ``key``, or ``default`` where the key is absent.
+
+    Raises:
+        InvalidManifest: it is not a text, or absent without a default.
+    """
+    text = value.get(key, default)
+    if not isinstance(text, str):
+        raise wrong_type(f".{key}", "a text", text)
+    return text
+
+
+def wrong_type(path: str, expected: str, value: Any) -> InvalidManifest:
+    """Return the error that says what was expected at a JSON path and what was found."""
+    return InvalidManifest(f"{path}: expected {expected}, got {quoted(repr(value))}")

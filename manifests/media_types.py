@@ -1,0 +1,26 @@
+"""Media types of manifests, configs and layers: Ollama's, and the two of our own."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MANIFEST: Final = "application/vnd.docker.distribution.manifest.v2+json"
+CONFIG: Final = "application/vnd.docker.container.image.v1+json"
+
+TENSOR: Final = "application/vnd.ollama.image.tensor"
+"""One tensor blob; the layer's name is the tensor's name or the group's prefix."""
+JSON: Final = "application/vnd.ollama.image.json"
+"""One JSON file of the source; the layer's name is the file's name."""
+TEMPLATE: Final = "application/vnd.ollama.image.template"
+SYSTEM: Final = "application/vnd.ollama.image.system"
+LICENSE: Final = "application/vnd.ollama.image.license"
+PARAMS: Final = "application/vnd.ollama.image.params"
+MODEL: Final = "application/vnd.ollama.image.model"
+"""A GGUF file. Models with such a layer are Ollama's own; we list them and touch nothing."""
+PROJECTOR: Final = "application/vnd.ollama.image.projector"
+ADAPTER: Final = "application/vnd.ollama.image.adapter"
+
+FILE: Final = "application/vnd.blobstore.file.v1"
+"""One small file that a runtime or its user needs and that is not JSON. Ollama ignores it."""
+STACKS: Final = "application/vnd.blobstore.stacks.v1+json"
+"""Which source tensors each stacked expert tensor was made of. Ollama ignores it."""

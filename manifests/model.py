@@ -1,0 +1,133 @@
+"""Manifests and model configs: frozen values with one canonical JSON form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore import strictjson
+from blobstore.errors import InvalidManifest
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor, text_field, wrong_type
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCHEMA_VERSION: Final = 2
+MAX_MANIFEST_SIZE: Final = 64 * 2**20
+"""Bytes; a larger manifest is refused before it is parsed."""
+REQUIRES: Final = "0.19.0"
+"""The oldest Ollama that understands tensor models; what its own importer writes."""
+_FIELDS = ("schemaVersion", "mediaType", "config", "layers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The layers of a model, in order, and its config."""
+
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    media_type: str = media_types.MANIFEST
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that we do not know, kept as they were."""
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Parse a manifest file strictly.
+
+        Raises:
+            InvalidManifest: it is over 64 MiB, not strict JSON, a field is missing, of a wrong
+                type or out of form, or two layers of one media type have the same name. The
+                message begins with the JSON path.
+        """
+        if len(data) > MAX_MANIFEST_SIZE:
+            message = f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_SIZE}"
+            raise InvalidManifest(message)
+        try:
+            value = strictjson.loads(data)
+        except ValueError as error:
+            message = f"manifest is not readable as JSON: {error}"
+            raise InvalidManifest(message) from None
+        place = "$"
+        try:
+            if not isinstance(value, dict):
+                raise wrong_type("", "an object", value)
+            version = value.get("schemaVersion")
+            if type(version) is not int or version != SCHEMA_VERSION:
+                raise wrong_type(".schemaVersion", str(SCHEMA_VERSION), version)
+            media_type = text_field(value, "mediaType")
+            listed = value.get("layers")
+            if not isinstance(listed, list):
+                raise wrong_type(".layers", "a list", listed)
+            place = "$.config"
+            config = Descriptor.from_json(value.get("config"))
+            layers = []
+            for index, layer in enumerate(listed):
+                place = f"$.layers[{index}]"
+                layers.append(Descriptor.from_json(layer))
+        except InvalidManifest as error:
+            message = f"{place}{error}"
+            raise InvalidManifest(message) from None
+        extra = {key: item for key, item in value.items() if key not in _FIELDS}
+        manifest = cls(config=config, layers=tuple(layers), media_type=media_type, extra=extra)
+        manifest._check_names()
+        return manifest
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical JSON: one line, Ollama's field order, a line feed at the end."""
+        value = {
+            "schemaVersion": SCHEMA_VERSION,
+            "mediaType": self.media_type,
+            "config": self.config.to_json(),
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+        return f"{strictjson.dumps(value | dict(self.extra))}\n".encode()
+
+    def layers_of(self, media_type: str) -> tuple[Descriptor, ...]:
+        """Return the layers of one media type, in order."""
+        return tuple(layer for layer in self.layers if layer.media_type == media_type)
+
+    @property
+    def blobs(self) -> tuple[Descriptor, ...]:
+        """Return the config and the layers, each digest once."""
+        return tuple({item.digest: item for item in (self.config, *self.layers)}.values())
+
+    def _check_names(self) -> None:
+        seen: dict[tuple[str, str], int] = {}
+        for index, layer in enumerate(self.layers):
+            if not layer.name:  # several licenses without a name are normal
+                continue
+            first = seen.setdefault((layer.media_type, layer.name), index)
+            if first != index:
+                message = (
+                    f"$.layers[{index}].name: {quoted(layer.name)} is already the name of "
+                    f"$.layers[{first}], of the same media type"
+                )
+                raise InvalidManifest(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The config blob of a tensor model, with the keys that Ollama's importer writes.
+
+    ``file_type`` is the quantization type of the model, empty for none.
+    """
+
+    file_type: str = ""
+    capabilities: tuple[str, ...] = ("completion",)
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical JSON, without a line feed."""
+        value = {
+            "model_format": "safetensors",
+            "model_family": "",
+            "model_families": None,
+            "model_type": "",
+            "file_type": self.file_type,
+            "requires": REQUIRES,
+            "capabilities": list(self.capabilities),
+            "architecture": "",
+            "os": "",
+        }
+        return strictjson.dumps(value).encode()

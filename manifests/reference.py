@@ -1,0 +1,85 @@
+"""References: the names of models, ``[host/][namespace/]model[:tag]``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from blobstore.errors import InvalidReference
+from blobstore.text import quoted
+
+DEFAULT_HOST = "registry.ollama.ai"
+DEFAULT_NAMESPACE = "library"
+DEFAULT_TAG = "latest"
+
+# Ollama's grammar, ASCII only: the first character is alphanumeric or "_", so that no part can be
+# ".", "..", hidden, or an option.
+_PARTS = {
+    "host": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}", re.ASCII),
+    "namespace": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,79}", re.ASCII),
+    "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
+    "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
+}
+_RULES = {
+    "host": "1 to 350 letters, digits, '_', '-', '.' and ':'",
+    "namespace": "1 to 80 letters, digits, '_' and '-'",
+    "model": "1 to 80 letters, digits, '_', '-' and '.'",
+    "tag": "1 to 80 letters, digits, '_', '-' and '.'",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Reference:
+    """The full name of a model. Every part has been checked, so it can become a path."""
+
+    host: str
+    namespace: str
+    model: str
+    tag: str
+
+    def __post_init__(self) -> None:
+        for part, pattern in _PARTS.items():
+            value = getattr(self, part)
+            if pattern.fullmatch(value) is None:
+                message = (
+                    f"not a model name: {part} {quoted(value)} must be {_RULES[part]}, "
+                    "beginning with a letter, digit or '_'"
+                )
+                raise InvalidReference(message)
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Return the reference that ``text`` spells, its missing parts filled with the defaults.
+
+        Raises:
+            InvalidReference: a part is empty, too long, or has a character outside the grammar,
+                or there are more than three parts.
+        """
+        path, slash, last = text.rpartition("/")
+        model, colon, tag = last.partition(":")
+        if colon and not tag:
+            message = f"not a model name: {quoted(text)} has an empty tag"
+            raise InvalidReference(message)
+        parts = path.split("/") if slash else []
+        if len(parts) > 2:  # noqa: PLR2004
+            message = f"not a model name: {quoted(text)}; expected [host/][namespace/]model[:tag]"
+            raise InvalidReference(message)
+        host, namespace = [DEFAULT_HOST, DEFAULT_NAMESPACE][: 2 - len(parts)] + parts
+        return cls(host, namespace, model, tag or DEFAULT_TAG)
+
+    @property
+    def parts(self) -> tuple[str, str, str, str]:
+        """Host, namespace, model and tag."""
+        return (self.host, self.namespace, self.model, self.tag)
+
+    @property
+    def full(self) -> str:
+        """The name with all of its parts."""
+        return f"{self.host}/{self.namespace}/{self.model}:{self.tag}"
+
+    def __str__(self) -> str:
+        """Return the shortest name that parses to this reference; the tag is always shown."""
+        name = f"{self.model}:{self.tag}"
+        if self.host != DEFAULT_HOST:
+            return f"{self.host}/{self.namespace}/{name}"
+        return name if self.namespace == DEFAULT_NAMESPACE else f"{self.namespace}/{name}"
