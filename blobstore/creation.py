@@ -22,6 +22,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
+from blobstore.places import find_places
 from blobstore.plan import BlobPlan, plan, stacks
 from blobstore.progress import Meter
 from blobstore.quantize.prequantized import refuse_prequantized
@@ -152,7 +153,10 @@ def _write(
         stored.append(config)
         ingest.publish()
     described = Descriptor(media_type=media_types.CONFIG, digest=config.digest, size=config.size)
-    store.publish(reference, Manifest(config=described, layers=tuple(layers)))
+    manifest = Manifest(config=described, layers=tuple(layers))
+    # What a loader cannot resolve must not get a name; and the first one finds the index there.
+    find_places(store, manifest.to_bytes())
+    store.publish(reference, manifest)
     return [described, *layers], stored
 
 

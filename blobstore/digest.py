@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.errors import InvalidDigest
 from blobstore.text import quoted
@@ -17,9 +16,8 @@ _FORM = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
 SHORT_HEX = 12
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Digest:
-    """The sha256 of a blob's bytes.
+class Digest(NamedTuple):
+    """The sha256 of a blob's bytes. A tuple, because models have thousands.
 
     A value of this type has been checked, so it can become a file name; a text cannot.
     """

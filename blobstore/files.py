@@ -50,12 +50,13 @@ def read_regular(path: Path | str, limit: int) -> bytes:
         BlobstoreError: it is not a regular file, or larger than ``limit``.
     """
     descriptor, size = open_regular(path)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        message = f"{quoted(path)} has {size} bytes, over the limit of {limit}"
-        raise BlobstoreError(message)
-    return data
+    try:
+        if size > limit:
+            message = f"{quoted(path)} has {size} bytes, over the limit of {limit}"
+            raise BlobstoreError(message)
+        return read_exactly(descriptor, size, 0)
+    finally:
+        os.close(descriptor)
 
 
 def read_exactly(descriptor: int, size: int, offset: int) -> bytes:

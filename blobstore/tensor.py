@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,9 +75,8 @@ DTYPES: Final[Mapping[str, DType]] = {dtype.value: dtype for dtype in DType}
 """Element types by their name on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What a tensor is, apart from its bytes."""
+class TensorSpec(NamedTuple):
+    """What a tensor is, apart from its bytes. A tuple, because models have tens of thousands."""
 
     name: str
     dtype: DType

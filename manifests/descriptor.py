@@ -71,7 +71,7 @@ def text_field(value: dict[str, Any], key: str, default: str | None = None) -> s
     """
     text = value.get(key, default)
     if not isinstance(text, str):
-        raise wrong_type(f".{key}", "a text", text)
+        raise wrong_type("." + key, "a text", text)
     return text
 
 

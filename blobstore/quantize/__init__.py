@@ -1,0 +1,1 @@
+"""Quantized weights: their types, and how a source that holds them is recognised."""

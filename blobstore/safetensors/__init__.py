@@ -1,0 +1,1 @@
+"""The safetensors format: headers, files and tensors, read strictly and written canonically."""

@@ -1,0 +1,1 @@
+"""Where tensors come from: files, folders and repositories, behind one protocol."""

@@ -11,6 +11,24 @@ if TYPE_CHECKING:
 
     from blobstore.tensor import TensorSpec
 
+KEPT_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Patterns of the small files that a runtime or its user needs. Code is kept, and never run."""
+MAX_FILE_DEPTH = 3
+"""Parts of a kept file's name: ``folder/folder/file`` at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:

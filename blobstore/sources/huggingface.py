@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.files import read_regular
-from blobstore.sources.base import SourceFile
+from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH, SourceFile
 from blobstore.sources.safetensors import ShardSet
 from blobstore.sources.sharded import add_indexed, read_weight_map
 from blobstore.text import quoted
@@ -29,22 +29,7 @@ if TYPE_CHECKING:
 _STEMS = ("model", "diffusion_pytorch_model")
 """What the libraries call the weights of a component, without suffixes."""
 _PART = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
-_MAX_DEPTH = 3
 _MAX_FILE_SIZE = 64 * 2**20
-_KEPT = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.spm",
-    "*.py",
-    "*.md",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 _WEIGHT_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 _EXTRA_FOLDERS = ("additional_chat_templates",)
 _FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -234,17 +219,17 @@ def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]
 def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
     depth = len(PurePosixPath(name).parts) + 1
     yield from _files_of(folder, f"{name}/", depth)
-    if depth < _MAX_DEPTH:
+    if depth < MAX_FILE_DEPTH:
         for path in folder.iterdir():
             if path.is_dir() and _is_part(path.name):
                 yield from _files_below(path, f"{name}/{path.name}")
 
 
 def _files_of(folder: Path, prefix: str, depth: int) -> Iterator[SourceFile]:
-    for path in folder.iterdir() if depth <= _MAX_DEPTH else ():
+    for path in folder.iterdir() if depth <= MAX_FILE_DEPTH else ():
         if not path.is_file() or not _is_part(path.name):
             continue
-        matches = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _KEPT)
+        matches = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in KEPT_FILES)
         if matches and not any(fnmatch.fnmatchcase(path.name, item) for item in _WEIGHT_INDEXES):
             if path.stat().st_size > _MAX_FILE_SIZE:
                 message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"

@@ -1,0 +1,1 @@
+"""Where blobs and manifests live."""

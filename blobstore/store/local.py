@@ -111,9 +111,10 @@ class LocalStore:
             for digest, size in blobs:
                 try:
                     found = os.stat(digest.file_name, dir_fd=folder, follow_symlinks=False)
+                    is_whole = found.st_size == size and stat.S_ISREG(found.st_mode)
                 except OSError:
-                    found = None
-                if found is None or found.st_size != size or not stat.S_ISREG(found.st_mode):
+                    is_whole = False
+                if not is_whole:
                     self.check_size(digest, size)
 
     def map_blobs(

@@ -1,0 +1,65 @@
+"""``blobstore export``: a model as a Hugging Face folder again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    json_option,
+    parse_name,
+    parse_size,
+    store_option,
+    suggesting_names,
+)
+from blobstore.text import printable
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+@click.command("export", short_help="Write a model as a Hugging Face folder.")
+@click.argument("name", callback=parse_name)
+@click.argument("folder", metavar="DIR")
+@store_option
+@click.option(
+    "--shard-size",
+    callback=parse_size,
+    default="5GB",
+    show_default=True,
+    help="Bytes of tensors a file; larger models become several files with an index.",
+)
+@json_option
+def command(
+    name: Reference, folder: str, store: LocalStore, shard_size: int, as_json: bool
+) -> None:
+    """Write the model NAME to the new folder DIR, as Hugging Face's libraries read it.
+
+    The tensors are those of the source bit for bit, however they are stored.
+    """
+    from blobstore.export import export_model
+
+    with suggesting_names(store, [name]), render.progress_bar() as progress:
+        exported = export_model(name, folder, store=store, shard_size=shard_size, progress=progress)
+    if as_json:
+        render.show_json(
+            {
+                "name": str(name),
+                "folder": str(exported.folder),
+                "files": exported.files,
+                "tensors": exported.tensors,
+                "shards": exported.shards,
+                "bytes_written": exported.bytes_written,
+                "seconds": round(exported.seconds, 3),
+            }
+        )
+        return
+    render.show(
+        f"exported {name} to {printable(str(exported.folder))}: "
+        f"{render.count_of(exported.tensors, 'tensor')} in "
+        f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
+        f"{render.human_bytes(exported.bytes_written)}, {render.human_seconds(exported.seconds)}"
+    )

@@ -1,0 +1,73 @@
+"""``blobstore list``: what a store holds."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import json_option, store_option
+from blobstore.errors import Damaged
+
+if TYPE_CHECKING:
+    from blobstore.listing import ListedModel
+    from blobstore.store.local import LocalStore
+
+_LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
+
+
+@click.command("list", short_help="List the models of the store.")
+@store_option
+@json_option
+@click.pass_context
+def command(ctx: click.Context, store: LocalStore, as_json: bool) -> None:
+    """List the models of the store.
+
+    SHARED is what other names of the store use too, so removing one name frees the rest of its
+    size at most. ID is the beginning of the manifest's digest. A manifest that cannot be read is
+    listed with its error, and the exit code is then 4.
+    """
+    from blobstore.listing import list_models
+
+    models = list_models(store)
+    if as_json:
+        render.show_json({"models": [_as_json(model) for model in models]})
+    elif models:
+        render.show(_as_table(models))
+    elif not store.layout.root.exists():
+        render.show_note(f"there is no store at {store.layout.root} yet")
+    errors = [model.error for model in models if model.error is not None]
+    for error in errors:
+        render.show_error(str(error))
+    if errors:
+        ctx.exit(Damaged.exit_code)
+
+
+def _as_table(models: tuple[ListedModel, ...]) -> str:
+    rows = [
+        (
+            render.cell(model.reference),
+            model.digest.short if model.digest else "UNREADABLE",
+            "-" if model.error else render.human_bytes(model.size),
+            "-" if model.error else render.human_bytes(model.shared),
+            render.human_age(model.modified),
+        )
+        for model in models
+    ]
+    broken = [row for row, model in enumerate(models) if model.error]
+    headings = ("NAME", "ID", "SIZE", "SHARED", "MODIFIED")
+    return render.table(headings, rows, right=(2, 3), alarming=broken)
+
+
+def _as_json(model: ListedModel) -> dict[str, Any]:
+    moment = datetime.fromtimestamp(min(max(model.modified, 0), _LATEST), UTC)
+    return {
+        "name": str(model.reference),
+        "digest": str(model.digest) if model.digest else None,
+        "bytes": None if model.error else model.size,
+        "shared_bytes": None if model.error else model.shared,
+        "modified": moment.isoformat(timespec="seconds"),
+        "error": str(model.error) if model.error else None,
+    }

@@ -1,0 +1,151 @@
+"""The command ``blobstore``: its commands, its errors and its exit codes.
+
+Commands are imported when they are used, and import what they need inside their functions, so that
+``--help`` stays quick. This is the only place where an error becomes a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import sys
+from importlib import import_module
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli.options import wants_json
+from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
+from blobstore.errors import BlobstoreError
+from blobstore.text import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_COMMANDS = ("create", "list", "show", "verify", "export")
+_INTERRUPTED = 128 + signal.SIGINT
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_stop_requests = count()
+
+_EPILOG = """\b
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data,
+130 interrupted, 143 terminated.
+
+\b
+With --json, a failed command also prints on standard output
+{"error": {"kind": …, "message": …, "exit_code": …}}; kind is the name of
+the Python exception in blobstore.errors.
+
+\b
+Completion in bash, zsh or fish, for example:
+  eval "$(_BLOBSTORE_COMPLETE=bash_source blobstore)"
+"""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks the process to end; Ctrl-C is one of several."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + signal_number
+
+
+class _Program(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"blobstore.cli.{cmd_name}").command
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _printable_usage_errors():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _printable_usage_errors():
+                return super().invoke(ctx)
+        except BlobstoreError as error:
+            _report(error, as_json=wants_json(ctx))
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt as error:
+            click.echo("blobstore: interrupted", err=True)
+            ctx.exit(error.exit_code if isinstance(error, Stopped) else _INTERRUPTED)
+        except OutputClosed:
+            ctx.exit(_BROKEN_PIPE)
+
+
+@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda ctx, _, asked: _show_version(ctx) if asked else None,
+    help="Show the version and exit.",
+)
+def program() -> None:
+    """A content-addressed store for model weights.
+
+    A model is taken apart into one verified blob per tensor; equal tensors are kept once, and
+    programs map them without copying. The store is the folder given with --store, else
+    $BLOBSTORE_HOME, else ~/.blobstore; an Ollama models folder works too.
+    """
+
+
+def main() -> None:
+    """Run the command line and exit the process."""
+    for number in _STOP_SIGNALS:
+        # A signal that the caller ignores stays ignored: nohup does that with SIGHUP.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _stop)
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal's encoding lacks is escaped; it is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):  # None, if the caller closed it
+            stream.reconfigure(errors="backslashreplace")
+    program(prog_name="blobstore")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    del frame
+    # Impatience must not cut short the cleaning up that the first request began: the second is
+    # ignored. The third is heeded.
+    if next(_stop_requests) != 1:
+        raise Stopped(number)
+
+
+def _show_version(ctx: click.Context) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        number = version("tensor-blobstore")
+    except PackageNotFoundError:
+        number = "(not installed)"
+    click.echo(f"blobstore {number}")
+    ctx.exit()
+
+
+def _report(error: BlobstoreError, *, as_json: bool) -> None:
+    message = printable(str(error))
+    if as_json:
+        value = {"kind": type(error).__name__, "message": message, "exit_code": error.exit_code}
+        with contextlib.suppress(BlobstoreError, OutputClosed):  # the message below says enough
+            show_json({"error": value})
+    show_error(message)
+
+
+@contextlib.contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        # Final for type checkers only; a new error would lose its way of showing itself.
+        error.message = printable_lines(error.message)  # type: ignore[misc]
+        raise

@@ -1,0 +1,131 @@
+"""What the commands share: options, types of arguments, and names that are nearly right."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+_JSON_KEY = "blobstore.json"
+_SIZE = re.compile(
+    r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
+)
+_UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
+    **{f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)},
+}
+
+
+def parse_name(ctx: click.Context, param: click.Parameter, value: str) -> Reference:
+    """Return the reference that an argument spells; a callback of click.
+
+    Raises:
+        InvalidReference: it breaks the grammar.
+    """
+    del ctx, param
+    from blobstore.manifests.reference import Reference
+
+    return Reference.parse(value)
+
+
+def parse_names(
+    ctx: click.Context, param: click.Parameter, values: Sequence[str]
+) -> tuple[Reference, ...]:
+    """Return the references of several arguments. Raises as :func:`parse_name`."""
+    return tuple(parse_name(ctx, param, value) for value in values)
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Return the bytes that ``5GB``, ``500MiB`` or a plain number spell; a callback of click."""
+    match = _SIZE.fullmatch(value.strip())
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    if match is None or unit is None:
+        message = f"{quoted(value)} is not a size such as 5GB or 500MiB"
+        raise click.BadParameter(message, ctx, param)
+    return int(float(match["number"]) * unit)
+
+
+def wants_json(ctx: click.Context) -> bool:
+    """Tell whether the command was asked for JSON, also when it failed."""
+    return bool(ctx.meta.get(_JSON_KEY))
+
+
+def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    del param
+    ctx.meta[_JSON_KEY] = value
+    return value
+
+
+def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -> LocalStore:
+    from blobstore.store.local import LocalStore
+
+    if value == "":  # an unset variable of a script must not mean the current folder
+        message = "the store's folder is empty text"
+        raise click.BadParameter(message, ctx, param)
+    return LocalStore(value)
+
+
+store_option = click.option(
+    "--store",
+    metavar="DIR",
+    envvar="BLOBSTORE_HOME",
+    show_envvar=True,
+    callback=_open_store,
+    help="Folder of the store; ~/.blobstore by default.",
+)
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,  # known before another argument turns out to be wrong
+    callback=_note_json,
+    help="Print JSON with exact numbers.",
+)
+jobs_option = click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads; as many as processors by default.",
+)
+
+
+@contextlib.contextmanager
+def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iterator[None]:
+    """Add names of the store that are nearly those asked for to an error that says not found."""
+    try:
+        yield
+    except ModelNotFound as error:
+        near = ", ".join(quoted(name) for name in _near_names(store, references))
+        if not near:
+            raise
+        message = f"{error}; did you mean {near}?"
+        raise ModelNotFound(message) from None
+
+
+def _near_names(store: LocalStore, references: Sequence[Reference]) -> list[str]:
+    from difflib import get_close_matches
+
+    names: list[str] = []
+    with contextlib.suppress(BlobstoreError):
+        names.extend(map(_short, store.references()))
+    asked = [name for name in map(_short, references) if name not in names]
+    near = [match for name in asked for match in get_close_matches(name, names)]
+    return list(dict.fromkeys(near))
+
+
+def _short(reference: Reference) -> str:
+    # The default tag would make all names alike.
+    return str(reference).removesuffix(":latest")

@@ -1,0 +1,232 @@
+"""What people and programs see: tables, numbers, JSON and the progress bar.
+
+Text from files goes through :func:`cell` on its way out. The results of a command are on standard
+output; notes, errors and progress are on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.errors import BlobstoreError
+from blobstore.text import MAX_SHOWN, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from blobstore.progress import Progress
+
+_MAX_WIDTH = 80
+"""A longer cell shifts the rest of its row; it does not widen its column."""
+_STEP = 1000
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_COUNTS = ("", "k", "M", "B", "T")
+_AGES = (
+    (365 * 86400, "year"),
+    (30 * 86400, "month"),
+    (7 * 86400, "week"),
+    (86400, "day"),
+    (3600, "hour"),
+    (60, "minute"),
+)
+_BAR_NAME = 48
+_DUMB_TERMINALS = ("dumb", "unknown")
+
+
+class OutputClosed(Exception):
+    """Whoever read standard output has gone, as ``head`` does."""
+
+
+def show(text: str) -> None:
+    """Print a result.
+
+    Raises:
+        OutputClosed: nobody reads it any more.
+        BlobstoreError: it cannot be written, to a full disk for example.
+    """
+    with _output() as stream:
+        stream.write(text if text.endswith("\n") or not text else f"{text}\n")
+
+
+def show_bytes(data: bytes) -> None:
+    """Print bytes exactly, or escaped if a person is looking. Raises as :func:`show`."""
+    if is_terminal():
+        show(printable_lines(data.decode(errors="backslashreplace")))
+        return
+    with _output() as stream:
+        stream.flush()
+        stream.buffer.write(data)
+
+
+def show_json(value: Any) -> None:
+    """Print ``value`` as one ASCII JSON document. Raises as :func:`show`."""
+    show(json.dumps(value, indent=2 if is_terminal() else None))
+
+
+def show_note(message: str) -> None:
+    """Tell something beside the result."""
+    click.echo(f"note: {printable(message)}", err=True)
+
+
+def show_error(message: str) -> None:
+    """Tell what went wrong."""
+    click.echo(f"blobstore: error: {printable(message)}", err=True)
+
+
+def is_terminal() -> bool:
+    """Tell whether a person sees standard output."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def cell(text: object) -> str:
+    """Return text from a file as it may be shown: escaped, and shortened if it is very long."""
+    return printable(str(text), MAX_SHOWN)
+
+
+def printable_lines(text: str) -> str:
+    """Return text of several lines escaped, but for its line feeds."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Iterable[int] = (),
+    alarming: Iterable[int] = (),
+) -> str:
+    """Return rows in aligned columns, of texts that are printable already.
+
+    Args:
+        headings: of the columns.
+        rows: as many cells each.
+        right: columns of numbers.
+        alarming: rows to be red where there are colours.
+    """
+    lines = [headings, *rows]
+    widths = [min(_MAX_WIDTH, max(map(len, column))) for column in zip(*lines, strict=True)]
+    is_number = [index in set(right) for index in range(len(headings))]
+    texts = [
+        "  ".join(
+            text.rjust(width) if number else text.ljust(width)
+            for text, width, number in zip(line, widths, is_number, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    if is_terminal() and not os.environ.get("NO_COLOR"):
+        texts[0] = click.style(texts[0], bold=True)
+        for row in alarming:
+            texts[row + 1] = click.style(texts[row + 1], fg="red")
+    return "\n".join(texts)
+
+
+def human_bytes(count: int) -> str:
+    """Return a number of bytes in decimal units: ``768 B``, ``90.9 MB``."""
+    return _scaled(count, _BYTES)
+
+
+def human_count(count: int) -> str:
+    """Return a number of things in short: ``768``, ``22.7 M``, ``671 B``."""
+    return _scaled(count, _COUNTS).rstrip()
+
+
+def human_seconds(seconds: float) -> str:
+    """Return how long something took."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)} min {int(rest)} s" if minutes else f"{rest:.2f} s"
+
+
+def human_age(moment: float) -> str:
+    """Return how long ago a moment was, in seconds since the epoch."""
+    age = time.time() - moment
+    for length, unit in _AGES:
+        if age >= length:
+            return f"{count_of(int(age // length), unit)} ago"
+    return "just now"
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """Show on standard error how far work has come; give None where nobody would see it."""
+    terminal = os.environ.get("TERM", "") not in _DUMB_TERMINALS
+    if sys.stderr is None or not sys.stderr.isatty() or not terminal:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    def fixed() -> Column:
+        return Column(no_wrap=True)
+
+    columns = (
+        BarColumn(bar_width=20, table_column=fixed()),
+        DownloadColumn(table_column=fixed()),
+        TransferSpeedColumn(table_column=fixed()),
+        TimeRemainingColumn(table_column=fixed()),
+        # What is left of the line, whatever the name's length.
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+    )
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task("reading headers", total=None)
+        last_total = -1
+
+        def advance(what: str, done: int, total: int) -> None:
+            nonlocal last_total
+            if total != last_total:  # another kind of work, with a speed of its own
+                bar.reset(task, total=total)
+                last_total = total
+            text = printable(what, _BAR_NAME) if done < total else "finishing"
+            bar.update(task, completed=done, description=text)
+
+        yield advance
+
+
+def _scaled(count: int, units: Sequence[str]) -> str:
+    if count < _STEP:
+        return f"{count} {units[0]}"
+    number = float(count)
+    for unit in units:
+        digits = 1 if number < _STEP / 10 else 0
+        shown = f"{number:.{digits}f}"
+        if float(shown) < _STEP or unit == units[-1]:
+            break
+        number /= _STEP
+    return f"{shown} {unit}"
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[Any]:
+    if sys.stdout is None:
+        message = "cannot write to standard output: it is closed"
+        raise BlobstoreError(message)
+    try:
+        yield sys.stdout
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter flushes at its end and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise OutputClosed from None
+        message = f"cannot write to standard output: {error.strerror}"
+        raise BlobstoreError(message) from error

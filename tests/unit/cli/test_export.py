@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safetensors.numpy import load_file
+
+from tests.models import dense_tensors
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+def test_writes_the_folder_back(stored: LocalStore, tmp_path: Path) -> None:
+    result = run("export", "dense", tmp_path / "out")
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"exported dense:latest to {tmp_path}/out: 9 tensors in 1 file")
+    arrays = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        name: array.tobytes() for name, array in dense_tensors().items()
+    }
+
+
+def test_takes_the_size_of_shards(stored: LocalStore, tmp_path: Path) -> None:
+    exported = run_json("export", "dense", tmp_path / "out", "--shard-size", "0.2kB")
+
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert exported["shards"] == len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert exported["files"] == len(files)
+    assert exported["bytes_written"] == sum(path.stat().st_size for path in files)
+    assert exported["tensors"] == 9
+
+
+def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_bytes(b"")
+
+    assert run("export", "dense", tmp_path / "out").exit_code == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

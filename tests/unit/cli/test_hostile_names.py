@@ -1,0 +1,141 @@
+"""Names that attack the terminal, shown by every command."""
+
+from __future__ import annotations
+
+import json
+import struct
+import unicodedata
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import run, run_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+LONG = "long." + "n" * 70_000 + ".weight"
+HOSTILE = {
+    "esc": "esc\x1b[2J\x1b]0;owned\x07.weight",
+    "csi": "csi\x9b31m.weight",
+    "cr": "cr\rspoofed.weight",
+    "lf": "lf\nblobstore: error: spoofed.weight",
+    "override": "rtl\u202eslauqe\u202c.weight",
+    "isolate": "iso\u2066late\u2069.weight",
+    "separator": "sep\u2028line\u2029.weight",
+    "delete": "del\x7f\x00.weight",
+    "tab": "tab\t.weight",
+    "markup": "[bold red]markup[/] :smile: {task}.weight",
+    "long": LONG,
+}
+
+
+def assert_clean(data: bytes) -> None:
+    """Check that nothing but visible characters, spaces and line feeds reaches a terminal."""
+    bad = {
+        char
+        for char in data.decode()
+        if char != "\n" and (unicodedata.category(char)[0] == "C" or char in "\u2028\u2029")
+    }
+    assert not bad
+
+
+@pytest.fixture
+def hostile(store: LocalStore, tmp_path: Path) -> Path:
+    """A model file with hostile tensor names, stored as ``hostile``."""
+    names = list(HOSTILE.values())
+    header = {
+        name: {"dtype": "U8", "shape": [2], "data_offsets": [2 * index, 2 * index + 2]}
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "hostile.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(2 * len(names)))
+    assert run("create", path, "hostile").exit_code == 0
+    return path
+
+
+def commands(path: Path) -> list[list[object]]:
+    return [
+        ["create", path, "again"],
+        ["create", path, "again", "--dry-run"],
+        ["show", "hostile"],
+        ["show", "hostile", "--layers"],
+        ["show", "hostile", "*.weight"],
+        ["show", "hostile", "--sort", "name"],
+        ["verify"],
+        ["list"],
+    ]
+
+
+def test_nothing_unprintable_is_shown(hostile: Path) -> None:
+    for command in commands(hostile):
+        done = run_process(*command)
+        assert done.returncode == 0, done.stderr
+        assert_clean(done.stdout)
+        assert_clean(done.stderr)
+        assert len(max(done.stdout.split(b"\n"), key=len)) < 2000
+
+
+def test_every_name_stays_on_its_row(hostile: Path) -> None:
+    lines = run("show", "hostile").stdout.split("\n")
+
+    assert len(lines) == 2 + len(HOSTILE) + 2
+    rows = {line.split()[0] for line in lines[2:-2]}
+    assert {
+        "esc\\x1b[2J\\x1b]0;owned\\x07.weight",
+        "csi\\x9b31m.weight",
+        "cr\\rspoofed.weight",
+        "rtl\\u202eslauqe\\u202c.weight",
+        "sep\\u2028line\\u2029.weight",
+        "del\\x7f\\x00.weight",
+        "tab\\t.weight",
+        "[bold",
+    } < rows
+    assert sum("…" in row for row in rows) == 1
+
+
+def test_json_has_the_names_unchanged(hostile: Path) -> None:
+    for command in commands(hostile):
+        done = run_process(*command, "--json")
+        assert done.returncode == 0
+        assert done.stdout.isascii()
+        json.loads(done.stdout)
+    tensors = json.loads(run("show", "hostile", "--json").stdout)["tensors"]
+    assert {tensor["name"] for tensor in tensors} == set(HOSTILE.values())
+
+
+def test_damage_is_reported_on_clean_lines(hostile: Path, store: LocalStore) -> None:
+    for layer in store.resolve(Reference.parse("hostile")).layers:
+        (store.layout.blobs / layer.digest.file_name).unlink()
+    for command in (["show", "hostile"], ["show", "hostile", "--layers"], ["verify"]):
+        done = run_process(*command)
+        assert done.returncode == 4
+        assert_clean(done.stdout)
+        assert_clean(done.stderr)
+        assert len(max((done.stdout + done.stderr).split(b"\n"), key=len)) < 2000
+    done = run_process("verify", "--json")
+    assert {fault["layer"] for fault in json.loads(done.stdout)["faults"]} == set(HOSTILE.values())
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "export", "create"])
+def test_hostile_arguments_are_escaped(store: LocalStore, command: str) -> None:
+    for name in HOSTILE.values():
+        argument = name.replace("\x00", "")
+        more = {"create": [argument], "export": ["folder"]}.get(command, [])
+        done = run_process(command, argument[:100_000], *more)
+        assert done.returncode in (1, 2, 3)
+        assert_clean(done.stderr)
+        assert done.stdout == b""
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_arguments_that_are_no_text_are_escaped(stored: LocalStore) -> None:
+    done = run_process("show", "dense", b"\xff*".decode(errors="surrogateescape"), "--json")
+
+    assert done.returncode == 3
+    assert_clean(done.stderr)
+    assert "\\udcff*" in json.loads(done.stdout)["error"]["message"]

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tests.ollama_store import add_gguf_model
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+def test_an_absent_store_lists_nothing(store: LocalStore) -> None:
+    result = run("list")
+
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert result.stderr.startswith("note: there is no store at ")
+    assert run_json("list") == {"models": []}
+    assert not store.layout.root.exists()
+
+
+def test_an_empty_store_lists_nothing(store: LocalStore) -> None:
+    store.layout.root.mkdir()
+    result = run("list")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_lists_sizes_and_shared_bytes(stored: LocalStore, dense: Path, moe: Path) -> None:
+    assert run("create", dense, "team/copy:v2").exit_code == 0
+    assert run("create", moe, "moe").exit_code == 0
+    models = {model["name"]: model for model in run_json("list")["models"]}
+
+    assert list(models) == ["dense:latest", "moe:latest", "team/copy:v2"]
+    dense_model = models["dense:latest"]
+    assert dense_model["bytes"] == dense_model["shared_bytes"] == models["team/copy:v2"]["bytes"]
+    assert dense_model["digest"] == models["team/copy:v2"]["digest"]
+    config = stored.resolve(next(iter(stored.references()))).config
+    assert models["moe:latest"]["shared_bytes"] == config.size
+    assert models["moe:latest"]["bytes"] > config.size
+
+
+def test_prints_aligned_rows(stored: LocalStore) -> None:
+    path = stored.layout.manifest(next(iter(stored.references())))
+    os.utime(path, (0, path.stat().st_mtime - 3 * 86400 - 60))
+    heading, row = run("list").stdout.splitlines()
+
+    assert heading.split() == ["NAME", "ID", "SIZE", "SHARED", "MODIFIED"]
+    digest = run_json("list")["models"][0]["digest"]
+    assert row.split() == [
+        "dense:latest",
+        digest.removeprefix("sha256:")[:12],
+        "1.5",
+        "kB",
+        "0",
+        "B",
+        "3",
+        "days",
+        "ago",
+    ]
+    assert row.index("3 days ago") == heading.index("MODIFIED")
+
+
+def test_lists_what_cannot_be_read_and_exits_with_4(stored: LocalStore) -> None:
+    broken = stored.layout.manifests / "registry.ollama.ai/library/broken/latest"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b'{"schemaVersion": 2, \x1b')
+    result = run("list")
+
+    assert result.exit_code == 4
+    lines = result.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:2]] == [["broken:latest", "UNREADABLE"]]
+    assert lines[2].startswith("dense:latest ")
+    assert result.stderr.startswith("blobstore: error: ")
+    assert "broken/latest" in result.stderr
+    models = run_json("list", exit_code=4)["models"]
+    assert models[0]["error"]
+    assert models[0]["bytes"] is None
+    assert models[1]["error"] is None
+
+
+def test_lists_a_model_of_ollama_and_leaves_it_alone(stored: LocalStore, dense: Path) -> None:
+    manifest = add_gguf_model(stored, "llama3:8b")
+    before = {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in stored.layout.root.rglob("*")
+        if path.is_file()
+    }
+    models = {model["name"]: model for model in run_json("list")["models"]}
+    assert models["llama3:8b"]["bytes"] == sum(blob.size for blob in manifest.blobs)
+    assert models["llama3:8b"]["shared_bytes"] == 0
+    for command in (["show", "llama3:8b"], ["verify"], ["create", dense, "dense"]):
+        assert run(*command).exit_code == 0
+
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before}
+    changed = [path for path in before if before[path] != after[path]]
+    assert changed == [stored.layout.manifests / "registry.ollama.ai/library/dense/latest"]

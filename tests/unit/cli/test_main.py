@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.cli.running import command_line, environment, run, run_json, run_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+HEAVY = {
+    "numpy",
+    "torch",
+    "mlx",
+    "rich",
+    "huggingface_hub",
+    "transformers",
+    "safetensors",
+    "ml_dtypes",
+    "httpx",
+    "requests",
+    "asyncio",
+}
+COMMANDS = ["create", "list", "show", "verify", "export"]
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has loaded after ``code``."""
+    listing = "import sys; sys.stderr.write('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"try:\n    {code}\nfinally:\n    {listing}"],
+        capture_output=True,
+        env=environment(),
+        check=True,
+    )
+    return {name.partition(".")[0] for name in done.stderr.decode().split("\n")}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import blobstore",
+        "import blobstore.cli.main",
+        "from blobstore.cli.main import program; program(['--help'], standalone_mode=False)",
+        *(
+            f"from blobstore.cli.main import program; "
+            f"program(['{name}', '--help'], standalone_mode=False)"
+            for name in COMMANDS
+        ),
+    ],
+)
+def test_help_and_import_load_nothing_heavy(code: str) -> None:
+    loaded = modules_after(code)
+
+    assert "blobstore" in loaded
+    assert not loaded & HEAVY
+
+
+def test_show_loads_no_numpy_and_piped_no_rich(stored: LocalStore) -> None:
+    loaded = modules_after(
+        "from blobstore.cli.main import program; program(['show', 'dense'], standalone_mode=False)"
+    )
+
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "-h"] for name in COMMANDS)])
+def test_prints_help(arguments: list[str]) -> None:
+    result = run(*arguments)
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: ")
+
+
+def test_help_names_every_command_exit_code_and_completion() -> None:
+    text = run("--help").stdout
+
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+    assert "3 not found, 4 damaged" in text
+    assert "_BLOBSTORE_COMPLETE=bash_source" in text
+
+
+def test_prints_a_version() -> None:
+    assert run("--version").stdout.startswith("blobstore ")
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "blobstore.cli", "--version"],
+        capture_output=True,
+        env=environment(),
+        check=True,
+    )
+
+    assert done.stdout.startswith(b"blobstore ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["show"],
+        ["create", "only-a-source"],
+        ["create", "s", "n", "--experts", "loose"],
+        ["create", "s", "n", "--jobs", "0"],
+        ["list", "--nonsense"],
+        ["list", "--store", ""],
+        ["show", "--manifest", "--sort", "name", "x"],
+        ["show", "--manifest", "x", "pattern"],
+        ["show", "bad name"],
+        ["show", "../../etc/passwd"],
+        ["verify", "good", "bad/"],
+        ["export", "m", "d", "--shard-size", "5 apples"],
+        ["export", "m", "d", "--shard-size", "0"],
+    ],
+)
+def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> None:
+    result = run(*arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--no\x1b[31m\u202e"], ["list", "--no\x1b[31m\u202e"], ["li\x1bst"]]
+)
+def test_escapes_control_characters_in_usage_errors(arguments: list[str]) -> None:
+    result = run(*arguments)
+
+    assert result.exit_code == 2
+    assert "\\x1b" in result.stderr
+    assert all(line.isprintable() for line in result.stderr.split("\n"))
+
+
+def test_an_error_is_one_line_without_a_traceback(store: LocalStore) -> None:
+    done = run_process("show", "absent")
+
+    assert done.returncode == 3
+    assert done.stdout == b""
+    assert done.stderr.startswith(b"blobstore: error: no model 'absent:latest'")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "exit_code"),
+    [
+        (["show", "absent"], "ModelNotFound", 3),
+        (["show", "bad name"], "InvalidReference", 2),
+        (["create", "/absent/source", "m"], "SourceNotFound", 3),
+        (["verify"], "NotFound", 3),
+    ],
+)
+def test_an_error_is_json_too_when_asked(
+    store: LocalStore, arguments: list[str], kind: str, exit_code: int
+) -> None:
+    error = run_json(*arguments, exit_code=exit_code)["error"]
+
+    assert error["kind"] == kind
+    assert error["exit_code"] == exit_code
+    assert error["message"] in run(*arguments).stderr
+
+
+def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
+    code = (
+        "import blobstore.listing as m, sys\n"
+        "m.list_models = lambda store: 1 / 0\n"
+        "sys.argv = ['blobstore', 'list']\n"
+        "from blobstore.cli.main import main\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(b"ZeroDivisionError: division by zero")
+
+
+def test_names_that_are_nearly_right_are_suggested(stored: LocalStore) -> None:
+    for command in (["show", "desne"], ["verify", "dense", "desne"], ["export", "desne", "out"]):
+        result = run(*command)
+        assert result.exit_code == 3
+        assert result.stderr.endswith("; did you mean 'dense'?\n")
+
+
+def test_nothing_far_off_is_suggested(stored: LocalStore) -> None:
+    assert "did you mean" not in run("show", "qwen").stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["show", "dense"], ["show", "dense", "--json"], ["show", "dense", "--manifest"]]
+)
+def test_a_reader_who_leaves_ends_it_silently(stored: LocalStore, command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command_line(*command),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        check=False,
+    )
+    os.close(writer)
+
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == b""
+
+
+def test_a_closed_output_is_an_error(stored: LocalStore) -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command_line("show", "dense")],
+        stderr=subprocess.PIPE,
+        env=environment(),
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert done.stderr == b"blobstore: error: cannot write to standard output: it is closed\n"
+
+
+def test_a_full_disk_under_the_output_is_an_error(stored: LocalStore) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
+        done = subprocess.run(
+            command_line("show", "dense"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            check=False,
+        )
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        b"blobstore: error: cannot write to standard output: No space left on device\n"
+    )
+
+
+def test_what_the_terminal_cannot_show_is_escaped(stored: LocalStore) -> None:
+    done = run_process("show", "dense", PYTHONIOENCODING="ascii")
+
+    assert done.returncode == 0
+    assert b"path/to/\\xe9<&>" in done.stdout
+
+
+def sparse_model(path: Path, *, tensors: int, size: int) -> Path:
+    """Write a safetensors file of zeros that takes no space on disk."""
+    header = json.dumps(
+        {
+            f"t{index}": {
+                "dtype": "U8",
+                "shape": [size],
+                "data_offsets": [index * size, (index + 1) * size],
+            }
+            for index in range(tensors)
+        }
+    ).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + tensors * size)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("signals", "exit_code"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGTERM], 130),
+    ],
+    ids=["ctrl-c", "terminate", "impatient"],
+)
+def test_an_interrupted_create_leaves_nothing(
+    store: LocalStore, tmp_path: Path, signals: list[int], exit_code: int
+) -> None:
+    source = sparse_model(tmp_path / "big.safetensors", tensors=64, size=64 * 2**20)
+    process = subprocess.Popen(
+        command_line("create", source, "big", "--json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    deadline = time.monotonic() + 60
+    while not (store.layout.temporary.is_dir() and os.listdir(store.layout.temporary)):  # noqa: PTH208
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    for number in signals:
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code
+    assert output == b""
+    assert errors == b"blobstore: interrupted\n"
+    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.references()) == []
+    assert [path for path in store.layout.manifests.rglob("*") if path.is_file()] == []

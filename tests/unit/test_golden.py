@@ -1,0 +1,68 @@
+"""Tensor blobs compared with what Ollama's own importer made of the same folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.creation import create
+from blobstore.errors import ModelNotFound, UnsupportedSource
+from blobstore.export import export_model
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from blobstore.plan import ExpertForm
+
+DATA = Path(__file__).parents[1] / "data" / "ollama"
+FORMS = {"packed": "seed", "stacked": "ollama-0.33"}
+NAME = Reference.parse("m")
+
+Layers = set[tuple[str, str, int]]
+
+
+def golden_layers(model: str, form: str) -> Layers:
+    value = json.loads((DATA / "golden" / FORMS[form] / f"{model}.json").read_bytes())
+    return {
+        (layer["name"], layer["digest"], layer["size"])
+        for layer in value["layers"]
+        if layer["mediaType"] == media_types.TENSOR
+    }
+
+
+def tensor_layers(store: LocalStore) -> Layers:
+    layers = store.resolve(NAME).layers_of(media_types.TENSOR)
+    return {(layer.name, str(layer.digest), layer.size) for layer in layers}
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+@pytest.mark.parametrize("model", ["dense", "moe", "odd"])
+def test_makes_the_tensor_layers_that_ollama_makes(
+    model: str, form: ExpertForm, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(DATA / "hf" / model, NAME, store=store, experts=form)
+    assert tensor_layers(store) == golden_layers(model, form)
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+def test_an_exported_folder_makes_them_again(form: ExpertForm, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(DATA / "hf" / "moe", NAME, store=store, experts=form)
+    export_model(NAME, tmp_path / "out", store=store, shard_size=300_000)
+    again = LocalStore(tmp_path / "again")
+    create(tmp_path / "out", NAME, store=again, experts=form)
+    assert tensor_layers(again) == golden_layers("moe", form)
+
+
+@pytest.mark.parametrize("model", ["mlx-mode", "ct-nvfp4"])
+def test_refuses_models_that_are_quantized_already(model: str, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    with pytest.raises(UnsupportedSource, match="quantized already, which is not supported yet"):
+        create(DATA / "hf" / model, NAME, store=store)
+    with pytest.raises(ModelNotFound):
+        store.resolve(NAME)

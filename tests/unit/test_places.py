@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import blobstore
+from blobstore.digest import Digest
+from blobstore.errors import BlobMissing
+from blobstore.manifests.reference import Reference
+from blobstore.places import find_places
+from tests.models import dense_tensors, moe_tensors, write_folder
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = blobstore.LocalStore(tmp_path / "store")
+    tensors = dense_tensors() | moe_tensors()
+    blobstore.create(write_folder(tmp_path / "model", tensors), "tiny", store=store)
+    return store
+
+
+def manifest(store: LocalStore) -> bytes:
+    return store.read_manifest(Reference.parse("tiny"))
+
+
+def index_file(store: LocalStore) -> Path:
+    return Path(store.layout.headers / Digest.of(manifest(store)).hex)
+
+
+def test_create_leaves_the_index_for_the_first_open(store: LocalStore) -> None:
+    assert index_file(store).is_file()
+
+
+def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
+    from_index = find_places(store, manifest(store))
+    index_file(store).unlink()
+    from_headers = find_places(store, manifest(store))
+    assert from_index.blobs == from_headers.blobs
+    assert {
+        name: (place.dtype, tuple(place.shape), place.blob, place.begin)
+        for name, place in from_index.tensors.items()
+    } == dict(from_headers.tensors)
+    assert set(from_index.tensors) == {*dense_tensors(), *moe_tensors()}
+
+
+def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None:
+    places = find_places(store, manifest(store))
+    for name, array in (dense_tensors() | moe_tensors()).items():
+        place = places.tensors[name]
+        digest, _ = places.blobs[place.blob]
+        blob = Path(store.layout.blob(digest)).read_bytes()
+        assert blob[place.begin : place.begin + array.nbytes] == array.tobytes()
+
+
+def test_a_missing_index_is_written_again(store: LocalStore) -> None:
+    before = index_file(store).read_bytes()
+    index_file(store).unlink()
+    find_places(store, manifest(store))
+    assert index_file(store).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data.replace(b"F32", b"I32", 1),
+        lambda data: b"",
+        lambda data: b"\n",
+        lambda data: b"\0" * len(data),
+        lambda data: data + b" ",
+    ],
+    ids=["cut short", "changed", "empty", "a line feed", "zeros", "longer"],
+)
+def test_a_damaged_index_is_ignored_and_replaced(store: LocalStore, damage: object) -> None:
+    assert callable(damage)
+    before = index_file(store).read_bytes()
+    index_file(store).write_bytes(damage(before))
+    places = find_places(store, manifest(store))
+    assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
+    assert index_file(store).read_bytes() == before
+
+
+def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
+    places = find_places(store, manifest(store))
+    digest, _ = places.blobs[0]
+    Path(store.layout.blob(digest)).unlink()
+    with pytest.raises(BlobMissing, match=digest.hex):
+        blobstore.open("tiny", store=store)
+
+
+def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> None:
+    index_file(store).unlink()
+    store.layout.headers.rmdir()
+    store.layout.headers.write_text("in the way")
+    assert set(find_places(store, manifest(store)).tensors) >= set(dense_tensors())
+
+
+def test_the_index_is_json_behind_a_line_with_its_digest(store: LocalStore) -> None:
+    first, _, rest = index_file(store).read_bytes().partition(b"\n")
+    assert first.decode() == str(Digest.of(rest))
+    tensors, blobs = json.loads(rest)
+    assert tensors["scalar"][:2] == ["U8", []]
+    assert all(len(spelled) == 64 for spelled, _ in blobs)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(store: LocalStore, *, enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        find_places(store, manifest(store))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

@@ -1,0 +1,74 @@
+"""The golden vectors of docs/format.md. They were written by hand, not by the code under test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import InvalidManifest, InvalidReference
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header
+from blobstore.tensor import DTYPES, TensorSpec
+
+_FOLDER = Path(__file__).parents[1] / "vectors"
+_BLOBS = json.loads((_FOLDER / "blobs.json").read_text())
+_MANIFESTS = json.loads((_FOLDER / "manifests.json").read_text())
+_REFERENCES = json.loads((_FOLDER / "references.json").read_text())
+
+
+def _why(vector: dict[str, Any]) -> str:
+    return str(vector["why"])
+
+
+def _specs(vector: dict[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec(name, DTYPES[code], tuple(shape)) for name, code, shape in vector["tensors"]]
+
+
+@pytest.mark.parametrize("vector", _BLOBS, ids=_why)
+def test_writes_a_blob_s_canonical_bytes(vector: dict[str, Any]) -> None:
+    written = encode_header(_specs(vector), vector["metadata"])
+    text = vector["header"].encode()
+    assert written == len(text).to_bytes(8, "little") + text
+    blob = written + bytes.fromhex(vector["data"])
+    assert len(blob) == vector["size"]
+    assert str(Digest.of(blob)) == vector["digest"]
+
+
+@pytest.mark.parametrize("vector", _BLOBS, ids=_why)
+def test_reads_a_blob_s_header_back(vector: dict[str, Any]) -> None:
+    header = parse_header(vector["header"].encode(), vector["size"])
+    assert [entry.spec for entry in header.tensors.values()] == _specs(vector)
+    assert header.metadata == vector["metadata"]
+    assert header.data_start == PREFIX_SIZE + len(vector["header"].encode())
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["accepted"], ids=_why)
+def test_a_canonical_manifest_survives_reading_and_writing(vector: dict[str, Any]) -> None:
+    data = vector["text"].encode()
+    assert Manifest.from_bytes(data).to_bytes() == data
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["refused"], ids=_why)
+def test_refuses_a_manifest_and_names_the_json_path(vector: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        Manifest.from_bytes(vector["text"].encode())
+    assert str(caught.value).startswith(f"{vector['path']}: " if vector["path"] else "manifest is")
+
+
+@pytest.mark.parametrize("vector", _REFERENCES["accepted"], ids=lambda vector: vector["text"][:40])
+def test_reads_a_reference_and_fills_in_the_defaults(vector: dict[str, Any]) -> None:
+    reference = Reference.parse(vector["text"])
+    assert list(reference.parts) == vector["parts"]
+    assert str(reference) == vector["shortest"]
+    assert Reference.parse(str(reference)) == Reference.parse(reference.full) == reference
+
+
+@pytest.mark.parametrize("text", _REFERENCES["refused"], ids=lambda text: repr(text[:20]))
+def test_refuses_a_reference(text: str) -> None:
+    with pytest.raises(InvalidReference):
+        Reference.parse(text)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from blobstore.creation import create
+from blobstore.errors import ModelNotFound, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.header import encode_header
+from blobstore.store.local import LocalStore
+from blobstore.tensor import DType, TensorSpec
+from blobstore.verify import Fault, verify_models
+from tests.models import dense_tensors, moe_tensors, write_folder
+
+if TYPE_CHECKING:
+    from blobstore.plan import ExpertForm
+
+NAME = Reference.parse("m")
+EXPERTS = "model.layers.0.mlp.experts"
+PLAIN = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Return a store with model ``m``: dense tensors and packed experts."""
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", dense_tensors() | moe_tensors())
+    create(folder, NAME, store=store)
+    return store
+
+
+def layer_of(store: LocalStore, name: str) -> Descriptor:
+    return next(layer for layer in store.resolve(NAME).layers if layer.name == name)
+
+
+def blob_of(store: LocalStore, name: str) -> Path:
+    return Path(store.layout.blob(layer_of(store, name).digest))
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
+    with store.ingest() as ingest:
+        item = ingest.add(len(content), lambda: [content])
+        ingest.publish()
+    fields = {"media_type": media_types.TENSOR} | fields
+    return Descriptor(digest=item.digest, size=item.size, **fields)  # type: ignore[arg-type]
+
+
+def publish_with(store: LocalStore, *layers: Descriptor) -> None:
+    manifest = store.resolve(NAME)
+    store.publish(NAME, replace(manifest, layers=(*manifest.layers, *layers)))
+
+
+def blob(*names: str) -> bytes:
+    specs = [TensorSpec(name, DType.U8, (1,)) for name in names]
+    return encode_header(specs) + bytes(len(names))
+
+
+def only_fault(store: LocalStore) -> Fault:
+    (fault,) = verify_models(store=store).faults
+    assert fault.reference == "m:latest"
+    return fault
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_finds_nothing_wrong_with_a_whole_model(experts: ExpertForm, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", dense_tensors() | moe_tensors())
+    create(folder, NAME, store=store, experts=experts)
+    verified = verify_models([NAME], store=store)
+    blobs = list((tmp_path / "store" / "blobs").iterdir())
+    assert verified.faults == ()
+    assert verified.models == 1
+    assert verified.blobs == len(blobs)
+    assert verified.bytes_read == sum(path.stat().st_size for path in blobs)
+
+
+def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    files = {"config.json": b"{", "tokenizer.json": b"\xff"}
+    create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+    assert verify_models(store=store).faults == ()
+
+
+def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
+    manifest = store.resolve(NAME)
+    layer = add(store, b"GGUF", media_type=media_types.MODEL)
+    store.publish(Reference.parse("gguf"), replace(manifest, layers=(layer,)))
+    assert verify_models([Reference.parse("gguf")], store=store).faults == ()
+
+
+def test_accepts_a_tensor_that_its_blob_calls_data(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("data"), name="old"))
+    assert verify_models(store=store).faults == ()
+
+
+def test_accepts_a_quantized_tensor_with_its_companions(store: LocalStore) -> None:
+    specs = [TensorSpec("x", DType.U32, (1,)), TensorSpec("x.scale", DType.F32, (1,))]
+    publish_with(store, add(store, encode_header(specs) + bytes(8), name="x"))
+    assert verify_models(store=store).faults == ()
+
+
+def test_verifies_an_empty_store(tmp_path: Path) -> None:
+    verified = verify_models(store=LocalStore(tmp_path / "none"))
+    assert (verified.models, verified.blobs, verified.faults) == (0, 0, ())
+
+
+def test_reads_a_blob_once_however_many_models_share_it(store: LocalStore, tmp_path: Path) -> None:
+    alone = verify_models(store=store)
+    create(tmp_path / "source", "other", store=store)
+    both = verify_models(store=store, jobs=1)
+    assert both.models == 2
+    assert (both.blobs, both.bytes_read) == (alone.blobs, alone.bytes_read)
+
+
+def test_reads_only_what_the_named_models_need(store: LocalStore, tmp_path: Path) -> None:
+    tensors = {"w": np.zeros(3, np.uint8)}
+    create(write_folder(tmp_path / "small", tensors), "small", store=store)
+    flip(blob_of(store, PLAIN), -1)
+    small = Reference.parse("small")
+    verified = verify_models([small, small], store=store)
+    assert verified.faults == ()
+    assert (verified.models, verified.blobs) == (1, 3)
+
+
+def test_reports_progress_up_to_the_total(store: LocalStore) -> None:
+    reports: list[tuple[int, int]] = []
+    verified = verify_models(
+        store=store, progress=lambda _, done, total: reports.append((done, total))
+    )
+    assert reports[-1] == (verified.bytes_read, verified.bytes_read)
+
+
+# Damaged blobs
+
+
+def test_names_the_tensor_of_a_changed_byte(store: LocalStore) -> None:
+    flip(blob_of(store, PLAIN), -1)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
+    assert "is damaged: its bytes have digest" in fault.message
+
+
+def test_names_the_layer_of_a_changed_byte_in_a_group(store: LocalStore) -> None:
+    flip(blob_of(store, EXPERTS), -1)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (EXPERTS, "")
+
+
+def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None:
+    path = blob_of(store, EXPERTS)
+    flip(path, path.read_bytes().index(b'"F32"') + 3)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (EXPERTS, "")
+    assert "have digest" in fault.message
+    assert f"tensor '{EXPERTS}.0.down_proj.weight': unknown dtype 'F33'" in fault.message
+
+
+def test_names_the_layer_of_a_missing_blob(store: LocalStore) -> None:
+    blob_of(store, EXPERTS).unlink()
+    fault = only_fault(store)
+    assert fault.layer == EXPERTS
+    assert fault.message.count("missing") == 1
+
+
+def test_names_the_layer_of_a_blob_of_another_size(store: LocalStore) -> None:
+    path = blob_of(store, PLAIN)
+    size = path.stat().st_size
+    path.chmod(0o644)
+    os.truncate(path, size - 1)
+    fault = only_fault(store)
+    assert fault.layer == PLAIN
+    assert fault.message.count(f"has {size - 1} bytes, expected {size}") == 1
+
+
+def test_names_a_damaged_file(store: LocalStore) -> None:
+    flip(blob_of(store, "config.json"), 0)
+    assert only_fault(store).layer == "config.json"
+
+
+def test_names_a_layer_without_a_name_by_its_media_type(store: LocalStore) -> None:
+    license_ = add(store, b"terms", media_type=media_types.LICENSE)
+    publish_with(store, license_)
+    Path(store.layout.blob(license_.digest)).unlink()
+    assert only_fault(store).layer == media_types.LICENSE
+
+
+def test_reports_every_fault_of_every_model_in_order(store: LocalStore, tmp_path: Path) -> None:
+    create(tmp_path / "source", "a-copy", store=store)
+    flip(blob_of(store, PLAIN), -1)
+    blob_of(store, "scalar").unlink()
+    flip(blob_of(store, "config.json"), 0)
+    faults = verify_models(store=store).faults
+    assert [(fault.reference, fault.layer) for fault in faults] == [
+        (reference, layer)
+        for reference in ("a-copy:latest", "m:latest")
+        for layer in (PLAIN, "scalar", "config.json")
+    ]
+
+
+def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> None:
+    manifest = store.resolve(NAME)
+    *others, last = manifest.layers
+    wrong = replace(manifest, layers=(*others, replace(last, size=last.size + 1)))
+    path = store.layout.manifest(Reference.parse("wrong"))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(wrong.to_bytes())
+    (fault,) = verify_models(store=store).faults
+    assert (fault.reference, fault.layer) == ("wrong:latest", last.name)
+
+
+# Manifests and what they promise
+
+
+def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
+    path = store.layout.manifest(Reference.parse("broken"))
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    flip(blob_of(store, PLAIN), -1)
+    verified = verify_models(store=store)
+    assert [fault.reference for fault in verified.faults] == ["broken:latest", "m:latest"]
+    assert "$.schemaVersion" in verified.faults[0].message
+    assert verified.models == 2
+
+
+def test_refuses_a_model_that_does_not_exist(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound):
+        verify_models([NAME, Reference.parse("other")], store=store)
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_refuses_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
+    with pytest.raises(UsageError, match=f"got {jobs}"):
+        verify_models(store=store, jobs=jobs)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid UTF-8"),
+        (b"[]", "is not a JSON object"),
+    ],
+)
+def test_finds_a_config_that_is_no_json_object(
+    content: bytes, complaint: str, store: LocalStore
+) -> None:
+    config = add(store, content, media_type=media_types.CONFIG)
+    store.publish(NAME, replace(store.resolve(NAME), config=config))
+    fault = only_fault(store)
+    assert fault.layer == media_types.CONFIG
+    assert complaint in fault.message
+
+
+def test_finds_a_damaged_config(store: LocalStore) -> None:
+    flip(Path(store.layout.blob(store.resolve(NAME).config.digest)), 0)
+    fault = only_fault(store)
+    assert fault.layer == media_types.CONFIG
+    assert "have digest" in fault.message
+
+
+def test_finds_a_blob_that_was_broken_when_it_was_stored(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("x") + b"?", name="x"))
+    fault = only_fault(store)
+    assert fault.layer == "x"
+    assert "trailing bytes" in fault.message
+
+
+def test_finds_a_blob_that_holds_another_tensor(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("y"), name="x"))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == ("x", "y")
+
+
+def test_finds_a_tensor_outside_its_group(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("x.a", "xb"), name="x"))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == ("x", "xb")
+
+
+def test_finds_a_blob_without_tensors(store: LocalStore) -> None:
+    publish_with(store, add(store, encode_header([]), name="x"))
+    fault = only_fault(store)
+    assert fault.layer == "x"
+    assert "holds no tensor" in fault.message
+
+
+def test_finds_a_tensor_that_is_in_two_layers(store: LocalStore) -> None:
+    layers = [add(store, blob("x.a", "x.b"), name="x"), add(store, blob("x.a"), name="x.a")]
+    publish_with(store, *layers)
+    fault = only_fault(store)
+    assert "'x.a' is in two layers" in fault.message
