@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +94,7 @@ class Model(Mapping[str, Any]):
         self._places, self._blobs = find_places(store, manifest)
         self._region: Region | None = None
         self._unmapped = set(range(len(self._blobs)))
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -244,17 +246,18 @@ class Model(Mapping[str, Any]):
 
     def _mapped(self, blobs: Iterable[int]) -> Region:
         """Return the memory of the model, in which at least ``blobs`` are mapped."""
-        if self._is_closed:
-            message = f"model {self.reference} is closed"
-            raise BlobstoreError(message)
-        if self._region is None:
-            sizes = [size for _, size in self._blobs]
-            self._region = Region(sizes, writable=self._is_writable)
-        wanted = self._unmapped.intersection(blobs)
-        if wanted:
-            self._store.map_blobs(self._blobs, wanted, self._region)
-            self._unmapped -= wanted
-        return self._region
+        # One at a time: a blob that were mapped twice would lose what was written to it.
+        with self._lock:
+            if self._is_closed:
+                message = f"model {self.reference} is closed"
+                raise BlobstoreError(message)
+            if self._region is None:
+                sizes = [size for _, size in self._blobs]
+                self._region = Region(sizes, writable=self._is_writable)
+            wanted = self._unmapped.intersection(blobs)
+            for slot in self._store.map_blobs(self._blobs, wanted, self._region):
+                self._unmapped.discard(slot)
+            return self._region
 
 
 def _converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:

@@ -19,7 +19,6 @@ import click
 from blobstore.cli.options import wants_json
 from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
 from blobstore.errors import BlobstoreError
-from blobstore.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +132,7 @@ def _show_version(ctx: click.Context) -> None:
 
 
 def _report(error: BlobstoreError, *, as_json: bool) -> None:
-    message = printable(str(error))
+    message = str(error)
     if as_json:
         value = {"kind": type(error).__name__, "message": message, "exit_code": error.exit_code}
         with contextlib.suppress(BlobstoreError, OutputClosed):  # the message below says enough

@@ -188,7 +188,7 @@ def progress_bar() -> Iterator[Progress | None]:
     )
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task("reading headers", total=None)
+        task = bar.add_task("starting", total=None)
         last_total = -1
 
         def advance(what: str, done: int, total: int) -> None:

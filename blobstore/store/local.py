@@ -28,7 +28,7 @@ from blobstore.store.layout import Layout
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.mapping import Region
@@ -118,12 +118,14 @@ class LocalStore:
                     self.check_size(digest, size)
 
     def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: Region
-    ) -> None:
-        """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``.
+        self, blobs: Sequence[tuple[Digest, int]], slots: Collection[int], region: Region
+    ) -> Iterator[int]:
+        """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
 
         No descriptor stays open. Raises as :meth:`open_blob`.
         """
+        if not slots:
+            return
         with self._blob_folder() as folder:
             for slot in slots:
                 digest, size = blobs[slot]
@@ -137,6 +139,7 @@ class LocalStore:
                     region.map(slot, descriptor, size)
                 finally:
                     os.close(descriptor)
+                yield slot
 
     def read_blob(self, digest: Digest, size: int) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.

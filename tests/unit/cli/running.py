@@ -50,7 +50,8 @@ def command_line(*arguments: object) -> list[str]:
 
 def environment(**variables: str) -> Mapping[str, str]:
     """Return the environment of a real process, with this tree's packages."""
-    return {**os.environ, "PYTHONPATH": str(_ROOT), **variables}
+    # Buffered output, as users have it: what is left in the buffer is written at the end.
+    return {**os.environ, "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "", **variables}
 
 
 def run_process(*arguments: object, **variables: str) -> subprocess.CompletedProcess[bytes]:

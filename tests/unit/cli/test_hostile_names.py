@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import struct
 import unicodedata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from blobstore import listing, verify
+from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
+from blobstore.verify import Fault, Verified
 from tests.unit.cli.running import run, run_process
 
 if TYPE_CHECKING:
@@ -131,6 +134,39 @@ def test_hostile_arguments_are_escaped(store: LocalStore, command: str) -> None:
         assert_clean(done.stderr)
         assert done.stdout == b""
         assert done.stderr.count(b"\n") == 1
+
+
+def test_whatever_the_library_says_is_escaped(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(HOSTILE.values())
+    fault = Fault(text, text, text, text)
+    verified = Verified(models=1, blobs=1, bytes_read=1, seconds=1, faults=(fault,))
+    monkeypatch.setattr(verify, "verify_models", lambda *_, **__: verified)
+    store.layout.root.mkdir()
+    result = run("verify")
+    assert result.exit_code == 4
+    assert_clean(result.stdout_bytes)
+    assert result.stdout.count("\n") == 2
+
+    def fail(_: LocalStore) -> NoReturn:
+        raise BlobstoreError(text)
+
+    monkeypatch.setattr(listing, "list_models", fail)
+    result = run("list")
+    assert result.exit_code == 1
+    assert_clean(result.stderr_bytes)
+    assert result.stderr.count("\n") == 1
+    assert json.loads(run("list", "--json").stdout)["error"]["message"] == text
+
+
+def test_the_store_s_own_path_is_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "st\x1b[31m\nore\u202e"
+    for command in (["list"], ["verify"], ["show", "x"]):
+        result = run(*command, "--store", folder)
+        assert_clean(result.stderr_bytes)
+        assert result.stderr.count("\n") == 1
+        assert "st\\x1b[31m\\nore\\u202e" in result.stderr
 
 
 def test_arguments_that_are_no_text_are_escaped(stored: LocalStore) -> None:

@@ -135,7 +135,13 @@ def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--no\x1b[31m\u202e"], ["list", "--no\x1b[31m\u202e"], ["li\x1bst"]]
+    "arguments",
+    [
+        ["--no\x1b[31m\u202e"],
+        ["list", "--no\x1b[31m\u202e"],
+        ["li\x1bst"],
+        ["list", "ex\x1btra\u202e"],
+    ],
 )
 def test_escapes_control_characters_in_usage_errors(arguments: list[str]) -> None:
     result = run(*arguments)

@@ -156,6 +156,7 @@ def test_progress_is_escaped_and_fits_the_line() -> None:
     shown = on_terminal(code)
 
     assert b"evil\\x1b]0;title\\x07" in shown
+    assert b"[bold]" in shown
     assert b"\x1b]0" not in shown
     assert b"\x07" not in shown
     assert "\u202e" not in shown.decode()

@@ -298,7 +298,9 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
     )
     store.publish(Reference.parse("q"), Manifest(config=described, layers=(layer,)))
 
-    (tensor,) = run_json("show", "q")["tensors"]
+    shown = run_json("show", "q")
+    assert shown["parameters"] == 6 * 64
+    (tensor,) = shown["tensors"]
     assert tensor["type"] == tensor["quant_type"] == "int4"
     assert (tensor["dtype"], tensor["group_size"]) == ("U32", "32")
     assert tensor["shape"] == [6, 64]

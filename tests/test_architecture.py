@@ -1,0 +1,269 @@
+"""The house rules that no linter checks: floors, names, documents and what an import may cost."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("blobstore", "manifests", "cli")
+LINKS = {"blobstore/manifests": "../manifests", "blobstore/cli": "../cli"}
+MAX_LINES = 400
+PICKLES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
+# What an import may not cost: frameworks, terminals, networks, event loops.
+HEAVY = {
+    "asyncio",
+    "email",
+    "http",
+    "httpx",
+    "huggingface_hub",
+    "ml_dtypes",
+    "mlx",
+    "multiprocessing",
+    "numpy",
+    "requests",
+    "rich",
+    "safetensors",
+    "socket",
+    "ssl",
+    "torch",
+    "transformers",
+    "urllib",
+}
+# Modules without a test file of their own, and why.
+WITHOUT_TESTS = {
+    "blobstore/errors.py": "classes without logic; every test of a refusal uses them",
+    "blobstore/quantize/formats.py": "a table; the tests of its readers bind its values",
+    "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
+    "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",
+    "manifests/media_types.py": "constants; the golden manifests bind their values",
+}
+IS_SDIST = (ROOT / "PKG-INFO").exists()
+
+
+@cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def module_paths() -> list[str]:
+    """Return the packages' modules, relative to the root; the links are not followed."""
+    found = []
+    for package in PACKAGES:
+        for folder, folders, files in os.walk(ROOT / package, followlinks=False):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            place = Path(folder).relative_to(ROOT)
+            found += [(place / name).as_posix() for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+def text_files() -> list[Path]:
+    """Return the files that people write: code, documents and settings."""
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".coverage"]
+    for top in (*PACKAGES, "docs", ".ci", "tests"):
+        found += [path for path in (ROOT / top).rglob("*") if path.is_file()]
+    written = {".py", ".md", ".toml", ".txt", ".yaml", ".in", ""}
+    data = ROOT / "tests" / "data"
+    return [
+        path
+        for path in found
+        if path.suffix in written and data not in path.parents and path.parent.name != "__pycache__"
+    ]
+
+
+MODULES = module_paths()
+
+
+@cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public_definitions(
+    parent: ast.Module | ast.ClassDef, prefix: str = ""
+) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """Yield public functions, classes and the public members of those, with dotted names."""
+    for node in parent.body:
+        if isinstance(node, Function | ast.ClassDef) and is_public(node.name):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node, f"{prefix}{node.name}.")
+
+
+def imported_modules(path: str) -> Iterator[tuple[str, int]]:
+    """Yield each imported module with its level: 0 for an absolute import."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node.level
+
+
+def unannotated(function: Function, *, is_method: bool) -> Iterator[str]:
+    """Yield the parameters without a type, and ``return``."""
+    arguments = function.args
+    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    if is_method and not any(
+        isinstance(item, ast.Name) and item.id == "staticmethod" for item in function.decorator_list
+    ):
+        listed = listed[1:]
+    listed += [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
+    yield from (item.arg for item in listed if item.annotation is None)
+    if function.returns is None:
+        yield "return"
+
+
+def mirror(path: str) -> Path:
+    """Return where the unit tests of a module are."""
+    module = Path(path.removeprefix("blobstore/"))
+    return ROOT / "tests" / "unit" / module.parent / f"test_{module.name}"
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the modules that a fresh interpreter holds after ``code``, less what it began with."""
+    listing = f"import sys; before = set(sys.modules); {code}; print(*(set(sys.modules) - before), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", listing],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        text=True,
+    )
+    return set(done.stdout.split())
+
+
+def test_imports_keep_to_their_floors() -> None:
+    program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["blobstore", "blobstore.cli.main"])
+def test_import_loads_nothing_heavy(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+
+    assert module in loaded
+    assert not {name.partition(".")[0] for name in loaded} & HEAVY
+
+
+def test_import_of_the_package_loads_the_standard_library_alone() -> None:
+    loaded = {name.partition(".")[0] for name in modules_after("import blobstore")}
+
+    assert loaded - sys.stdlib_module_names == {"blobstore"}
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_imports_are_absolute_and_without_pickle(path: str) -> None:
+    imported = list(imported_modules(path))
+
+    assert [name for name, level in imported if level] == []
+    assert [name for name, _ in imported if name.partition(".")[0] in PICKLES] == []
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_public_names_are_documented(path: str) -> None:
+    undocumented = [
+        name for name, node in public_definitions(tree(path)) if ast.get_docstring(node) is None
+    ]
+
+    assert ast.get_docstring(tree(path)) is not None
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_public_functions_are_annotated(path: str) -> None:
+    missing = [
+        f"{name}: {parameter}"
+        for name, node in public_definitions(tree(path))
+        if isinstance(node, Function)
+        for parameter in unannotated(node, is_method="." in name)
+    ]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_modules_stay_short(path: str) -> None:
+    assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_every_module_has_its_tests() -> None:
+    untested = {path for path in MODULES if not mirror(path).is_file()}
+
+    assert {path for path in untested if Path(path).name != "__init__.py"} == set(WITHOUT_TESTS)
+
+
+@pytest.mark.parametrize("name", blobstore.__all__)
+def test_public_name_is_there(name: str) -> None:
+    assert getattr(blobstore, name) is not None
+    assert name in dir(blobstore)
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = blobstore.nothing
+
+
+@pytest.mark.skipif(IS_SDIST, reason="a source distribution holds the folders and no links")
+@pytest.mark.parametrize("link", LINKS)
+def test_links_are_relative(link: str) -> None:
+    assert (ROOT / link).is_symlink()
+    assert (ROOT / link).readlink() == Path(LINKS[link])
+
+
+def test_every_folder_of_modules_is_packaged() -> None:
+    settings = project()["tool"]["setuptools"]
+    mapping = settings["package-dir"]
+    folders = {Path(path).parent.as_posix() for path in MODULES}
+
+    packaged = {mapping.get(name, name.replace(".", "/")) for name in settings["packages"]}
+
+    assert packaged == folders
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
+
+
+def test_no_file_names_a_place_of_one_machine() -> None:
+    place = re.compile(
+        r"/work/|/root/|/home/\w|/Users/\w|/tmp/(?:venv|house)\b"
+    )  # not in this file
+
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in text_files()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if place.search(line)
+    ]
+
+    assert found == []
