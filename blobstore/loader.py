@@ -26,7 +26,6 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
     from typing import Self
 
     from blobstore.manifests.descriptor import Descriptor
@@ -103,12 +102,7 @@ class Model(Mapping[str, Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:

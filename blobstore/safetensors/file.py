@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
     from typing import Self
 
     from blobstore.safetensors.header import TensorEntry
@@ -80,12 +79,7 @@ class SafetensorsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[str]:

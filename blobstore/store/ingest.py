@@ -21,13 +21,13 @@ from blobstore.errors import DamagedSource
 from blobstore.files import sync_folder, write_all
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
-    from types import TracebackType
     from typing import Self
 
     from typing_extensions import Buffer
 
-    from blobstore.store.local import LocalStore
+    from blobstore.store.layout import Layout
 
 _SYNC_THREADS = 4
 _MAX_UNSYNCED = 64
@@ -52,12 +52,15 @@ class Ingest:
     Leaving the ``with`` block without :meth:`publish` removes what was written.
     """
 
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store
-        self._folder = store.layout.temporary
-        self._sizes = store.blob_sizes()
-        self._syncing: list[tuple[Path, Digest, Future[None]]] = []
-        self._temporary: set[Path] = set()
+    def __init__(
+        self, layout: Layout, sizes: Collection[int], exists: Callable[[Digest, int], bool]
+    ) -> None:
+        self._layout = layout
+        self._sizes = sizes
+        """Sizes of the blobs that the store had; a blob of another size is new."""
+        self._exists = exists
+        self._syncing: list[Future[None]] = []
+        self._unnamed: dict[Path, Digest] = {}
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(_MAX_UNSYNCED)
         self._pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="blobstore-sync")
@@ -65,14 +68,9 @@ class Ingest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)
-        for path in self._temporary:
+        for path in self._unnamed:
             path.unlink(missing_ok=True)
 
     def add(self, size: int, buffers: Buffers) -> Ingested:
@@ -84,15 +82,16 @@ class Ingest:
 
         Raises:
             BlobDamaged: the store has a blob of that digest with another size.
+            DamagedSource: the buffers are not ``size`` bytes.
             OSError: writing failed.
         """
         if size in self._sizes:
             digester = Digester()
             for buffer in buffers():
                 digester.update(buffer)
-            digest = digester.digest()
-            if self._store.exists(digest, size):
-                return Ingested(digest, size, written=False)
+            present = self._present(digester.digest(), size)
+            if present is not None:
+                return present
         return self._write(size, buffers())
 
     def publish(self) -> None:
@@ -101,19 +100,22 @@ class Ingest:
         Raises:
             OSError: a blob could not be synced or renamed; none that was not synced has a name.
         """
-        for _, _, synced in self._syncing:
+        for synced in self._syncing:
             synced.result()
-        for path, digest, _ in self._syncing:
-            path.replace(self._store.layout.blob(digest))
-            self._temporary.discard(path)
-        if self._syncing:
-            sync_folder(self._store.layout.blobs)
-        self._syncing.clear()
+        for path, digest in self._unnamed.items():
+            path.replace(self._layout.blob(digest))
+        self._unnamed.clear()
+        sync_folder(self._layout.blobs)
+
+    def _present(self, digest: Digest, size: int) -> Ingested | None:
+        if not self._exists(digest, size):
+            return None
+        # Whoever wrote it may not have synced it; for a file that is on disk this costs nothing.
+        self._sync_later(os.open(self._layout.blob(digest), os.O_RDONLY | os.O_CLOEXEC))
+        return Ingested(digest, size, written=False)
 
     def _write(self, size: int, buffers: Iterable[Buffer]) -> Ingested:
-        path = self._folder / f"{os.getpid()}-{secrets.token_hex(8)}"
-        with self._lock:
-            self._temporary.add(path)
+        path = self._layout.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
         # Read-only from the start: a descriptor opened for writing stays usable.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         digester = Digester()
@@ -121,22 +123,34 @@ class Ingest:
             for buffer in buffers:
                 digester.update(buffer)
                 write_all(descriptor, buffer)
+            digest = self._checked(digester, size)
+            present = self._present(digest, size)  # written by another process in the meantime
         except BaseException:
             os.close(descriptor)
+            path.unlink()
             raise
-        if digester.size != size:
+        if present is not None:
             os.close(descriptor)
-            message = f"a blob announced with {size} bytes has {digester.size}"
-            raise DamagedSource(message)
-        digest = digester.digest()
-        self._sync_later(path, digest, descriptor)
+            path.unlink()
+            return present
+        with self._lock:
+            self._unnamed[path] = digest
+        self._sync_later(descriptor)
         return Ingested(digest, size, written=True)
 
-    def _sync_later(self, path: Path, digest: Digest, descriptor: int) -> None:
+    @staticmethod
+    def _checked(digester: Digester, size: int) -> Digest:
+        if digester.size != size:
+            message = f"a blob announced with {size} bytes has {digester.size}"
+            raise DamagedSource(message)
+        return digester.digest()
+
+    def _sync_later(self, descriptor: int) -> None:
+        """Sync and close a file on another thread."""
         self._room.acquire()
         synced = self._pool.submit(self._sync, descriptor)
         with self._lock:
-            self._syncing.append((path, digest, synced))
+            self._syncing.append(synced)
 
     def _sync(self, descriptor: int) -> None:
         try:

@@ -220,7 +220,7 @@ class LocalStore:
         with self._writing():
             for folder in (self.layout.blobs, self.layout.manifests, self.layout.temporary):
                 make_folders(folder, self.layout.root)
-            with Ingest(self) as ingest:
+            with Ingest(self.layout, self.blob_sizes(), self.exists) as ingest:
                 yield ingest
 
     # Manifests
