@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -173,8 +173,10 @@ def _ingest_blobs(
     place = {name: index for index, name in enumerate(source.specs)}
     in_order = sorted(blobs, key=lambda blob: place[blob.tensors[0].sources[0]])
     with ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore") as pool:
-        futures = {blob.name: pool.submit(work.add, blob) for blob in in_order}
+        futures: dict[str, Future[Ingested]] = {}
         try:
+            for blob in in_order:
+                futures[blob.name] = pool.submit(work.add, blob)
             wait(futures.values(), return_when=FIRST_EXCEPTION)
             failed = [future for future in futures.values() if future.done() and future.exception()]
             if failed:

@@ -138,12 +138,12 @@ def _write_tensors(
     total = sum(tensor.spec.nbytes for tensor in layout.tensors)
     copying = _Copying(store, places, Meter(progress, total))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="blobstore-export") as pool:
-        jobs = [
-            pool.submit(copying.copy, layer, sorted(tensors, key=attrgetter("begin")))
-            # The tensors of a layer follow each other.
-            for layer, tensors in groupby(layout.tensors, key=attrgetter("layer"))
-        ]
         try:
+            jobs = [
+                pool.submit(copying.copy, layer, sorted(tensors, key=attrgetter("begin")))
+                # The tensors of a layer follow each other.
+                for layer, tensors in groupby(layout.tensors, key=attrgetter("layer"))
+            ]
             for job in as_completed(jobs):
                 job.result()
         except BaseException:  # also Ctrl-C: stop the threads before their files are removed

@@ -52,7 +52,9 @@ WITHOUT_TESTS = {
     "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",
     "manifests/media_types.py": "constants; the golden manifests bind their values",
 }
-IS_SDIST = (ROOT / "PKG-INFO").exists()
+needs_links = pytest.mark.skipif(
+    (ROOT / "PKG-INFO").exists(), reason="a source distribution holds the folders and no links"
+)
 
 
 @cache
@@ -154,6 +156,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@needs_links
 def test_imports_keep_to_their_floors() -> None:
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
@@ -235,7 +238,7 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         _ = blobstore.nothing
 
 
-@pytest.mark.skipif(IS_SDIST, reason="a source distribution holds the folders and no links")
+@needs_links
 @pytest.mark.parametrize("link", LINKS)
 def test_links_are_relative(link: str) -> None:
     assert (ROOT / link).is_symlink()

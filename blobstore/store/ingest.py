@@ -8,16 +8,18 @@ fsync a blob in line nearly doubles the time of an import.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.digest import Digest, Digester
-from blobstore.errors import DamagedSource
+from blobstore.errors import BlobstoreError, DamagedSource
 from blobstore.files import sync_folder, write_all
 
 if TYPE_CHECKING:
@@ -61,7 +63,11 @@ class Ingest:
         self._exists = exists
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Digest] = {}
-        self._lock = threading.Lock()
+        self._prefix = f"{os.getpid()}-{secrets.token_hex(8)}-"
+        self._numbers = itertools.count()
+        self._active = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
         self._room = threading.BoundedSemaphore(_MAX_UNSYNCED)
         self._pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="blobstore-sync")
 
@@ -69,8 +75,13 @@ class Ingest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=False)
-        for path in self._unnamed:
+        # An interrupt can strike anywhere, also between the start of a thread and its entry in
+        # the list of its pool. So nothing is left to what callers joined or noted.
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._active)
+        self._pool.shutdown()
+        for path in self._layout.temporary.glob(f"{self._prefix}*"):
             path.unlink(missing_ok=True)
 
     def add(self, size: int, buffers: Buffers) -> Ingested:
@@ -84,15 +95,18 @@ class Ingest:
             BlobDamaged: the store has a blob of that digest with another size.
             DamagedSource: the buffers are not ``size`` bytes.
             OSError: writing failed.
+            BlobstoreError: the ingest has ended.
         """
-        if size in self._sizes:
-            digester = Digester()
-            for buffer in buffers():
-                digester.update(buffer)
-            present = self._present(digester.digest(), size)
-            if present is not None:
-                return present
-        return self._write(size, buffers())
+        with self._working():
+            if size in self._sizes:
+                digester = Digester()
+                for buffer in buffers():
+                    self._check_open()
+                    digester.update(buffer)
+                present = self._present(digester.digest(), size)
+                if present is not None:
+                    return present
+            return self._write(size, buffers())
 
     def publish(self) -> None:
         """Give every added blob its name, durably.
@@ -107,6 +121,23 @@ class Ingest:
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
 
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._changed:
+            self._check_open()
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            message = "the import was stopped"
+            raise BlobstoreError(message)
+
     def _present(self, digest: Digest, size: int) -> Ingested | None:
         if not self._exists(digest, size):
             return None
@@ -115,12 +146,13 @@ class Ingest:
         return Ingested(digest, size, written=False)
 
     def _write(self, size: int, buffers: Iterable[Buffer]) -> Ingested:
-        path = self._layout.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = self._layout.temporary / f"{self._prefix}{next(self._numbers)}"
         # Read-only from the start: a descriptor opened for writing stays usable.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         digester = Digester()
         try:
             for buffer in buffers:
+                self._check_open()
                 digester.update(buffer)
                 write_all(descriptor, buffer)
             digest = self._checked(digester, size)
@@ -133,7 +165,7 @@ class Ingest:
             os.close(descriptor)
             path.unlink()
             return present
-        with self._lock:
+        with self._changed:
             self._unnamed[path] = digest
         self._sync_later(descriptor)
         return Ingested(digest, size, written=True)
@@ -149,7 +181,7 @@ class Ingest:
         """Sync and close a file on another thread."""
         self._room.acquire()
         synced = self._pool.submit(self._sync, descriptor)
-        with self._lock:
+        with self._changed:
             self._syncing.append(synced)
 
     def _sync(self, descriptor: int) -> None:
