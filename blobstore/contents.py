@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.mapping import Region
     from blobstore.safetensors.header import Header, TensorEntry
     from blobstore.store.local import LocalStore
 
@@ -78,7 +79,11 @@ class Contents:
 
 
 def read_contents(
-    store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
+    store: LocalStore,
+    manifest: Manifest,
+    *,
+    collect_faults: bool = False,
+    region: Region | None = None,
 ) -> Contents:
     """Return the tensors of a model, from the headers of its blobs.
 
@@ -86,6 +91,8 @@ def read_contents(
         store: the store of the manifest.
         manifest: the model.
         collect_faults: go on after a missing or damaged blob and list it in ``faults``.
+        region: memory with a slot for every tensor layer; the blobs, open for their headers, are
+            mapped into it.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is not there, has another size or a broken header, or
@@ -94,9 +101,11 @@ def read_contents(
     layers = manifest.layers_of(media_types.TENSOR)
     faults: dict[str, BlobstoreError] = {}
     headers: dict[Digest, Header] = {}
-    for layer in layers:
+    for slot, layer in enumerate(layers):
         try:
-            headers[layer.digest] = store.read_blob_header(layer.digest, layer.size)
+            headers[layer.digest] = store.read_blob_header(
+                layer.digest, layer.size, region=region, slot=slot
+            )
         except (Damaged, StoreError) as error:
             if not collect_faults:
                 where = f"layer {quoted(layer.name)}"

@@ -90,9 +90,9 @@ class Model(Mapping[str, Any]):
         self._store = store
         self._convert = _converter(framework, device)
         self._is_writable = framework == "torch"
-        self._places, self._blobs = find_places(store, manifest)
-        self._region: Region | None = None
-        self._unmapped = set(range(len(self._blobs)))
+        reserve = functools.partial(Region, writable=self._is_writable)
+        self._places, self._blobs, self._region = find_places(store, manifest, reserve=reserve)
+        self._unmapped = set(range(len(self._blobs))) if self._region is None else set()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -217,7 +217,8 @@ class Model(Mapping[str, Any]):
             UsageError: an unknown level.
         """
         if verify == "size":
-            self._store.check_sizes(self._blobs)
+            # Those that are mapped had their sizes checked.
+            self._store.check_sizes(self._blobs[slot] for slot in self._unmapped)
         elif verify == "digest":
             for blob, error in damaged_blobs(self._store, self.manifest.blobs):
                 where = f"{self.reference}, layer {quoted(blob.name)}"

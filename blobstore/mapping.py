@@ -49,7 +49,7 @@ class Region:
         """
         if size == 0:  # there are no empty maps
             return
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
         address = self._address + self.offsets[slot]
         if _mmap(address, size, self._protection, flags, descriptor, 0) == _MAP_FAILED:
             number = ctypes.get_errno()

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.contents import COMPANIONS, read_contents
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged
+from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from blobstore.mapping import Region
+    from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
 
@@ -41,10 +44,20 @@ class Places(NamedTuple):
 
     tensors: dict[str, Place]
     blobs: list[tuple[Digest, int]]
+    region: Region | None = None
+    """The memory that all blobs were mapped into, if they had to be opened."""
 
 
-def find_places(store: LocalStore, manifest: bytes) -> Places:
+def find_places(
+    store: LocalStore,
+    manifest: bytes,
+    *,
+    reserve: Callable[[list[int]], Region] | None = None,
+) -> Places:
     """Return where the tensors of the model are whose manifest file has the bytes ``manifest``.
+
+    Without an index every blob is opened for its header. A caller that wants to map them anyway
+    gives ``reserve``, which makes the memory for blobs of some sizes, so that each is opened once.
 
     Raises:
         InvalidManifest: the manifest breaks the format.
@@ -54,26 +67,32 @@ def find_places(store: LocalStore, manifest: bytes) -> Places:
     with _collector_paused():
         places = _decode(store.read_index(key))
         if places is None:
-            places = _resolve(store, Manifest.from_bytes(manifest))
+            places = _resolve(store, Manifest.from_bytes(manifest), reserve)
             store.write_index(key, _encode(places))
     return places
 
 
-def _resolve(store: LocalStore, manifest: Manifest) -> Places:
+def _resolve(
+    store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], Region] | None
+) -> Places:
+    blobs = [(layer.digest, layer.size) for layer in manifest.layers_of(media_types.TENSOR)]
+    slots = {digest: slot for slot, (digest, _) in enumerate(blobs)}
+    region = reserve([size for _, size in blobs]) if reserve is not None else None
     tensors: dict[str, Place] = {}
-    blobs: dict[tuple[Digest, int], int] = {}
-    for tensor in read_contents(store, manifest).tensors.values():
-        blob = blobs.setdefault((tensor.layer.digest, tensor.layer.size), len(blobs))
-        start = tensor.header.data_start
-        entries = {tensor.name: tensor.entry} | {
-            tensor.name + COMPANIONS[suffix]: entry for suffix, entry in tensor.companions.items()
-        }
-        for name, (spec, begin, _) in entries.items():
-            if name in tensors:
-                message = f"two tensors of the model would both be called {quoted(name)}"
-                raise BlobDamaged(message)
-            tensors[name] = Place(spec.dtype.value, spec.shape, blob, start + begin)
-    return Places(tensors, list(blobs))
+
+    def add(name: str, entry: TensorEntry, blob: int, start: int) -> None:
+        spec, begin, _ = entry
+        if name in tensors:
+            message = f"two tensors of the model would both be called {quoted(name)}"
+            raise BlobDamaged(message)
+        tensors[name] = Place(spec.dtype.value, spec.shape, blob, start + begin)
+
+    for name, tensor in read_contents(store, manifest, region=region).tensors.items():
+        slot, start = slots[tensor.layer.digest], tensor.header.data_start
+        add(name, tensor.entry, slot, start)
+        for suffix, entry in tensor.companions.items():
+            add(name + COMPANIONS[suffix], entry, slot, start)
+    return Places(tensors, blobs, region)
 
 
 def _encode(places: Places) -> bytes:

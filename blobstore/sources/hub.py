@@ -11,13 +11,21 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
+import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.errors import DamagedSource, SourceError, SourceNotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    DamagedSource,
+    SourceError,
+    SourceNotFound,
+    UsageError,
+)
 from blobstore.progress import Meter
 from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH
 from blobstore.text import printable, quoted
@@ -31,11 +39,17 @@ if TYPE_CHECKING:
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _REPO = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+_OLD_REPO = re.compile(_PART, re.ASCII)
+# What git allows in a reference, so that a revision is no way out of the client's cache.
+_REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": _COMMIT}
 _MAX_REPO = 96  # the client's own bound
 _WANTED = ("*.safetensors", *KEPT_FILES)
 _DOWNLOADS = 4
 _CHECKS = 2
 _CHUNK = 1 << 20
+_DENIED = (401, 403)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +74,16 @@ class _Listed:
 
 
 def is_hub_id(text: str) -> bool:
-    """Tell whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``."""
+    """Tell whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``.
+
+    The Hub's oldest repositories have one part; they need the ``hf://``, as a bare word is a path.
+    """
     repo = text.removeprefix(SCHEME).partition("@")[0]
     is_sound = ".." not in repo and "--" not in repo and len(repo) <= _MAX_REPO
-    return is_sound and _REPO.fullmatch(repo) is not None
+    if not is_sound or repo.endswith(".git"):
+        return False
+    is_old = text.startswith(SCHEME) and _OLD_REPO.fullmatch(repo) is not None
+    return is_old or _REPO.fullmatch(repo) is not None
 
 
 def parse_hub_id(text: str) -> tuple[str, str | None]:
@@ -73,7 +93,7 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
         UsageError: ``text`` is no Hub id.
     """
     repo, at, revision = text.removeprefix(SCHEME).partition("@")
-    if not is_hub_id(text) or (at and not revision):
+    if not is_hub_id(text) or (at and not _REVISION.fullmatch(revision)):
         message = f"not a Hub id: {quoted(text)}; expected hf://org/name or hf://org/name@revision"
         raise UsageError(message)
     return repo, revision or None
@@ -115,32 +135,53 @@ def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
 def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
     """Return the commit and its wanted files; None if the Hub cannot be asked."""
     import httpx2
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     api = HfApi()
+    # Without a timeout of ours, the client waits for ever on a Hub that takes the connection only.
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
     try:
-        commit = api.model_info(repo, revision=revision).sha
-        if commit is None:
+        commit = api.model_info(repo, revision=revision, timeout=timeout).sha
+        if commit is None or not _COMMIT.fullmatch(commit):
             message = f"the Hub names no commit for {_name(repo, revision)}"
             raise SourceError(message)
         tree = api.list_repo_tree(repo, recursive=True, revision=commit)
         return commit, _wanted(tree)
     except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException):
         return None
+    except HfHubHTTPError:
+        raise  # some are ValueErrors, and all say more than the next clause
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = (
+            f"{_name(repo, revision)}: what answered is not the Hub, or its listing is malformed; "
+            "check HF_ENDPOINT, HF_TOKEN and the network"
+        )
+        raise SourceError(message) from error
 
 
 def _wanted(tree: Iterable[Any]) -> list[_Listed]:
     """Return the files of a listing that a store keeps; the listing has folders too."""
     from huggingface_hub import RepoFile
 
-    return [
-        _Listed(item.path, item.lfs.size, "sha256", item.lfs.sha256)
-        if item.lfs is not None
-        else _Listed(item.path, item.size, "sha1", item.blob_id)
-        for item in tree
-        if isinstance(item, RepoFile) and _is_wanted(item.path)
-    ]
+    return [_listed(it) for it in tree if isinstance(it, RepoFile) and _is_wanted(it.path)]
+
+
+def _listed(item: Any) -> _Listed:
+    """Return a listed file, its size and digest checked: the client takes any JSON for them.
+
+    Raises:
+        ValueError: they cannot be what the Hub lists.
+    """
+    if item.lfs is None:
+        file = _Listed(item.path, item.size, "sha1", item.blob_id)
+    else:
+        file = _Listed(item.path, item.lfs.size, "sha256", item.lfs.sha256)
+    if type(file.size) is not int or file.size < 0:
+        raise ValueError(f"{quoted(file.name)} has no size")
+    if not _DIGESTS[file.algorithm].fullmatch(file.digest):
+        raise ValueError(f"{quoted(file.name)} has no digest")
+    return file
 
 
 def _is_wanted(path: str) -> bool:
@@ -158,29 +199,72 @@ def _fetch(
     progress: Progress | None,
 ) -> Path:
     """Bring the listed files into the client's cache; return the folder of the snapshot."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if not listed:
         message = f"{_name(repo, revision)} has no files that a store keeps"
         raise SourceError(message)
-    meter = Meter(progress, sum(file.size for file in listed))
+    missing = [
+        file
+        for file in listed
+        if not isinstance(try_to_load_from_cache(repo, file.name, revision=commit), str)
+    ]
+    meter = Meter(progress, sum(file.size for file in missing))
 
-    def fetch(file: _Listed) -> None:
-        bar = _bar_class(meter, f"fetching {file.name}")
-        hf_hub_download(repo, file.name, revision=commit, tqdm_class=bar)
+    def fetch(file: _Listed, stop: threading.Event) -> None:
+        count = _FileCount(meter, file, stop)
+        try:
+            hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
+        except RemoteEntryNotFoundError as error:
+            message = (
+                f"{_name(repo, commit)} is not whole: the Hub lists file {quoted(file.name)}, "
+                "but does not serve it; name another revision"
+            )
+            raise DamagedSource(message) from error
+        count.finish()
 
-    for _ in _each(fetch, listed, _DOWNLOADS):
+    for _ in _each(fetch, missing, _DOWNLOADS):
         pass
     # All is cached by now; this leaves the branch's commit and listing there for offline use.
     first = glob.escape(listed[0].name)
-    quiet = _bar_class(Meter(None, 0), "")
+    quiet = _bar_class(None)
     snapshot_download(repo, revision=revision, allow_patterns=[first], tqdm_class=quiet)
     path = hf_hub_download(repo, listed[0].name, revision=commit, tqdm_class=quiet)
     return Path(path).parents[listed[0].name.count("/")]
 
 
-def _bar_class(meter: Meter, what: str) -> Any:
-    """Return what the client takes for a progress bar: it reports to ``meter``, prints nothing."""
+class _Stopped(Exception):
+    """Ends a thread whose result nobody waits for."""
+
+
+class _FileCount:
+    """Counts the bytes of one file towards a meter: in the end its size, whatever was reported.
+
+    The client reports nothing for bytes that another repository has in the cache, and may report
+    some twice when a connection broke.
+    """
+
+    def __init__(self, meter: Meter, file: _Listed, stop: threading.Event) -> None:
+        self._meter = meter
+        self._size = file.size
+        self._what = f"fetching {printable(file.name)}"
+        self._stop = stop
+        self._seen = 0
+
+    def add(self, count: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        seen = min(max(self._seen + count, 0), self._size)
+        self._meter.add(seen - self._seen, self._what)
+        self._seen = seen
+
+    def finish(self) -> None:
+        self.add(self._size - self._seen)
+
+
+def _bar_class(count: _FileCount | None) -> Any:
+    """Return what the client takes for a progress bar: it reports to ``count``, prints nothing."""
 
     class Bar:
         n = 0
@@ -198,8 +282,12 @@ def _bar_class(meter: Meter, what: str) -> Any:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_, **__: None
 
-        def update(self, count: float | None = 1) -> None:
-            meter.add(int(count or 0), what)
+        def update(self, step: float | None = 1) -> None:
+            if count is not None and step:
+                count.add(int(step))
+
+        def update_transfer(self, step: float | None = 1) -> None:
+            """Count nothing: a class without this gets a second bar for the bytes on the wire."""
 
     return Bar
 
@@ -209,27 +297,46 @@ def _check(folder: Path, repo: str, listed: Sequence[_Listed], progress: Progres
     from huggingface_hub import constants
 
     meter = Meter(progress, sum(file.size for file in listed))
-    cache = Path(constants.HF_HUB_CACHE).resolve()
+    cache = os.path.realpath(constants.HF_HUB_CACHE)
 
-    def check(file: _Listed) -> str | None:
-        path = (folder / file.name).resolve()
-        if not path.is_relative_to(cache) or not path.is_file():
-            return "it is not in the cache"
-        size = path.stat().st_size
-        if size != file.size:
-            return f"it has {size} bytes, the Hub lists {file.size}"
-        digest = _digest(path, file, lambda count: meter.add(count, f"checking {file.name}"))
-        if digest != file.digest:
-            return f"its {file.algorithm} is {digest}, the Hub lists {printable(file.digest)}"
-        return None
+    def check(file: _Listed, stop: threading.Event) -> str | None:
+        def advance(count: int) -> None:
+            if stop.is_set():
+                raise _Stopped
+            meter.add(count, f"checking {printable(file.name)}")
+
+        link = folder / file.name
+        try:
+            return _compare(link, file, cache, advance)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            return f"it cannot be read: {printable(str(reason))}; check {quoted(link)}"
 
     for file, wrong in _each(check, listed, _CHECKS):
         if wrong is not None:
             message = (
                 f"file {quoted(file.name)} of {_name(repo, folder.name)} is not what the Hub lists: "
-                f"{wrong}; remove {quoted((folder / file.name).resolve())} and try again"
+                f"{wrong}"
             )
             raise DamagedSource(message)
+
+
+def _compare(link: Path, file: _Listed, cache: str, advance: Callable[[int], None]) -> str | None:
+    """Return what is wrong with a cached file and what to do, None if nothing is."""
+    path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
+    if not path.is_relative_to(cache):
+        # The advice names the link: what it leads to is not the cache's to lose.
+        return f"it is a link out of the cache; remove {quoted(link)} and try again"
+    if not path.is_file():
+        return "it is not in the cache; try again with the Hub in reach"
+    again = f"remove {quoted(path)} and try again"
+    size = path.stat().st_size
+    if size != file.size:
+        return f"it has {size} bytes, the Hub lists {file.size}; {again}"
+    digest = _digest(path, file, advance)
+    if digest != file.digest:
+        return f"its {file.algorithm} is {digest}, the Hub lists {file.digest}; {again}"
+    return None
 
 
 def _digest(path: Path, file: _Listed, advance: Callable[[int], None]) -> str:
@@ -254,20 +361,25 @@ def _cached(repo: str, revision: str | None) -> tuple[Path, list[_Listed] | None
     folder = Path(path)
     try:
         return folder, _wanted(get_cached_repo_tree(repo, revision=folder.name))
-    except CachedRepoTreeNotFoundError:
-        return folder, None
+    except (CachedRepoTreeNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+        return folder, None  # none, or one that cannot be read: nothing is proved by it
 
 
 def _each(
-    work: Callable[[_Listed], Any], files: Sequence[_Listed], threads: int
+    work: Callable[[_Listed, threading.Event], Any], files: Sequence[_Listed], threads: int
 ) -> Iterator[tuple[_Listed, Any]]:
-    """Yield the files with the results of ``work``, as they come; stop at the first error."""
+    """Yield the files with the results of ``work``, as they come; stop at the first error.
+
+    The event tells ``work`` that it is not waited for: an interrupt must not sit out a download.
+    """
+    stop = threading.Event()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="blobstore-hub")
     try:
-        jobs = {pool.submit(work, file): file for file in files}
+        jobs = {pool.submit(work, file, stop): file for file in files}
         for job in as_completed(jobs):
             yield jobs[job], job.result()
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -285,6 +397,8 @@ class _client_errors:  # noqa: N801 - used as a context manager only
         from huggingface_hub import errors
 
         name = self._name
+        if isinstance(error, BlobstoreError):
+            return
         if isinstance(error, errors.GatedRepoError):
             message = f"{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN"
             raise SourceError(message) from error
@@ -307,11 +421,28 @@ class _client_errors:  # noqa: N801 - used as a context manager only
             raise SourceError(message) from error
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
-            message = f"{name}: the Hub answered with status {status}; try again later"
+            advice = (
+                "log in, or set HF_TOKEN to a token that may read it"
+                if status in _DENIED
+                else "try again later"
+            )
+            message = f"{name}: the Hub answered with status {status}; {advice}"
             raise SourceError(message) from error
-        if isinstance(error, (httpx2.HTTPError, OSError)):
-            message = f"{name}: fetching failed: {printable(str(error).partition(chr(10))[0], 200)}"
+        # RuntimeError is what the client's Xet library raises; ValueError, its refusals.
+        if isinstance(error, (httpx2.HTTPError, OSError, RuntimeError, ValueError)):
+            message = f"{name}: fetching failed: {_reason(error)}; check the network and try again"
             raise SourceError(message) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, or only its kind where that would show the token."""
+    from huggingface_hub import get_token
+
+    line = str(error).partition("\n")[0]
+    token = get_token()
+    if not line or (token and token in line):
+        return type(error).__name__
+    return printable(line, 200).rstrip(".")
 
 
 def _name(repo: str, revision: str | None) -> str:

@@ -160,15 +160,22 @@ class LocalStore:
             raise _wrong_digest(self.layout.blob(digest), digest, found)
         return data
 
-    def read_blob_header(self, digest: Digest, size: int) -> Header:
+    def read_blob_header(
+        self, digest: Digest, size: int, *, region: Region | None = None, slot: int = 0
+    ) -> Header:
         """Return the checked safetensors header of a tensor blob.
+
+        With ``region``, the blob is mapped into its ``slot`` while it is open.
 
         Raises:
             BlobDamaged: the header breaks the format. Otherwise as :meth:`open_blob`.
         """
         descriptor = self.open_blob(digest, size)
         try:
-            return read_header(descriptor, size)
+            header = read_header(descriptor, size)
+            if region is not None:
+                region.map(slot, descriptor, size)
+            return header
         except InvalidHeader as error:
             message = f"blob {quoted(self.layout.blob(digest))}: {error}"
             raise BlobDamaged(message) from None
