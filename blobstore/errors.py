@@ -70,7 +70,7 @@ class NameConflict(BlobstoreError):
 
 
 class UnsupportedDType(BlobstoreError, TypeError):
-    """The framework has no type for a tensor's elements."""
+    """The framework has no type for a tensor's elements, or cannot hold its shape."""
 
 
 class StoreError(BlobstoreError):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.errors import BlobDamaged, BlobstoreError, TensorNotFound, UsageError
+from blobstore.errors import BlobDamaged, BlobstoreError, Damaged, TensorNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -91,7 +91,10 @@ class Model(Mapping[str, Any]):
         self._convert = _converter(framework, device)
         self._is_writable = framework == "torch"
         reserve = functools.partial(Region, writable=self._is_writable)
-        self._places, self._blobs, self._region = find_places(store, manifest, reserve=reserve)
+        try:
+            self._places, self._blobs, self._region = find_places(store, manifest, reserve=reserve)
+        except Damaged as error:
+            raise error.at(str(reference)) from None
         self._unmapped = set(range(len(self._blobs))) if self._region is None else set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -218,7 +221,10 @@ class Model(Mapping[str, Any]):
         """
         if verify == "size":
             # Those that are mapped had their sizes checked.
-            self._store.check_sizes(self._blobs[slot] for slot in self._unmapped)
+            try:
+                self._store.check_sizes(self._blobs[slot] for slot in self._unmapped)
+            except Damaged as damage:
+                raise self._located(damage) from None
         elif verify == "digest":
             for blob, error in damaged_blobs(self._store, self.manifest.blobs):
                 where = f"{self.reference}, layer {quoted(blob.name)}"
@@ -250,9 +256,21 @@ class Model(Mapping[str, Any]):
                 sizes = [size for _, size in self._blobs]
                 self._region = Region(sizes, writable=self._is_writable)
             wanted = self._unmapped.intersection(blobs)
-            for slot in self._store.map_blobs(self._blobs, wanted, self._region):
-                self._unmapped.discard(slot)
+            try:
+                for slot in self._store.map_blobs(self._blobs, wanted, self._region):
+                    self._unmapped.discard(slot)
+            except Damaged as error:
+                raise self._located(error) from None
             return self._region
+
+    def _located(self, error: Damaged) -> BlobstoreError:
+        """Return the error with the model and the damaged blob's layer in front of its message."""
+        for layer in self.manifest.layers_of(media_types.TENSOR):
+            try:
+                self._store.check_size(layer.digest, layer.size)
+            except Damaged as found:
+                return found.at(f"{self.reference}: layer {quoted(layer.name)}")
+        return error.at(str(self.reference))
 
 
 def _converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:

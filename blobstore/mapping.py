@@ -12,13 +12,17 @@ import ctypes
 import itertools
 import mmap
 import os
+import sys
 from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAP_FIXED = 0x10  # the same on Linux, macOS and the BSDs; Python's mmap does not export it
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+# Python exports it from 3.13 on.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -27,6 +31,9 @@ class Region:
 
     ``writable`` makes the maps private copies on write: what is written never reaches a file.
     A slot holds zeros until its file is mapped.
+
+    Raises:
+        BlobstoreError: there are not as many addresses, or the process may not have them.
     """
 
     def __init__(self, sizes: Sequence[int], *, writable: bool = False) -> None:
@@ -36,9 +43,12 @@ class Region:
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # Without NORESERVE a private map larger than the machine's memory may be refused.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.memory = mmap.mmap(
-            -1, max(self.offsets[-1], mmap.PAGESIZE), flags=flags, prot=self._protection
-        )
+        total = max(self.offsets[-1], mmap.PAGESIZE)
+        try:
+            self.memory = mmap.mmap(-1, total, flags=flags, prot=self._protection)
+        except (OSError, OverflowError) as error:
+            message = f"cannot reserve {total} bytes of addresses to map files into: {error}"
+            raise BlobstoreError(message) from error
         self._address = _address(self.memory)
 
     def map(self, slot: int, descriptor: int, size: int) -> None:

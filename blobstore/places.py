@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.contents import COMPANIONS, read_contents
 from blobstore.digest import Digest
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.text import quoted
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from blobstore.mapping import Region
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
+
+
+_FORM = 1
+"""To be raised when the index changes its form, so that older ones are made anew."""
 
 
 class Place(NamedTuple):
@@ -65,10 +69,10 @@ def find_places(
     """
     key = Digest.of(manifest)
     with _collector_paused():
-        places = _decode(store.read_index(key))
+        places = _decode(key, store.read_index(key))
         if places is None:
             places = _resolve(store, Manifest.from_bytes(manifest), reserve)
-            store.write_index(key, _encode(places))
+            store.write_index(key, _encode(key, places))
     return places
 
 
@@ -77,7 +81,10 @@ def _resolve(
 ) -> Places:
     blobs = [(layer.digest, layer.size) for layer in manifest.layers_of(media_types.TENSOR)]
     slots = {digest: slot for slot, (digest, _) in enumerate(blobs)}
-    region = reserve([size for _, size in blobs]) if reserve is not None else None
+    try:
+        region = reserve([size for _, size in blobs]) if reserve is not None else None
+    except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file will tell
+        region = None
     tensors: dict[str, Place] = {}
 
     def add(name: str, entry: TensorEntry, blob: int, start: int) -> None:
@@ -95,17 +102,17 @@ def _resolve(
     return Places(tensors, blobs, region)
 
 
-def _encode(places: Places) -> bytes:
+def _encode(key: Digest, places: Places) -> bytes:
     blobs = [(digest.hex, size) for digest, size in places.blobs]
     text = json.dumps([places.tensors, blobs], separators=(",", ":")).encode()
-    return f"{Digest.of(text)}\n".encode() + text
+    return f"{_seal(key, text)}\n".encode() + text
 
 
-def _decode(data: bytes | None) -> Places | None:
+def _decode(key: Digest, data: bytes | None) -> Places | None:
     if data is None:
         return None
     digest, _, text = data.partition(b"\n")
-    if digest != str(Digest.of(text)).encode():
+    if digest != str(_seal(key, text)).encode():
         return None
     tensors: dict[str, Any]
     tensors, blobs = json.loads(text)
@@ -113,6 +120,11 @@ def _decode(data: bytes | None) -> Places | None:
         {name: Place._make(row) for name, row in tensors.items()},
         [(Digest(spelled), size) for spelled, size in blobs],
     )
+
+
+def _seal(key: Digest, text: bytes) -> Digest:
+    # With the key, so that the index of another model does not pass for this one's.
+    return Digest.of(f"{_FORM} {key}\n".encode() + text)
 
 
 @contextlib.contextmanager

@@ -111,12 +111,14 @@ def _packed(members: Mapping[str, TensorSpec]) -> Iterable[PlannedTensor]:
 
 
 def _stacked(members: Mapping[str, TensorSpec]) -> Iterable[PlannedTensor]:
-    projections: dict[str, list[tuple[int, str]]] = {}
+    projections: dict[str, list[tuple[tuple[int, str], str]]] = {}
     for name in members:
         match = _EXPERTS.fullmatch(name)
         assert match is not None  # noqa: S101 - only such names are grouped in stacked form
         stacked = f"{match['prefix']}.{match['rest']}"
-        projections.setdefault(stacked, []).append((int(match["expert"]), name))
+        # By length, then digits: the order of the numbers, which may be too long for int().
+        number = (len(match["expert"]), match["expert"])
+        projections.setdefault(stacked, []).append((number, name))
     for stacked, numbered in sorted(projections.items()):
         names = tuple(name for _, name in sorted(numbered))
         first = members[names[0]]

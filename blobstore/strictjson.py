@@ -2,14 +2,15 @@
 
 The standard parser is lenient where these formats are not, so this module closes the gaps: bytes
 must be UTF-8 without a byte order mark, a key must not occur twice in one object, ``NaN`` and
-``Infinity`` are refused, ``-0`` is not read as the integer 0, and lone surrogates are refused even
-in values that nobody reads. The written form is that of Go's ``encoding/json``, because the bytes
-decide the digests that Ollama's store shares with ours.
+``Infinity`` and numbers beyond a double are refused, ``-0`` is not read as the integer 0, and lone
+surrogates are refused even in values that nobody reads. The written form is that of Go's
+``encoding/json``, because the bytes decide the digests that Ollama's store shares with ours.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -40,18 +41,17 @@ def loads(data: bytes | memoryview) -> Any:
     decoder = _CAREFUL if "-0" in text else _USUAL
     try:
         value = decoder.decode(text)
+        if _SURROGATE_ESCAPE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         message = "nested too deeply"
         raise ValueError(message) from None
     except json.JSONDecodeError as error:
         message = f"not valid JSON at character {error.pos}: {error.msg}"
         raise ValueError(message) from None
-    if _SURROGATE_ESCAPE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            message = "a string holds a lone surrogate"
-            raise ValueError(message) from None
+    except UnicodeEncodeError:
+        message = "a string holds a lone surrogate"
+        raise ValueError(message) from None
     return value
 
 
@@ -80,6 +80,13 @@ def _integer(digits: str) -> int | float:
     return -0.0 if digits == "-0" else int(digits)
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits[:50])
+
+
 # Made once: a header is often shorter to parse than a decoder is to make.
-_USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-_CAREFUL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)
+_USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+_CAREFUL = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
+)

@@ -30,4 +30,8 @@ def printable(text: str, limit: int | None = None) -> str:
 
 def quoted(text: object, limit: int = MAX_SHOWN) -> str:
     """Return ``text`` escaped, shortened to ``limit`` characters and in single quotes."""
-    return f"'{printable(str(text), limit)}'"
+    try:
+        shown = str(text)
+    except RecursionError:  # a decoded JSON value may be nested as deeply as the parser can go
+        shown = "(nested too deeply to show)"
+    return f"'{printable(shown, limit)}'"

@@ -77,4 +77,5 @@ def text_field(value: dict[str, Any], key: str, default: str | None = None) -> s
 
 def wrong_type(path: str, expected: str, value: Any) -> InvalidManifest:
     """Return the error that says what was expected at a JSON path and what was found."""
-    return InvalidManifest(f"{path}: expected {expected}, got {quoted(repr(value))}")
+    found = repr(value) if isinstance(value, str) else value
+    return InvalidManifest(f"{path}: expected {expected}, got {quoted(found)}")

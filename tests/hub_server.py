@@ -9,14 +9,16 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -36,24 +38,52 @@ class Repo:
     gated: bool = False
     corrupt: set[str] = field(default_factory=set)
     """Files whose bytes are changed on the way, their length kept."""
-    cut: set[str] = field(default_factory=set)
-    """Files whose connection breaks in the middle."""
+    short: set[str] = field(default_factory=set)
+    """Files that end early in a sound answer."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Files whose connection breaks in the middle, and how many more times it does."""
     gone: set[str] = field(default_factory=set)
     """Files that are listed and answered with 404."""
     status: int = 0
-    """What every request of the API is answered with, if not 0."""
+    """What every request is answered with, if not 0."""
+    statuses: dict[str, list[int]] = field(default_factory=dict)
+    """What the next requests for ``info``, ``tree`` or a file are answered with."""
+    raw: dict[str, bytes] = field(default_factory=dict)
+    """What ``info`` or ``tree`` is answered with, whatever the client makes of it."""
+    stall: float = 0
+    """Seconds for which the server is silent before each answer."""
+    page: int = 0
+    """Entries of a listing in one answer; 0 for all."""
+    branches: dict[str, Repo] = field(default_factory=dict)
+    """Other revisions, with their own folder, commit and misbehaviour."""
+
+    def at(self, revision: str | None) -> Repo | None:
+        if revision in (None, "main", self.commit):
+            return self
+        for name, branch in self.branches.items():
+            if revision in (name, branch.commit):
+                return branch
+        return None
 
     def files(self) -> list[str]:
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         return [str(path.relative_to(self.folder)) for path in paths]
 
     def tree(self) -> list[dict[str, Any]]:
-        return [self._listed(name) for name in self.files()]
+        folders = sorted(path for path in self.folder.rglob("*") if path.is_dir())
+        listed = [
+            {"type": "directory", "path": str(path.relative_to(self.folder)), "oid": "0" * 40}
+            for path in folders
+        ]
+        return listed + [self._listed(name) for name in self.files()]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        return next(item for item in self.tree() if item["path"] == name)
 
     def _listed(self, name: str) -> dict[str, Any]:
         data = (self.folder / name).read_bytes()
         git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        entry = {"type": "file", "path": name, "size": len(data), "oid": git}
+        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": git}
         if len(data) >= LARGE:
             sha256 = hashlib.sha256(data).hexdigest()
             entry["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 130}
@@ -76,11 +106,21 @@ class HubServer:
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.store = f"http://localhost:{self._server.server_port}/store"
+        """Where large files are: for the client another host, which must not see the token."""
+        self.leaks: list[str] = []
+        """Requests to the store that showed a token."""
 
     def add(self, name: str, folder: Path, **options: Any) -> Repo:
         commit = hashlib.sha1(name.encode()).hexdigest()
         self.repos[name] = Repo(folder, commit, **options)
         return self.repos[name]
+
+    def branch(self, name: str, revision: str, folder: Path, **options: Any) -> Repo:
+        commit = hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
+        branch = Repo(folder, commit, **options)
+        self.repos[name].branches[revision] = branch
+        return branch
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -97,6 +137,13 @@ class HubServer:
         self._thread.join()
 
 
+_ID = r"(?:[^/]+/)?[^/]+?"
+_ROUTE = re.compile(
+    rf"/api/models/(?P<repo>{_ID})(?:/(?P<what>revision|tree)/(?P<rev>[^/]+))?"
+    rf"|(?P<store>/store)?/(?P<owner>{_ID})/resolve/(?P<commit>[^/]+)/(?P<file>.+)"
+)
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
@@ -111,68 +158,107 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.requests[f"{self.command} {path}"] += 1
-        found = re.fullmatch(
-            r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<rev>[^/]+))?", path
-        ) or re.fullmatch(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)", path)
-        repo = self.hub.repos.get(found["repo"]) if found else None
-        if found is None or repo is None:
+        url = urlsplit(self.path)
+        self.hub.requests[f"{self.command} {unquote(url.path)}"] += 1
+        # Matched before unquoting: the slashes of a revision come quoted.
+        found = _ROUTE.fullmatch(url.path)
+        parts = {key: unquote(part) for key, part in found.groupdict("").items()} if found else {}
+        known = self.hub.repos.get(parts.get("repo", "") or parts.get("owner", ""))
+        if known is None:
             self._error(HTTPStatus.UNAUTHORIZED, "RepoNotFound")
-        elif repo.token and self.headers.get("Authorization") != f"Bearer {repo.token}":
-            kind = "GatedRepo" if repo.gated else "RepoNotFound"
-            status = HTTPStatus.FORBIDDEN if repo.gated else HTTPStatus.UNAUTHORIZED
+            return
+        time.sleep(known.stall)
+        repo = known.at(parts["rev"] or parts["commit"] or None)
+        if parts["store"] and "Authorization" in self.headers:
+            self.hub.leaks.append(self.path)
+        if (
+            known.token
+            and not parts["store"]
+            and self.headers.get("Authorization") != f"Bearer {known.token}"
+        ):
+            kind = "GatedRepo" if known.gated else "RepoNotFound"
+            status = HTTPStatus.FORBIDDEN if known.gated else HTTPStatus.UNAUTHORIZED
             self._error(status, kind)
-        elif repo.status:
-            self._error(HTTPStatus(repo.status), "")
-        elif found["rev"] not in (None, "main", repo.commit):
+        elif repo is None:
             self._error(HTTPStatus.NOT_FOUND, "RevisionNotFound")
-        elif "file" in found.groupdict():
-            self._file(repo, found["file"], body=body)
-        elif found["what"] == "tree":
-            self._json(repo.tree())
+        elif failure := self._misbehaviour(repo, parts):
+            self._error(HTTPStatus(failure), "")
+        elif name := parts["file"]:
+            self._file(repo, name, is_store=parts["store"] != "", body=body)
+        else:
+            self._api(repo, parts, parse_qs(url.query))
+
+    def _misbehaviour(self, repo: Repo, parts: Mapping[str, str]) -> int:
+        what = parts["file"] or ("tree" if parts["what"] == "tree" else "info")
+        statuses = repo.statuses.get(what)
+        return statuses.pop(0) if statuses else repo.status
+
+    def _api(self, repo: Repo, parts: Mapping[str, str], query: Mapping[str, list[str]]) -> None:
+        what = "tree" if parts["what"] == "tree" else "info"
+        headers = {}
+        if what == "tree":
+            value: Any = repo.tree()
+            if repo.page:
+                start = int(query.get("cursor", ["0"])[0])
+                if start + repo.page < len(value):
+                    path = urlsplit(self.path).path
+                    following = f"{self.hub.url}{path}?recursive=true&cursor={start + repo.page}"
+                    headers["Link"] = f'<{following}>; rel="next"'
+                value = value[start : start + repo.page]
         else:
             siblings = [{"rfilename": name} for name in repo.files()]
-            self._json({"id": found["repo"], "sha": repo.commit, "siblings": siblings})
+            value = {"id": parts["repo"], "sha": repo.commit, "siblings": siblings}
+        headers["Content-Type"] = "application/json"
+        self._send(HTTPStatus.OK, headers, repo.raw.get(what, json.dumps(value).encode()))
 
-    def _file(self, repo: Repo, name: str, *, body: bool) -> None:
+    def _file(self, repo: Repo, name: str, *, is_store: bool, body: bool) -> None:
         path = repo.folder / name
         if name in repo.gone or not path.is_file():
             self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
             return
+        entry = repo.entry(name)
+        headers = {"X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
+        if "lfs" not in entry:
+            headers["ETag"] = f'"{entry["oid"]}"'
+        elif not is_store:  # as the Hub does, send the client elsewhere for a large file
+            headers["X-Linked-ETag"] = f'"{entry["lfs"]["oid"]}"'
+            headers["X-Linked-Size"] = str(entry["size"])
+            headers["Location"] = f"{self.hub.store}{urlsplit(self.path).path}"
+            self._send(HTTPStatus.FOUND, headers)
+            return
         data = path.read_bytes()
-        entry = next(item for item in repo.tree() if item["path"] == name)
         if name in repo.corrupt:
             data = bytes([data[0] ^ 1]) + data[1:]
-        start = 0
+        if name in repo.short:
+            data = data[: len(data) // 2]
+        status, start = HTTPStatus.OK, 0
         if span := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(span[1])
-        self.send_response(HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK)
-        self.send_header("Content-Length", str(len(data) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("X-Repo-Commit", repo.commit)
-        self.send_header("ETag", f'"{entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]}"')
-        self.send_header("X-Linked-Size", str(entry["size"]))
-        self.end_headers()
-        if not body:
-            return
-        if name in repo.cut:
-            self.wfile.write(data[start : len(data) // 2])
-            self.close_connection = True
-        else:
-            self.wfile.write(data[start:])
+            status, start = HTTPStatus.PARTIAL_CONTENT, int(span[1])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        is_cut = body and repo.cut.get(name, 0) > 0
+        if is_cut:
+            repo.cut[name] -= 1
+        self._send(status, headers, data[start:], body=body, is_cut=is_cut)
 
-    def _json(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "application/json")
+    def _send(
+        self,
+        status: HTTPStatus,
+        headers: Mapping[str, str],
+        data: bytes = b"",
+        *,
+        body: bool = True,
+        is_cut: bool = False,
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if is_cut:
+            data = data[: len(data) // 2]
+            self.close_connection = True
+        if body:
+            self.wfile.write(data)
 
     def _error(self, status: HTTPStatus, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self._send(status, {"X-Error-Code": code} if code else {})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore import strictjson
 from blobstore.errors import InvalidHeader
 from blobstore.tensor import DTYPES, TensorSpec
-from blobstore.text import quoted
+from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -198,7 +198,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
     nbytes = _checked_nbytes(spec)
     if end - begin != nbytes:
         message = (
-            f"tensor {quoted(name)}: {code} {dims} takes {nbytes} bytes, "
+            f"tensor {quoted(name)}: {code} {printable(str(dims), 200)} takes {nbytes} bytes, "
             f"but data_offsets [{begin}, {end}] span {end - begin}"
         )
         raise InvalidHeader(message)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.numpy import as_array
 from blobstore.tensor import DType, TensorSpec
+from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import mmap
@@ -24,9 +26,17 @@ def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any
     8-bit floats become uint8 with the same bits, as ``mx.load`` gives them.
 
     Raises:
-        UnsupportedDType: MLX has no packed type of 4 or 6 bits.
+        UnsupportedDType: MLX has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
     array = as_array(memory, offset, spec)
+    try:
+        return _copy(array, spec)
+    except OverflowError as error:  # MLX counts a dimension in 32 bits
+        message = f"tensor {quoted(spec.name)}: MLX cannot hold its shape: {error}"
+        raise UnsupportedDType(message) from None
+
+
+def _copy(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
     if spec.dtype is DType.BF16:
         return mx.array(array.view(np.uint16)).view(mx.bfloat16)
     if spec.dtype in _AS_BYTES:

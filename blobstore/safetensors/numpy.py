@@ -46,7 +46,7 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
     The array is writable only if the memory is. It may be unaligned, which numpy copes with.
 
     Raises:
-        UnsupportedDType: numpy has no packed type of 4 or 6 bits.
+        UnsupportedDType: numpy has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
@@ -56,6 +56,10 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
         )
         raise UnsupportedDType(message)
     elements = spec.elements
-    if not elements:
-        return np.empty(spec.shape, dtype)
-    return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
+    try:
+        if not elements:
+            return np.empty(spec.shape, dtype)
+        return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
+    except ValueError as error:  # over 64 dimensions, or none of some and too many of others
+        message = f"tensor {quoted(spec.name)}: numpy cannot hold its shape: {error}"
+        raise UnsupportedDType(message) from None

@@ -43,14 +43,19 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
     with half the last dimension.
 
     Raises:
-        UnsupportedDType: torch has no type of 6 bits, or F4 has an odd last dimension.
+        UnsupportedDType: torch has no type of 6 bits, F4 has an odd last dimension, or torch
+            cannot hold the shape.
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         return _pairs(memory, offset, spec)
     elements = spec.elements
     if not elements:
-        return torch.empty(spec.shape, dtype=dtype)
+        try:
+            return torch.empty(spec.shape, dtype=dtype)
+        except (RuntimeError, TypeError):  # none of some dimensions and too many of others
+            message = f"tensor {quoted(spec.name)}: torch cannot hold its shape"
+            raise UnsupportedDType(message) from None
     flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
     return flat if len(spec.shape) == 1 else flat.view(spec.shape)
 

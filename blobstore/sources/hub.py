@@ -15,17 +15,12 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.errors import (
-    BlobstoreError,
-    DamagedSource,
-    SourceError,
-    SourceNotFound,
-    UsageError,
-)
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
 from blobstore.progress import Meter
 from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH
 from blobstore.text import printable, quoted
@@ -38,8 +33,7 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-_REPO = re.compile(rf"{_PART}/{_PART}", re.ASCII)
-_OLD_REPO = re.compile(_PART, re.ASCII)
+_ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 # What git allows in a reference, so that a revision is no way out of the client's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -49,7 +43,21 @@ _WANTED = ("*.safetensors", *KEPT_FILES)
 _DOWNLOADS = 4
 _CHECKS = 2
 _CHUNK = 1 << 20
-_DENIED = (401, 403)
+# By name, as the client is not imported yet; the nearest base of an error decides.
+_TEXTS = {
+    "GatedRepoError": "{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN",
+    "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or set HF_TOKEN",
+    "RevisionNotFoundError": "{name}: no such revision on the Hub",
+    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached and the cache does not hold it whole; check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
+    "HfHubHTTPError": "{name}: the Hub answered with status {status}; {advice}",
+    "HFValidationError": "not a Hub id: {name}",
+    "Exception": "{name}: fetching failed: {reason}; check the network and try again",
+}
+_KINDS: dict[str, type[BlobstoreError]] = {
+    "RepositoryNotFoundError": SourceNotFound,
+    "RevisionNotFoundError": SourceNotFound,
+    "HFValidationError": UsageError,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +86,10 @@ def is_hub_id(text: str) -> bool:
 
     The Hub's oldest repositories have one part; they need the ``hf://``, as a bare word is a path.
     """
-    repo = text.removeprefix(SCHEME).partition("@")[0]
-    is_sound = ".." not in repo and "--" not in repo and len(repo) <= _MAX_REPO
-    if not is_sound or repo.endswith(".git"):
-        return False
-    is_old = text.startswith(SCHEME) and _OLD_REPO.fullmatch(repo) is not None
-    return is_old or _REPO.fullmatch(repo) is not None
+    name = text.partition("@")[0]
+    repo = name.removeprefix(SCHEME)
+    is_sound = ".." not in repo and "--" not in repo and not repo.endswith(".git")
+    return is_sound and len(repo) <= _MAX_REPO and _ID.fullmatch(name) is not None
 
 
 def parse_hub_id(text: str) -> tuple[str, str | None]:
@@ -120,15 +126,11 @@ def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
         else:
             commit, listed = found
             folder = _fetch(repo, revision, commit, listed, progress)
-    notices: tuple[str, ...] = ()
-    if listed is None:
-        notice = (
-            f"the Hub could not be asked: {_name(repo, revision)} was taken from the cache, "
-            "its files not compared with the Hub's listing"
-        )
-        notices = (notice,)
-    else:
+    if listed is not None:
         _check(folder, repo, listed, progress)
+        return HubSnapshot(folder=folder, repo=repo, revision=folder.name)
+    what = f"the Hub could not be asked: {_name(repo, revision)} was taken from the cache"
+    notices = (f"{what}, its files not compared with the Hub's listing",)
     return HubSnapshot(folder=folder, repo=repo, revision=folder.name, notices=notices)
 
 
@@ -140,12 +142,11 @@ def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
 
     api = HfApi()
     # Without a timeout of ours, the client waits for ever on a Hub that takes the connection only.
-    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    wait = constants.HF_HUB_ETAG_TIMEOUT
     try:
-        commit = api.model_info(repo, revision=revision, timeout=timeout).sha
+        commit = api.model_info(repo, revision=revision, timeout=wait).sha
         if commit is None or not _COMMIT.fullmatch(commit):
-            message = f"the Hub names no commit for {_name(repo, revision)}"
-            raise SourceError(message)
+            raise SourceError(f"the Hub names no commit for {_name(repo, revision)}")
         tree = api.list_repo_tree(repo, recursive=True, revision=commit)
         return commit, _wanted(tree)
     except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException):
@@ -168,20 +169,14 @@ def _wanted(tree: Iterable[Any]) -> list[_Listed]:
 
 
 def _listed(item: Any) -> _Listed:
-    """Return a listed file, its size and digest checked: the client takes any JSON for them.
-
-    Raises:
-        ValueError: they cannot be what the Hub lists.
-    """
-    if item.lfs is None:
-        file = _Listed(item.path, item.size, "sha1", item.blob_id)
-    else:
-        file = _Listed(item.path, item.lfs.size, "sha256", item.lfs.sha256)
-    if type(file.size) is not int or file.size < 0:
-        raise ValueError(f"{quoted(file.name)} has no size")
-    if not _DIGESTS[file.algorithm].fullmatch(file.digest):
-        raise ValueError(f"{quoted(file.name)} has no digest")
-    return file
+    """Return a listed file, checked (ValueError): the client takes any JSON for size and digest."""
+    large = item.lfs
+    size, algorithm, digest = (
+        (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
+    )
+    if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
+        raise ValueError(f"no size or digest of {quoted(item.path)}")
+    return _Listed(item.path, size, algorithm, digest)
 
 
 def _is_wanted(path: str) -> bool:
@@ -199,17 +194,13 @@ def _fetch(
     progress: Progress | None,
 ) -> Path:
     """Bring the listed files into the client's cache; return the folder of the snapshot."""
-    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import try_to_load_from_cache as cached
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if not listed:
-        message = f"{_name(repo, revision)} has no files that a store keeps"
-        raise SourceError(message)
-    missing = [
-        file
-        for file in listed
-        if not isinstance(try_to_load_from_cache(repo, file.name, revision=commit), str)
-    ]
+        raise SourceError(f"{_name(repo, revision)} has no files that a store keeps")
+    missing = [it for it in listed if not isinstance(cached(repo, it.name, revision=commit), str)]
     meter = Meter(progress, sum(file.size for file in missing))
 
     def fetch(file: _Listed, stop: threading.Event) -> None:
@@ -217,21 +208,21 @@ def _fetch(
         try:
             hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
         except RemoteEntryNotFoundError as error:
-            message = (
-                f"{_name(repo, commit)} is not whole: the Hub lists file {quoted(file.name)}, "
-                "but does not serve it; name another revision"
-            )
-            raise DamagedSource(message) from error
-        count.finish()
+            wrong = "the Hub lists it, but does not serve it; name another revision"
+            raise DamagedSource(
+                f"file {quoted(file.name)} of {_name(repo, commit)}: {wrong}"
+            ) from error
+        count.add(file.size)
 
     for _ in _each(fetch, missing, _DOWNLOADS):
         pass
     # All is cached by now; this leaves the branch's commit and listing there for offline use.
-    first = glob.escape(listed[0].name)
-    quiet = _bar_class(None)
-    snapshot_download(repo, revision=revision, allow_patterns=[first], tqdm_class=quiet)
-    path = hf_hub_download(repo, listed[0].name, revision=commit, tqdm_class=quiet)
-    return Path(path).parents[listed[0].name.count("/")]
+    first, quiet = listed[0].name, _bar_class(None)
+    snapshot_download(
+        repo, revision=revision, allow_patterns=[glob.escape(first)], tqdm_class=quiet
+    )
+    path = hf_hub_download(repo, first, revision=commit, tqdm_class=quiet)
+    return Path(path).parents[first.count("/")]
 
 
 class _Stopped(Exception):
@@ -239,10 +230,9 @@ class _Stopped(Exception):
 
 
 class _FileCount:
-    """Counts the bytes of one file towards a meter: in the end its size, whatever was reported.
+    """Counts the bytes of one file towards a meter, and never more than it has.
 
-    The client reports nothing for bytes that another repository has in the cache, and may report
-    some twice when a connection broke.
+    The client reports no bytes that are cached under another name, and some twice after a retry.
     """
 
     def __init__(self, meter: Meter, file: _Listed, stop: threading.Event) -> None:
@@ -258,9 +248,6 @@ class _FileCount:
         seen = min(max(self._seen + count, 0), self._size)
         self._meter.add(seen - self._seen, self._what)
         self._seen = seen
-
-    def finish(self) -> None:
-        self.add(self._size - self._seen)
 
 
 def _bar_class(count: _FileCount | None) -> Any:
@@ -309,16 +296,12 @@ def _check(folder: Path, repo: str, listed: Sequence[_Listed], progress: Progres
         try:
             return _compare(link, file, cache, advance)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            return f"it cannot be read: {printable(str(reason))}; check {quoted(link)}"
+            return f"it cannot be read: {_reason(error)}; check {quoted(link)}"
 
     for file, wrong in _each(check, listed, _CHECKS):
         if wrong is not None:
-            message = (
-                f"file {quoted(file.name)} of {_name(repo, folder.name)} is not what the Hub lists: "
-                f"{wrong}"
-            )
-            raise DamagedSource(message)
+            what = f"file {quoted(file.name)} of {_name(repo, folder.name)}"
+            raise DamagedSource(f"{what} is not what the Hub lists: {wrong}")
 
 
 def _compare(link: Path, file: _Listed, cache: str, advance: Callable[[int], None]) -> str | None:
@@ -383,55 +366,23 @@ def _each(
         pool.shutdown(cancel_futures=True)
 
 
-class _client_errors:  # noqa: N801 - used as a context manager only
-    """Turns the client's errors into ours, each in one line."""
+@contextmanager
+def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Turn the client's errors into ours, each in one line."""
+    import httpx2
 
-    def __init__(self, repo: str, revision: str | None) -> None:
-        self._name = _name(repo, revision)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        import httpx2
-        from huggingface_hub import errors
-
-        name = self._name
-        if isinstance(error, BlobstoreError):
-            return
-        if isinstance(error, errors.GatedRepoError):
-            message = f"{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN"
-            raise SourceError(message) from error
-        if isinstance(error, errors.RevisionNotFoundError):
-            message = f"{name}: no such revision on the Hub"
-            raise SourceNotFound(message) from error
-        if isinstance(error, errors.RepositoryNotFoundError):
-            message = (
-                f"no folder and no Hub repository {name}; if it is private, log in or set HF_TOKEN"
-            )
-            raise SourceNotFound(message) from error
-        if isinstance(error, errors.HFValidationError):
-            message = f"not a Hub id: {name}"
-            raise UsageError(message) from error
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            message = (
-                f"{name}: the Hub cannot be reached and the cache does not hold it whole; "
-                "check the network, HF_HUB_OFFLINE and HF_ENDPOINT"
-            )
-            raise SourceError(message) from error
-        if isinstance(error, errors.HfHubHTTPError):
-            status = error.response.status_code
-            advice = (
-                "log in, or set HF_TOKEN to a token that may read it"
-                if status in _DENIED
-                else "try again later"
-            )
-            message = f"{name}: the Hub answered with status {status}; {advice}"
-            raise SourceError(message) from error
-        # RuntimeError is what the client's Xet library raises; ValueError, its refusals.
-        if isinstance(error, (httpx2.HTTPError, OSError, RuntimeError, ValueError)):
-            message = f"{name}: fetching failed: {_reason(error)}; check the network and try again"
-            raise SourceError(message) from error
+    try:
+        yield
+    except BlobstoreError:
+        raise
+    # RuntimeError is what the client's Xet library raises; ValueError, its refusals.
+    except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
+        found = next(base for kind in type(error).__mro__ if (base := kind.__name__) in _TEXTS)
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        advice = "log in, or set HF_TOKEN" if status in (401, 403) else "try again later"
+        name, reason = _name(repo, revision), _reason(error)
+        message = _TEXTS[found].format(name=name, status=status, advice=advice, reason=reason)
+        raise _KINDS.get(found, SourceError)(message) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -106,7 +106,7 @@ class HuggingFaceFolder:
         self.notices.extend(
             f"left out: {quoted(folder / name)}; choose other weights with --weights"
             for name in names
-            if chosen and name not in chosen
+            if name not in chosen
         )
         return bool(chosen)
 

@@ -5,37 +5,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest, Digester
 from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
     BlobstoreError,
-    InvalidHeader,
     InvalidManifest,
     ModelNotFound,
     NameConflict,
     StoreError,
 )
-from blobstore.files import make_folders, open_regular, read_exactly, read_regular, write_file
+from blobstore.files import make_folders, read_regular, write_file
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.safetensors.file import read_header
+from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Ingest
 from blobstore.store.layout import Layout
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterator
 
+    from blobstore.digest import Digest
     from blobstore.manifests.reference import Reference
-    from blobstore.mapping import Region
-    from blobstore.safetensors.header import Header
-
-_READ_SIZE = 1 << 20
-_MAX_SMALL_BLOB = 256 * 2**20
 
 
 def default_root() -> Path:
@@ -44,178 +35,17 @@ def default_root() -> Path:
     return Path(home) if home else Path.home() / ".blobstore"
 
 
-class LocalStore:
+class LocalStore(BlobReader):
     """Blobs and manifests below one folder, in Ollama's layout.
 
     Reading needs no more than read permission; the folders are made by the first ingest.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        self.layout = Layout(default_root() if root is None else Path(root))
+        super().__init__(Layout(default_root() if root is None else Path(root)))
 
     def __repr__(self) -> str:
         return f"LocalStore({quoted(self.layout.root)})"
-
-    # Blobs
-
-    def exists(self, digest: Digest, size: int) -> bool:
-        """Tell whether the blob is here, by its size; the digest is not computed.
-
-        Raises:
-            BlobDamaged: a file of that name has another size or is not a regular file.
-        """
-        try:
-            self.check_size(digest, size)
-        except BlobMissing:
-            return False
-        return True
-
-    def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here and has ``size`` bytes.
-
-        Raises:
-            BlobMissing: it is not in the store.
-            BlobDamaged: it has another size.
-        """
-        path = self.layout.blob(digest)
-        try:
-            found = os.lstat(path)
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        if found.st_size != size or not stat.S_ISREG(found.st_mode):
-            raise _wrong_size(path, size, found.st_size)
-
-    def open_blob(self, digest: Digest, size: int) -> int:
-        """Open a blob of ``size`` bytes; return its descriptor, which the caller closes.
-
-        Raises:
-            BlobMissing: it is not in the store.
-            BlobDamaged: it has another size, or is a symbolic link.
-        """
-        path = self.layout.blob(digest)
-        try:
-            descriptor, found = open_regular(path, follow=False)
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        if found != size:
-            os.close(descriptor)
-            raise _wrong_size(path, size, found)
-        return descriptor
-
-    def check_sizes(self, blobs: Iterable[tuple[Digest, int]]) -> None:
-        """Check many blobs as :meth:`check_size` does, and raise for the first that is not whole.
-
-        A model has thousands of blobs, so the usual case costs one system call a blob.
-        """
-        with self._blob_folder() as folder:
-            for digest, size in blobs:
-                try:
-                    found = os.stat(digest.file_name, dir_fd=folder, follow_symlinks=False)
-                    is_whole = found.st_size == size and stat.S_ISREG(found.st_mode)
-                except OSError:
-                    is_whole = False
-                if not is_whole:
-                    self.check_size(digest, size)
-
-    def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Collection[int], region: Region
-    ) -> Iterator[int]:
-        """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
-
-        No descriptor stays open. Raises as :meth:`open_blob`.
-        """
-        if not slots:
-            return
-        with self._blob_folder() as folder:
-            for slot in slots:
-                digest, size = blobs[slot]
-                try:
-                    descriptor, found = open_regular(digest.file_name, follow=False, folder=folder)
-                except OSError as error:
-                    raise self._blob_error(digest, error) from None
-                try:
-                    if found != size:
-                        raise _wrong_size(self.layout.blob(digest), size, found)
-                    region.map(slot, descriptor, size)
-                finally:
-                    os.close(descriptor)
-                yield slot
-
-    def read_blob(self, digest: Digest, size: int) -> bytes:
-        """Return the bytes of a small blob, such as a config, after checking its digest.
-
-        Raises:
-            BlobDamaged: also when the digest differs. Otherwise as :meth:`open_blob`.
-        """
-        if size > _MAX_SMALL_BLOB:
-            message = f"blob {digest} of {size} bytes is too large to be read as a small file"
-            raise BlobDamaged(message)
-        descriptor = self.open_blob(digest, size)
-        try:
-            data = read_exactly(descriptor, size, 0)
-        finally:
-            os.close(descriptor)
-        found = Digest.of(data)
-        if found != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, found)
-        return data
-
-    def read_blob_header(
-        self, digest: Digest, size: int, *, region: Region | None = None, slot: int = 0
-    ) -> Header:
-        """Return the checked safetensors header of a tensor blob.
-
-        With ``region``, the blob is mapped into its ``slot`` while it is open.
-
-        Raises:
-            BlobDamaged: the header breaks the format. Otherwise as :meth:`open_blob`.
-        """
-        descriptor = self.open_blob(digest, size)
-        try:
-            header = read_header(descriptor, size)
-            if region is not None:
-                region.map(slot, descriptor, size)
-            return header
-        except InvalidHeader as error:
-            message = f"blob {quoted(self.layout.blob(digest))}: {error}"
-            raise BlobDamaged(message) from None
-        finally:
-            os.close(descriptor)
-
-    def check_digest(
-        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Read the whole blob and compare its digest; ``progress`` gets the bytes of each read.
-
-        Raises:
-            BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
-        """
-        digester = Digester()
-        buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
-        descriptor = self.open_blob(digest, size)
-        try:
-            while count := os.preadv(descriptor, [buffer], digester.size):
-                digester.update(buffer[:count])
-                if progress is not None:
-                    progress(count)
-        except OSError as error:
-            message = (
-                f"blob {quoted(self.layout.blob(digest))} cannot be read at byte "
-                f"{digester.size}: {error.strerror}"
-            )
-            raise BlobDamaged(message) from error
-        finally:
-            os.close(descriptor)
-        if digester.digest() != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, digester.digest())
-
-    def blob_sizes(self) -> set[int]:
-        """Return the sizes of all blobs."""
-        try:
-            with os.scandir(self.layout.blobs) as entries:
-                return {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        except FileNotFoundError:
-            return set()
 
     @contextlib.contextmanager
     def ingest(self) -> Iterator[Ingest]:
@@ -258,7 +88,7 @@ class LocalStore:
         try:
             return read_regular(path, MAX_MANIFEST_SIZE)
         except (FileNotFoundError, NotADirectoryError):
-            self._check_root()
+            self.check_root()
             message = f"no model {quoted(reference)} in the store {quoted(self.layout.root)}"
             raise ModelNotFound(message) from None
         except OSError as error:
@@ -273,7 +103,7 @@ class LocalStore:
         Raises:
             StoreError: the store is not a folder or cannot be read.
         """
-        self._check_root()
+        self.check_root()
         try:
             paths = sorted(self.layout.manifests.glob("*/*/*/*"))
         except OSError as error:
@@ -335,41 +165,12 @@ class LocalStore:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / key.hex, [data], durable=False)
 
-    # Errors
-
-    def _check_root(self) -> None:
-        root = self.layout.root
-        if root.exists() and not root.is_dir():
-            message = f"the store {quoted(root)} is not a folder"
-            raise StoreError(message)
-
-    @contextlib.contextmanager
-    def _blob_folder(self) -> Iterator[int]:
-        try:
-            folder = os.open(self.layout.blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            self._check_root()
-            message = f"cannot open {quoted(self.layout.blobs)}: {error.strerror}"
-            raise StoreError(message) from error
-        try:
-            yield folder
-        finally:
-            os.close(folder)
-
-    def _blob_error(self, digest: Digest, error: OSError) -> BlobstoreError:
-        path = quoted(self.layout.blob(digest))
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return BlobMissing(f"blob {path} is missing")
-        if error.errno == errno.ELOOP:
-            return BlobDamaged(f"blob {path} is a symbolic link, which a store must not hold")
-        return StoreError(f"blob {path} cannot be opened: {error.strerror}")
-
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._check_root()
+            self.check_root()
             root = quoted(self.layout.root)
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
@@ -389,17 +190,3 @@ def _names(folder: Path) -> list[str]:
         return [entry.name for entry in folder.iterdir()]
     except OSError:
         return []
-
-
-def _wrong_size(path: str, expected: int, found: int) -> BlobDamaged:
-    return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it has {found} bytes, expected {expected}; "
-        "remove it and create the model again"
-    )
-
-
-def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:
-    return BlobDamaged(
-        f"blob {quoted(path)} is damaged: its bytes have digest {found}, expected {expected}; "
-        "remove it and create the model again"
-    )
