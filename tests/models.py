@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from blobstore.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.header import encode_header
+from blobstore.tensor import DTYPES, TensorSpec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from blobstore.store.local import LocalStore
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -70,3 +80,30 @@ def write_folder(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
+    """Give a store a model of tensor blobs of any bytes, by the names of their layers."""
+    config = ModelConfig().to_bytes()
+    layers = []
+    with store.ingest() as ingest:
+        for layer, data in blobs.items():
+            added = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
+            layers.append(
+                Descriptor(
+                    media_type=media_types.TENSOR, digest=added.digest, size=added.size, name=layer
+                )
+            )
+        ingest.add(len(config), lambda: [config])
+        ingest.publish()
+    described = Descriptor(
+        media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
+    )
+    store.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
+
+
+def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> bytes:
+    """Return the bytes of a canonical blob; ``__`` in a key of the metadata is a dot."""
+    specs = [TensorSpec(name, DTYPES[code], shape) for name, code, shape, _ in tensors]
+    keys = {key.replace("__", "."): value for key, value in metadata.items()}
+    return encode_header(specs, keys) + b"".join(data for *_, data in tensors)

@@ -297,7 +297,7 @@ def test_an_interrupted_create_leaves_nothing(
         env=environment(),
     )
     deadline = time.monotonic() + 60
-    while not (store.layout.temporary.is_dir() and os.listdir(store.layout.temporary)):  # noqa: PTH208
+    while not (store.layout.temporary.is_dir() and os.listdir(store.layout.temporary)):
         assert process.poll() is None
         assert time.monotonic() < deadline
     for number in signals:

@@ -1,0 +1,145 @@
+"""Imports that are killed, run out of disk or of descriptors: a name is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.digest import Digest
+from blobstore.errors import ModelNotFound, StoreError
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests import sandbox
+from tests.models import dense_tensors, write_folder
+
+NAME = Reference.parse("m")
+CREATE = """
+import signal, sys, threading
+import blobstore
+source, store, when = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+def progress(what, done, total):
+    if done >= total * when:
+        print("there", flush=True)
+        threading.Event().wait(30)
+
+try:
+    blobstore.create(source, "m", store=blobstore.LocalStore(store), jobs=2, progress=progress)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def model(folder: Path) -> Path:
+    return write_folder(
+        folder, {f"t{number}": np.full(50_000, number) for number in range(12)} | dense_tensors()
+    )
+
+
+@pytest.mark.parametrize("when", [0, 0.5, 1])
+def test_a_killed_import_leaves_no_name_and_the_next_succeeds(tmp_path: Path, when: float) -> None:
+    source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
+    with sandbox.start(CREATE, source, store.layout.root, when) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "there\n"
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    with pytest.raises(ModelNotFound):
+        store.resolve(NAME)
+    for path in store.layout.blobs.iterdir():  # whatever has a name is what the name says
+        assert Digest.of(path.read_bytes()).file_name == path.name
+    blobstore.create(source, "m", store=store)
+    blobstore.open("m", store=store, verify="digest").close()
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
+    source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
+    script = CREATE.replace("threading.Event().wait(30)", "__import__('time').sleep(0.1)")
+    with sandbox.start(script, source, store.layout.root, 0.3) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "there\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert list(store.references()) == []
+    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.layout.blobs.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_name_and_room_for_others(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    small = write_folder(tmp_path / "small", dense_tensors())
+    with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
+        store = LocalStore(disk / "store")
+        with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
+            blobstore.create(source, "m", store=store)
+        assert list(store.references()) == []
+        assert list(store.layout.temporary.iterdir()) == []
+        assert list(store.layout.blobs.iterdir()) == []
+        blobstore.create(small, "m", store=store)
+        with blobstore.open("m", store=store, verify="digest") as opened:
+            assert set(opened) == set(dense_tensors())
+
+
+def test_a_file_size_limit_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
+    outcome = sandbox.call(
+        lambda: blobstore.create(source, "m", store=store), limits={resource.RLIMIT_FSIZE: 100_000}
+    )
+    assert outcome.startswith(f"StoreError: writing to the store '{store.layout.root}' failed: File")
+    assert list(store.references()) == []
+    assert list(store.layout.temporary.iterdir()) == []
+
+
+def test_a_store_without_permission_is_an_error() -> None:
+    with sandbox.common_folder() as folder:
+        source = write_folder(folder / "model", dense_tensors())
+        (folder / "closed").mkdir(mode=0o755)
+        store = LocalStore(folder / "closed")
+        outcome = sandbox.call(lambda: blobstore.create(source, "m", store=store), unprivileged=True)
+        assert outcome == f"StoreError: no permission to write to the store '{folder}/closed'"
+        assert list((folder / "closed").iterdir()) == []
+
+
+def test_a_read_only_store_can_be_loaded_from() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        blobstore.create(write_folder(folder / "model", dense_tensors()), "m", store=store)
+        for path in store.layout.headers.iterdir():
+            path.unlink()
+        for path in (store.layout.root, *store.layout.root.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+
+        def load() -> int:
+            with blobstore.open("m", store=store, verify="digest") as opened:
+                return int(opened["position_ids"].sum())
+
+        assert sandbox.call(load, unprivileged=True) == "10"
+        assert list(store.layout.headers.iterdir()) == []
+
+
+def test_thousands_of_blobs_need_few_descriptors(tmp_path: Path) -> None:
+    count = 3000
+    tensors = {f"t{number}": np.array([number], np.int32) for number in range(count)}
+    source, store = write_folder(tmp_path / "model", tensors), LocalStore(tmp_path / "store")
+
+    def use() -> str:
+        blobstore.create(source, "m", store=store)
+        before = len(os.listdir("/dev/fd"))
+        total = 0
+        for framework in ("numpy", "torch", "numpy"):
+            with blobstore.open("m", store=store, framework=framework) as opened:  # type: ignore[arg-type]
+                total += sum(int(tensor[0]) for tensor in opened.state_dict().values())
+                assert len(os.listdir("/dev/fd")) == before
+            for path in store.layout.headers.iterdir():
+                path.unlink()
+        return str(total)
+
+    outcome = sandbox.call(use, limits={resource.RLIMIT_NOFILE: 256})
+    assert outcome == str(3 * sum(range(count)))

@@ -1,0 +1,90 @@
+"""Damaged and borderline safetensors files, one test each, against the verdict of the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+import blobstore
+from blobstore.errors import DamagedSource, InvalidHeader, ModelNotFound
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.file import SafetensorsFile
+
+FOLDER = Path(__file__).parents[1] / "data" / "hostile" / "safetensors"
+CASES = json.loads((FOLDER / "index.json").read_bytes())
+ACCEPTED = [case for case in CASES if case["spec"] == "accept"]
+REJECTED = [case for case in CASES if case["spec"] == "reject"]
+OPEN = [case for case in CASES if case["spec"] == "open"]
+
+
+def name(case: dict[str, Any]) -> str:
+    return str(case["file"]).partition(".")[0]
+
+
+def test_every_file_has_a_verdict() -> None:
+    files = {path.name for path in FOLDER.glob("*.safetensors")}
+    assert files == {case["file"] for case in CASES}
+    assert len(CASES) == len(ACCEPTED) + len(REJECTED) + len(OPEN)
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=name)
+def test_takes(case: dict[str, Any], tmp_path: Path) -> None:
+    path = FOLDER / case["file"]
+    with SafetensorsFile.open(path) as file:
+        found = {
+            key: [spec.dtype.value, list(spec.shape), begin, end]
+            for key, (spec, begin, end) in file.header.tensors.items()
+        }
+        assert found == case["tensors"]
+        assert file.header.metadata == (case["metadata"] or {})
+        store = blobstore.LocalStore(tmp_path / "store")
+        blobstore.create(path, "m", store=store)
+        with blobstore.open("m", store=store) as model:
+            assert set(model) == set(case["tensors"])
+            assert all(model.view(key).data == file.view(key).data for key in model)
+
+
+@pytest.mark.parametrize("case", REJECTED, ids=name)
+def test_rejects(case: dict[str, Any], tmp_path: Path) -> None:
+    path = FOLDER / case["file"]
+    with pytest.raises(InvalidHeader) as caught:
+        SafetensorsFile.open(path)
+    message = str(caught.value)
+    assert message.startswith(f"'{path}': ")
+    assert message.isprintable()
+    assert len(message) < 1000
+    store = blobstore.LocalStore(tmp_path / "store")
+    with pytest.raises(DamagedSource):
+        blobstore.create(path, "m", store=store)
+    with pytest.raises(ModelNotFound):
+        store.resolve(Reference.parse("m"))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("case", OPEN, ids=name)
+def test_takes_or_rejects_cleanly(case: dict[str, Any]) -> None:
+    try:
+        with SafetensorsFile.open(FOLDER / case["file"]) as file:
+            assert set(file) == {"a"}
+    except InvalidHeader:
+        pass
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_is_not_laxer_than_the_reference_library(case: dict[str, Any]) -> None:
+    data = (FOLDER / case["file"]).read_bytes()
+    try:
+        theirs = {key for key, _ in safetensors.deserialize(data)}
+    except safetensors.SafetensorError:
+        with pytest.raises(InvalidHeader):
+            SafetensorsFile.open(FOLDER / case["file"])
+        return
+    try:
+        with SafetensorsFile.open(FOLDER / case["file"]) as file:
+            assert set(file) == theirs
+    except InvalidHeader:
+        assert case["spec"] == "reject"

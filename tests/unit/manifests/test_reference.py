@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from blobstore.errors import InvalidReference, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.store.layout import Layout
+
+LAYOUT = Layout(Path("/store"))
+GRAMMAR = st.text(alphabet="aZ0_-.:/@ \\\0\n~é", max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("m", ("registry.ollama.ai", "library", "m", "latest")),
+        ("m:t", ("registry.ollama.ai", "library", "m", "t")),
+        ("n/m", ("registry.ollama.ai", "n", "m", "latest")),
+        ("n/m:8b-q4_K.M", ("registry.ollama.ai", "n", "m", "8b-q4_K.M")),
+        ("h/n/m", ("h", "n", "m", "latest")),
+        ("localhost:5000/n/m:t", ("localhost:5000", "n", "m", "t")),
+        ("hf.co/Org/Some-Model.v1:Q4", ("hf.co", "Org", "Some-Model.v1", "Q4")),
+        ("_/_:_", ("registry.ollama.ai", "_", "_", "_")),
+        ("[".replace("[", "a..b"), ("registry.ollama.ai", "library", "a..b", "latest")),
+    ],
+)
+def test_fills_in_what_is_left_out(text: str, parts: tuple[str, ...]) -> None:
+    reference = Reference.parse(text)
+    assert reference.parts == parts
+    assert reference.full == f"{parts[0]}/{parts[1]}/{parts[2]}:{parts[3]}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        ":t",
+        "m:",
+        "m:t:u",
+        "/",
+        "/m",
+        "n/",
+        "n//m",
+        "//m",
+        "a/b/c/d",
+        ".",
+        "..",
+        "../m",
+        "n/..",
+        "m:..",
+        "m:.",
+        "../../../m",
+        "./m",
+        "~/m",
+        "-m",
+        "m:-t",
+        ".m",
+        "n.s/m",
+        "n:5/m",
+        "h/n:5/m",
+        "m\n",
+        "\nm",
+        "m ",
+        " m",
+        "m\0",
+        "m\\n",
+        "m@sha256",
+        "m#1",
+        "m*",
+        "é",
+        "m\u0660",
+        "\uff4d",
+        "http://h/n/m",
+        "[::1]:80/n/m",
+        ":5000/n/m",
+    ],
+)
+def test_refuses_what_is_no_name(text: str) -> None:
+    with pytest.raises(InvalidReference, match="not a model name") as caught:
+        Reference.parse(text)
+    assert isinstance(caught.value, UsageError)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("part", "limit"), [("host", 350), ("namespace", 80), ("model", 80), ("tag", 80)]
+)
+def test_every_part_has_its_longest_length(part: str, limit: int) -> None:
+    parts = {"host": "h", "namespace": "n", "model": "m", "tag": "t"}
+    longest = Reference(**parts | {part: "x" * limit})
+    assert Reference.parse(longest.full) == longest
+    with pytest.raises(InvalidReference, match=f"{part} '.*' must be 1 to {limit} letters"):
+        Reference(**parts | {part: "x" * (limit + 1)})
+    with pytest.raises(InvalidReference, match=f"{part} '' must be 1 to {limit}"):
+        Reference(**parts | {part: ""})
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("m", "m:latest"),
+        ("library/m", "m:latest"),
+        ("registry.ollama.ai/library/m:t", "m:t"),
+        ("n/m", "n/m:latest"),
+        ("registry.ollama.ai/n/m", "n/m:latest"),
+        ("h/library/m", "h/library/m:latest"),
+        ("h/n/m", "h/n/m:latest"),
+    ],
+)
+def test_is_shown_by_its_shortest_name(text: str, short: str) -> None:
+    assert str(Reference.parse(text)) == short
+
+
+def test_keeps_the_case() -> None:
+    assert str(Reference.parse("Org/Model:Q4_K")) == "Org/Model:Q4_K"
+    assert Reference.parse("M") != Reference.parse("m")
+
+
+def test_a_colon_in_the_host_is_no_tag() -> None:
+    assert Reference.parse("h:1/n/m").host == "h:1"
+    assert Reference.parse("h:1/n/m").tag == "latest"
+
+
+def test_sorts_by_its_parts() -> None:
+    names = ["b", "a:2", "n/a", "a:1", "h/a/a"]
+    assert [str(item) for item in sorted(map(Reference.parse, names))] == [
+        "h/a/a:latest",
+        "a:1",
+        "a:2",
+        "b:latest",
+        "n/a:latest",
+    ]
+
+
+@given(GRAMMAR | st.text(max_size=8))
+@example("a/../b")
+@example("..")
+def test_an_accepted_name_is_a_path_inside_the_store(text: str) -> None:
+    try:
+        reference = Reference.parse(text)
+    except InvalidReference:
+        return
+    path = LAYOUT.manifest(reference)
+    assert path.is_relative_to(LAYOUT.manifests)
+    relative = path.relative_to(LAYOUT.manifests)
+    assert len(relative.parts) == 4
+    assert all(part not in ("", ".", "..") and "/" not in part for part in relative.parts)
+    assert not any(part.startswith((".", "-")) for part in relative.parts)
+    assert LAYOUT.reference(path) == reference
+
+
+@given(GRAMMAR | st.text(max_size=8))
+def test_a_name_survives_being_shown(text: str) -> None:
+    try:
+        reference = Reference.parse(text)
+    except InvalidReference:
+        return
+    assert Reference.parse(str(reference)) == reference
+    assert Reference.parse(reference.full) == reference
+
+
+PART = st.text(alphabet="ab0_-.:", min_size=1, max_size=3)
+
+
+@given(st.tuples(PART, PART, PART, PART), st.tuples(PART, PART, PART, PART))
+def test_two_names_never_share_a_path(
+    first: tuple[str, str, str, str], second: tuple[str, str, str, str]
+) -> None:
+    assume(first != second)
+    try:
+        one, other = Reference(*first), Reference(*second)
+    except InvalidReference:
+        return
+    assert LAYOUT.manifest(one) != LAYOUT.manifest(other)
+    assert str(one) != str(other)

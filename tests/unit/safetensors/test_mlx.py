@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from blobstore.errors import UnsupportedDType
+from blobstore.safetensors.file import SafetensorsFile
+from blobstore.safetensors.writer import write_safetensors
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+as_mlx = pytest.importorskip("blobstore.safetensors.mlx").as_mlx
+
+KINDS = {
+    DType.BOOL: mx.bool_,
+    DType.U8: mx.uint8,
+    DType.I8: mx.int8,
+    DType.F8_E5M2: mx.uint8,
+    DType.F8_E4M3: mx.uint8,
+    DType.F8_E8M0: mx.uint8,
+    DType.F8_E4M3FNUZ: mx.uint8,
+    DType.F8_E5M2FNUZ: mx.uint8,
+    DType.I16: mx.int16,
+    DType.U16: mx.uint16,
+    DType.F16: mx.float16,
+    DType.BF16: mx.bfloat16,
+    DType.I32: mx.int32,
+    DType.U32: mx.uint32,
+    DType.F32: mx.float32,
+    DType.C64: mx.complex64,
+    DType.F64: mx.float64,
+    DType.I64: mx.int64,
+    DType.U64: mx.uint64,
+}
+PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]
+
+
+def bits_of(array: object) -> bytes:
+    with mx.stream(mx.cpu):
+        return bytes(memoryview(np.array(mx.array(array).view(mx.uint8))))  # type: ignore[arg-type]
+
+
+def test_every_type_is_here() -> None:
+    assert {*KINDS, *PACKED} == set(DType)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_the_bits_at_any_offset(dtype: DType, offset: int) -> None:
+    bits = bytes(index % 2 for index in range(4 * dtype.bits // 8))
+    array = as_mlx(memoryview(bytes(offset) + bits), offset, TensorSpec("a", dtype, (2, 2)))
+    assert array.dtype == KINDS[dtype]
+    assert array.shape == (2, 2)
+    assert bits_of(array) == bits
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_empty_arrays(dtype: DType) -> None:
+    array = as_mlx(memoryview(b""), 0, TensorSpec("a", dtype, (0, 3)))
+    assert array.shape == (0, 3)
+    assert array.dtype == KINDS[dtype]
+
+
+def test_keeps_the_precision_of_doubles() -> None:
+    value = np.float64(1) + np.finfo(np.float64).eps
+    array = as_mlx(memoryview(value.tobytes()), 0, TensorSpec("a", DType.F64, ()))
+    assert bits_of(array[None]) == value.tobytes()
+
+
+def test_copies() -> None:
+    memory = bytearray(4)
+    array = as_mlx(memoryview(memory), 0, TensorSpec("a", DType.U8, (4,)))
+    memory[0] = 1
+    assert array.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=lambda dtype: dtype.value)
+def test_refuses_packed_types(dtype: DType) -> None:
+    with pytest.raises(UnsupportedDType, match="read its bytes"):
+        as_mlx(memoryview(bytes(4)), 0, TensorSpec("a", dtype, (4,)))
+
+
+@pytest.mark.parametrize("shape", [(0, 2**31), (0, 2**63, 2**63)])
+def test_refuses_shapes_that_mlx_cannot_hold(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedDType, match="cannot hold its shape"):
+        as_mlx(memoryview(b""), 0, TensorSpec("a", DType.F32, shape))
+
+
+def test_gives_what_mlx_itself_loads(tmp_path: Path) -> None:
+    unknown_to_mlx = {DType.F8_E5M2, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F64}
+    specs = [
+        TensorSpec(f"{dtype.value} {shape}", dtype, shape)
+        for dtype in KINDS.keys() - unknown_to_mlx
+        for shape in ((), (3,), (2, 3), (0, 3))
+    ]
+    sizes = {spec.name: spec.nbytes for spec in specs}
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, specs, lambda name: [bytes(i % 2 for i in range(sizes[name]))])
+    theirs = mx.load(str(path))
+    with SafetensorsFile.open(path) as file:
+        assert set(theirs) == set(file)
+        for name in file:
+            view = file.view(name)
+            ours = as_mlx(view.data, 0, view.spec)
+            assert (ours.dtype, ours.shape) == (theirs[name].dtype, theirs[name].shape)
+            assert bits_of(ours.flatten()) == bits_of(theirs[name].flatten())
+
+
+def test_reads_the_files_that_mlx_writes(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    arrays = {
+        "odd": mx.array([1, 2, 3], mx.uint8),
+        "x": mx.array([1.5, -2], mx.bfloat16),
+        "transposed": mx.arange(6, dtype=mx.float32).reshape(2, 3).T,
+        "none": mx.zeros((0, 3)),
+    }
+    mx.save_safetensors(str(path), arrays)
+    with SafetensorsFile.open(path) as file:
+        assert file.header.metadata == {}
+        assert set(file) == set(arrays)
+        for name, array in arrays.items():
+            view = file.view(name)
+            ours = as_mlx(view.data, 0, view.spec)
+            assert ours.dtype == array.dtype
+            assert ours.tolist() == array.tolist()

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from blobstore.errors import UnsupportedDType
+from blobstore.safetensors.file import SafetensorsFile
+from blobstore.safetensors.numpy import as_array
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = {
+    DType.BOOL: np.bool_,
+    DType.U8: np.uint8,
+    DType.I8: np.int8,
+    DType.F8_E5M2: ml_dtypes.float8_e5m2,
+    DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
+    DType.F8_E8M0: ml_dtypes.float8_e8m0fnu,
+    DType.F8_E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+    DType.F8_E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+    DType.I16: np.int16,
+    DType.U16: np.uint16,
+    DType.F16: np.float16,
+    DType.BF16: ml_dtypes.bfloat16,
+    DType.I32: np.int32,
+    DType.U32: np.uint32,
+    DType.F32: np.float32,
+    DType.C64: np.complex64,
+    DType.F64: np.float64,
+    DType.I64: np.int64,
+    DType.U64: np.uint64,
+}
+PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]
+
+
+def test_every_type_is_here() -> None:
+    assert {*KINDS, *PACKED} == set(DType)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_the_values_at_any_offset(dtype: DType, offset: int) -> None:
+    expected = np.array([[1, 2], [4, 1]]).astype(KINDS[dtype])
+    memory = memoryview(bytes(offset) + expected.tobytes() + b"rest")
+    array = as_array(memory, offset, TensorSpec("a", dtype, (2, 2)))
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_views_the_memory() -> None:
+    memory = bytearray(8)
+    array = as_array(memoryview(memory), 4, TensorSpec("a", DType.U8, (4,)))
+    memory[5] = 7
+    assert array.tolist() == [0, 7, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2)])
+def test_is_writable_only_if_the_memory_is(shape: tuple[int, ...]) -> None:
+    spec = TensorSpec("a", DType.U8, shape)
+    assert not as_array(memoryview(bytes(4)), 0, spec).flags.writeable
+    assert as_array(memoryview(bytearray(4)), 0, spec).flags.writeable
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_empty_arrays_even_behind_the_last_byte(dtype: DType, shape: tuple[int, ...]) -> None:
+    array = as_array(memoryview(b"1234"), 4, TensorSpec("a", dtype, shape))
+    assert array.shape == shape
+    assert array.dtype == np.dtype(KINDS[dtype])
+
+
+def test_a_scalar_has_no_dimensions() -> None:
+    array = as_array(memoryview(b"\7"), 0, TensorSpec("a", DType.U8, ()))
+    assert array.shape == ()
+    assert array == 7
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("shape", [(4,), (0,)])
+def test_refuses_packed_types(dtype: DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedDType, match=f"'a': numpy has no packed {dtype.value}; read its"):
+        as_array(memoryview(bytes(4)), 0, TensorSpec("a", dtype, shape))
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63, 2**63), (0, 2**40, 2**40)])
+def test_refuses_shapes_that_numpy_cannot_hold(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedDType, match="tensor 'a': numpy cannot hold its shape"):
+        as_array(memoryview(bytes(4)), 0, TensorSpec("a", DType.F32, shape))
+
+
+def test_shares_the_read_only_map_of_a_file_and_keeps_it(tmp_path: Path) -> None:
+    text = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # data at an odd byte
+    value = np.array([1.5], np.float32)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + value.tobytes())
+    with SafetensorsFile.open(path) as file:
+        view = file.view("a")
+        array = as_array(view.data, 0, view.spec)
+        assert np.shares_memory(array, np.frombuffer(view.data, np.uint8))
+        assert not array.flags.aligned
+        assert not array.flags.writeable
+    del file, view
+    gc.collect()
+    path.unlink()
+    np.testing.assert_array_equal(array, value)

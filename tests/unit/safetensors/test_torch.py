@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from blobstore.errors import UnsupportedDType
+from blobstore.mapping import Region
+from blobstore.safetensors.torch import as_tensor
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = {
+    DType.BOOL: torch.bool,
+    DType.U8: torch.uint8,
+    DType.I8: torch.int8,
+    DType.F8_E5M2: torch.float8_e5m2,
+    DType.F8_E4M3: torch.float8_e4m3fn,
+    DType.F8_E8M0: torch.float8_e8m0fnu,
+    DType.F8_E4M3FNUZ: torch.float8_e4m3fnuz,
+    DType.F8_E5M2FNUZ: torch.float8_e5m2fnuz,
+    DType.I16: torch.int16,
+    DType.U16: torch.uint16,
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.I32: torch.int32,
+    DType.U32: torch.uint32,
+    DType.F32: torch.float32,
+    DType.C64: torch.complex64,
+    DType.F64: torch.float64,
+    DType.I64: torch.int64,
+    DType.U64: torch.uint64,
+}
+
+
+def test_every_type_is_here() -> None:
+    assert {*KINDS, DType.F4, DType.F6_E2M3, DType.F6_E3M2} == set(DType)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_the_bits_at_any_offset(dtype: DType, offset: int) -> None:
+    bits = torch.arange(4 * dtype.bits // 8, dtype=torch.uint8) % 2
+    memory = memoryview(bytearray(offset) + bytes(bits.tolist()) + b"rest")
+    tensor = as_tensor(memory, offset, TensorSpec("a", dtype, (2, 2)))
+    assert tensor.dtype is KINDS[dtype]
+    assert tensor.shape == (2, 2)
+    assert torch.equal(tensor.clone().view(torch.uint8).flatten(), bits)
+
+
+def test_views_the_memory_both_ways() -> None:
+    memory = bytearray(8)
+    tensor = as_tensor(memoryview(memory), 4, TensorSpec("a", DType.U8, (2, 2)))
+    memory[5] = 7
+    assert tensor.tolist() == [[0, 7], [0, 0]]
+    tensor[1, 1] = 9
+    assert memory[7] == 9
+
+
+def test_unaligned_floats_can_be_computed_with() -> None:
+    values = np.arange(1000, dtype=np.float32)
+    tensor = as_tensor(
+        memoryview(bytearray(b"x" + values.tobytes())), 1, TensorSpec("a", DType.F32, (1000,))
+    )
+    assert (tensor * 2).sum().item() == 999_000
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_empty_tensors_even_behind_the_last_byte(
+    dtype: DType, shape: tuple[int, ...]
+) -> None:
+    tensor = as_tensor(memoryview(bytearray(4)), 4, TensorSpec("a", dtype, shape))
+    assert tensor.shape == shape
+    assert tensor.dtype is KINDS[dtype]
+
+
+def test_a_scalar_has_no_dimensions() -> None:
+    tensor = as_tensor(memoryview(bytearray(b"\7")), 0, TensorSpec("a", DType.U8, ()))
+    assert tensor.shape == ()
+    assert tensor.item() == 7
+
+
+def test_gives_four_bit_floats_in_pairs() -> None:
+    memory = memoryview(bytearray(b"x\x12\x34\x56\x78"))
+    tensor = as_tensor(memory, 1, TensorSpec("a", DType.F4, (2, 4)))
+    assert tensor.dtype is torch.float4_e2m1fn_x2
+    assert tensor.shape == (2, 2)
+    assert tensor.view(torch.uint8).tolist() == [[0x12, 0x34], [0x56, 0x78]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(DType.F4, (2, 3)), (DType.F4, ()), (DType.F6_E2M3, (4,)), (DType.F6_E3M2, (4,))],
+)
+def test_refuses_what_torch_has_no_type_for(dtype: DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        UnsupportedDType, match=f"'a': torch has no type for {dtype.value} of shape"
+    ):
+        as_tensor(memoryview(bytearray(8)), 0, TensorSpec("a", dtype, shape))
+
+
+@pytest.mark.parametrize("shape", [(0, 2**63, 2**63), (0, 2**40, 2**40)])
+def test_refuses_shapes_that_torch_cannot_hold(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedDType, match="tensor 'a': torch cannot hold its shape"):
+        as_tensor(memoryview(bytearray(8)), 0, TensorSpec("a", DType.F32, shape))
+
+
+def test_takes_more_dimensions_than_numpy() -> None:
+    assert as_tensor(memoryview(bytearray(1)), 0, TensorSpec("a", DType.U8, (1,) * 70)).ndim == 70
+
+
+def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\1\2\3\4")
+    region = Region([4], writable=True)
+    descriptor = os.open(path, os.O_RDONLY)
+    region.map(0, descriptor, 4)
+    os.close(descriptor)
+    tensor = as_tensor(region.memory, 1, TensorSpec("a", DType.U8, (3,)))
+    tensor += 5
+    assert region.memory[:4] == b"\1\7\x08\x09"
+    assert path.read_bytes() == b"\1\2\3\4"

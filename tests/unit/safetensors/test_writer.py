@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save
+
+from blobstore.errors import InvalidHeader
+from blobstore.safetensors.file import SafetensorsFile
+from blobstore.safetensors.writer import in_file_order, write_safetensors
+from blobstore.tensor import DTYPES, DType, TensorSpec
+from tests import sandbox
+from tests.models import dense_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "uint64": "U64",
+    "int64": "I64",
+}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+
+
+def spec_of(name: str, array: np.ndarray) -> TensorSpec:  # type: ignore[type-arg]
+    return TensorSpec(name, DTYPES[CODES[array.dtype.name]], array.shape)
+
+
+def test_the_reference_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = dense_tensors()
+    specs = [spec_of(name, array) for name, array in tensors.items()]
+    path = tmp_path / "a.safetensors"
+    size = write_safetensors(path, specs, lambda name: [tensors[name].tobytes()], {"format": "pt"})
+    assert path.stat().st_size == size
+    theirs = load_file(path)
+    assert set(theirs) == set(tensors)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(theirs[name], array)
+        assert theirs[name].dtype == array.dtype
+    with safetensors.safe_open(path, "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    names = draw(
+        st.lists(TEXTS.filter(lambda name: name != "__metadata__"), unique=True, max_size=5)
+    )
+    found = {}
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
+        dtype = np.dtype(draw(st.sampled_from(list(CODES))))
+        size = int(np.prod(shape)) * dtype.itemsize
+        data = draw(st.binary(min_size=size, max_size=size))
+        found[name] = np.frombuffer(data, dtype).reshape(shape)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays(), st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3))
+def test_reads_what_the_reference_library_writes_and_the_other_way_round(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: dict[str, np.ndarray],  # type: ignore[type-arg]
+    metadata: dict[str, str],
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    theirs, ours = folder / "theirs", folder / "ours"
+    theirs.write_bytes(save(tensors, metadata))
+    with SafetensorsFile.open(theirs) as file:
+        assert file.header.metadata == metadata
+        specs = [entry.spec for entry in file.header.tensors.values()]
+        assert set(specs) == {spec_of(name, array) for name, array in tensors.items()}
+        assert all(bytes(file.view(name).data) == tensors[name].tobytes() for name in tensors)
+        write_safetensors(ours, specs, lambda name: [file.view(name).data], metadata)
+    assert {
+        (name, value["dtype"], tuple(value["shape"]), bytes(value["data"]))
+        for name, value in safetensors.deserialize(ours.read_bytes())
+    } == {
+        (name, CODES[array.dtype.name], array.shape, array.tobytes())
+        for name, array in tensors.items()
+    }
+
+
+def test_lays_tensors_out_as_the_reference_library_does(tmp_path: Path) -> None:
+    tensors = dense_tensors()
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(save(tensors))
+    with SafetensorsFile.open(theirs) as file:
+        sized = [entry.spec for entry in file.header.tensors.values() if entry.spec.elements]
+    ours = in_file_order(spec_of(name, array) for name, array in tensors.items())
+    assert [spec for spec in ours if spec.elements] == sized
+
+
+def test_every_tensor_of_whole_bytes_is_aligned() -> None:
+    specs = [TensorSpec(dtype.value, dtype, (5, 8)) for dtype in DType]
+    offset = 0
+    for spec in in_file_order(specs):
+        if spec.dtype.bits >= 8 and spec.dtype is not DType.BOOL:
+            assert offset % (spec.dtype.bits // 8) == 0
+        offset += spec.nbytes
+
+
+def test_the_order_given_does_not_matter(tmp_path: Path) -> None:
+    specs = [TensorSpec(f"{dtype.value}{n}", dtype, (8,)) for dtype in DType for n in range(2)]
+    written = []
+    for order in (specs, specs[::-1]):
+        write_safetensors(tmp_path / "a", order, lambda name: [bytes(sizes[name])])
+        written.append((tmp_path / "a").read_bytes())
+    assert written[0] == written[1]
+
+
+sizes = {f"{dtype.value}{n}": 8 * dtype.bits // 8 for dtype in DType for n in range(2)}
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    def read(name: str) -> Iterator[bytes]:
+        yield b"1234"
+        message = "the source is gone"
+        raise RuntimeError(message)
+
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        write_safetensors(path, [TensorSpec("a", DType.U8, (8,))], read)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bad_specs_touch_no_file(tmp_path: Path) -> None:
+    def read(name: str) -> NoReturn:
+        pytest.fail("nothing is to be read")
+
+    twice = [TensorSpec("a", DType.U8, (1,))] * 2
+    with pytest.raises(InvalidHeader):
+        write_safetensors(tmp_path / "a", twice, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_file_s_mode_is_less_the_umask(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "a.safetensors"
+    spec = TensorSpec("a", DType.U8, (1,))
+    outcome = sandbox.call(lambda: write_safetensors(path, [spec], lambda _: [b"x"]), umask=umask)
+    assert outcome == str(path.stat().st_size)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from blobstore.errors import SourceError, SourceNotFound, UnsupportedSource
+from blobstore.sources.open import open_source
+from tests import sandbox
+from tests.models import write_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ONE = {"a": np.zeros(3)}
+
+
+def test_opens_a_folder_and_a_file(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, ONE)
+    for source in (folder, str(folder), folder / "model.safetensors"):
+        opened = open_source(source)
+        assert set(opened.specs) == {"a"}
+        opened.close()
+
+
+def test_hands_its_options_on(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE)
+    save_file({"b": np.zeros(1)}, tmp_path / "other.safetensors")
+    opened = open_source(tmp_path, weights="other*")
+    assert set(opened.specs) == {"b"}
+    opened.close()
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model", "model.safetensors.bak"])
+def test_other_files_are_not_supported_yet(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UnsupportedSource, match="is not a folder or a .safetensors file"):
+        open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["none", "none.safetensors", "none/"])
+def test_a_missing_source_is_not_found(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SourceNotFound, match="no such folder or file: '"):
+        open_source(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/" + "x" * 300, "./a/b/c", "a b/c"])
+def test_what_can_be_no_path_is_not_found(name: str) -> None:
+    with pytest.raises(SourceNotFound) as caught:
+        open_source(name)
+    assert str(caught.value).isprintable()
+    assert caught.value.exit_code == 3
+
+
+def test_links_that_lead_nowhere_are_not_found(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("dangling", "loop"):
+        with pytest.raises(SourceNotFound):
+            open_source(tmp_path / name)
+
+
+def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(SourceError, match="is not a regular file"):
+        open_source(tmp_path / "x.safetensors")
+
+
+def test_what_may_not_be_read_says_so() -> None:
+    with sandbox.common_folder() as folder:
+        write_folder(folder / "closed", ONE)
+        write_folder(folder / "file", ONE)
+        (folder / "closed").chmod(0)
+        (folder / "file" / "model.safetensors").chmod(0)
+        outcomes = [
+            sandbox.call(lambda name=name: open_source(folder / name), unprivileged=True)  # type: ignore[misc]
+            for name in ("closed", "file", "closed/deeper")
+        ]
+    assert outcomes[0] == f"SourceError: cannot read '{folder}/closed': Permission denied"
+    assert outcomes[1] == (
+        f"SourceError: cannot open '{folder}/file/model.safetensors': Permission denied"
+    )
+    assert outcomes[2].startswith(f"SourceNotFound: cannot look at '{folder}/closed/deeper'")
+
+
+def test_a_shard_name_too_long_for_the_system_is_an_error(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE | {"b": np.zeros(1)}, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map":{"a":"' + "x" * 300 + '.safetensors"}}')
+    with pytest.raises(SourceError, match="File name too long"):
+        open_source(tmp_path)

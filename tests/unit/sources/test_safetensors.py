@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from blobstore.errors import DamagedSource, SourceError
+from blobstore.sources.safetensors import ShardSet
+from tests import sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def shards() -> Iterator[ShardSet]:
+    before = len(os.listdir("/dev/fd"))
+    shards = ShardSet()
+    yield shards
+    shards.close()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file({"a": np.arange(100, dtype=np.uint8), "b": np.arange(3.0)}, tmp_path / "x")
+    return tmp_path / "x"
+
+
+def read(shards: ShardSet, name: str, room: int = 7) -> bytes:
+    return b"".join(bytes(part) for part in shards.read(name, memoryview(bytearray(room))))
+
+
+def test_reads_tensors_in_pieces_of_the_buffer(shards: ShardSet, path: Path) -> None:
+    shards.add(path)
+    assert read(shards, "a") == bytes(range(100))
+    assert read(shards, "a", 1) == read(shards, "a", 1000) == bytes(range(100))
+    assert read(shards, "b") == np.arange(3.0).tobytes()
+    assert max(map(len, shards.read("a", memoryview(bytearray(7))))) == 7
+
+
+def test_specs_are_in_the_order_of_the_bytes(shards: ShardSet, path: Path) -> None:
+    shards.add(path)
+    assert list(shards.specs) == ["b", "a"]
+    assert shards.specs["a"].shape == (100,)
+
+
+def test_a_prefix_goes_before_the_names(shards: ShardSet, path: Path) -> None:
+    shards.add(path, prefix="vae/")
+    assert list(shards.specs) == ["vae/b", "vae/a"]
+    assert shards.specs["vae/a"].name == "vae/a"
+    assert read(shards, "vae/a") == bytes(range(100))
+    assert shards.names_in(path) == {"a", "b"}
+
+
+def test_takes_only_the_names_that_are_asked_for(shards: ShardSet, path: Path) -> None:
+    shards.add(path, names={"a", "c"})
+    assert list(shards.specs) == ["a"]
+
+
+def test_a_tensor_in_two_files_is_an_error(shards: ShardSet, path: Path) -> None:
+    other = path.with_name("y")
+    save_file({"a": np.zeros(1)}, other)
+    shards.add(path)
+    with pytest.raises(DamagedSource, match=f"tensor 'a' is in both '{path}' and '{other}'"):
+        shards.add(other)
+
+
+def test_a_rename_does_not_swap_the_bytes(shards: ShardSet, path: Path) -> None:
+    shards.add(path)
+    save_file({"a": np.zeros(100, np.uint8), "b": np.zeros(3)}, path.with_name("y"))
+    path.with_name("y").replace(path)
+    assert read(shards, "a") == bytes(range(100))
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
+    shards: ShardSet, path: Path
+) -> None:
+    shards.add(path)
+    parts = shards.read("a", memoryview(bytearray(40)))
+    next(parts)
+    os.truncate(path, path.stat().st_size - 50)
+    assert len(next(parts)) == 10
+    with pytest.raises(
+        DamagedSource, match="ended at byte .*, in tensor 'a' with 50 bytes to come"
+    ):
+        next(parts)
+
+
+def test_a_missing_file_is_an_incomplete_source(shards: ShardSet, tmp_path: Path) -> None:
+    with pytest.raises(DamagedSource, match=f"weight file '{tmp_path}/none' is missing"):
+        shards.add(tmp_path / "none")
+
+
+def test_a_dangling_link_is_an_incomplete_source(shards: ShardSet, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(DamagedSource, match="is missing"):
+        shards.add(tmp_path / "link")
+
+
+def test_links_are_followed(shards: ShardSet, path: Path) -> None:
+    path.with_name("link").symlink_to("x")
+    shards.add(path.with_name("link"))
+    assert read(shards, "a") == bytes(range(100))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_files_are_read(
+    shards: ShardSet, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(SourceError, match="is not a regular file"):
+        shards.add(tmp_path / "x")
+
+
+def test_a_damaged_header_names_the_file(shards: ShardSet, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\xff" * 20)
+    with pytest.raises(DamagedSource, match=f"^'{tmp_path}/x': header of .* is over the limit"):
+        shards.add(tmp_path / "x")
+
+
+def test_an_unreadable_file_is_no_damage() -> None:
+    with sandbox.common_folder() as folder:
+        save_file({"a": np.zeros(1)}, folder / "x")
+        (folder / "x").chmod(0)
+        outcome = sandbox.call(lambda: ShardSet().add(folder / "x"), unprivileged=True)
+    assert outcome == f"SourceError: cannot open '{folder}/x': Permission denied"

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError
+from blobstore.mapping import Region
+from blobstore.safetensors.header import encode_header
+from blobstore.store.local import LocalStore
+from blobstore.tensor import DType, TensorSpec
+from tests import sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DATA = encode_header([TensorSpec("a", DType.U8, (4,))]) + b"data"
+DIGEST = Digest.of(DATA)
+SIZE = len(DATA)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    store = LocalStore(tmp_path / "store")
+    store.layout.blobs.mkdir(parents=True)
+    descriptors = len(os.listdir("/dev/fd"))
+    yield store
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+@pytest.fixture
+def path(store: LocalStore) -> Path:
+    path = Path(store.layout.blob(DIGEST))
+    path.write_bytes(DATA)
+    return path
+
+
+def open_and_close(store: LocalStore, digest: Digest, size: int) -> None:
+    os.close(store.open_blob(digest, size))
+
+
+def map_one(store: LocalStore, digest: Digest, size: int) -> None:
+    region = Region([size])
+    assert list(store.map_blobs([(digest, size)], [0], region)) == [0]
+
+
+READERS: list[Callable[[LocalStore, Digest, int], object]] = [
+    LocalStore.check_size,
+    LocalStore.read_blob,
+    LocalStore.read_blob_header,
+    LocalStore.check_digest,
+    lambda store, digest, size: store.check_sizes([(digest, size)]),
+    open_and_close,
+    map_one,
+]
+every_reader = pytest.mark.parametrize("reader", READERS)
+
+
+@every_reader
+@pytest.mark.usefixtures("path")
+def test_a_whole_blob_is_read(store: LocalStore, reader: Callable[..., object]) -> None:
+    reader(store, DIGEST, SIZE)
+
+
+@every_reader
+def test_a_missing_blob_is_named(store: LocalStore, reader: Callable[..., object]) -> None:
+    with pytest.raises(BlobMissing, match=f"^blob '.*{DIGEST.hex}' is missing$"):
+        reader(store, DIGEST, SIZE)
+
+
+@every_reader
+@pytest.mark.parametrize("change", [-1, 1, -SIZE])
+def test_a_blob_of_another_size_is_named(
+    store: LocalStore, path: Path, reader: Callable[..., object], change: int
+) -> None:
+    path.write_bytes((DATA + b"x")[: SIZE + change])
+    with pytest.raises(
+        BlobDamaged,
+        match=f"{DIGEST.hex}' is damaged: it has {SIZE + change} bytes, expected {SIZE}",
+    ):
+        reader(store, DIGEST, SIZE)
+
+
+def link(path: Path) -> None:
+    path.with_name("target").write_bytes(DATA)
+    path.symlink_to("target")
+
+
+@every_reader
+@pytest.mark.parametrize("make", [link, Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_blob(
+    store: LocalStore, path: Path, reader: Callable[..., object], make: Callable[[Path], None]
+) -> None:
+    path.unlink()
+    make(path)
+    with pytest.raises(
+        BlobDamaged, match=f"{DIGEST.hex}' is damaged: it is a link, folder or device"
+    ):
+        reader(store, DIGEST, SIZE)
+
+
+@pytest.mark.usefixtures("path")
+def test_exists_tells_missing_from_damaged(store: LocalStore) -> None:
+    assert store.exists(DIGEST, SIZE)
+    assert not store.exists(Digest.of(b"other"), SIZE)
+    with pytest.raises(BlobDamaged):
+        store.exists(DIGEST, SIZE + 1)
+
+
+def test_reads_of_small_blobs_check_the_digest(store: LocalStore, path: Path) -> None:
+    assert store.read_blob(DIGEST, SIZE) == DATA
+    path.write_bytes(b"\0" * SIZE)
+    with pytest.raises(
+        BlobDamaged, match=f"its bytes have digest {Digest.of(bytes(SIZE))}, expected {DIGEST}"
+    ):
+        store.read_blob(DIGEST, SIZE)
+
+
+def test_a_huge_blob_is_not_read_as_a_small_one(store: LocalStore) -> None:
+    with pytest.raises(BlobDamaged, match="too large to be read as a small file"):
+        store.read_blob(DIGEST, 2**40)
+
+
+@pytest.mark.parametrize("place", [0, 8, SIZE // 2, SIZE - 1])
+def test_one_flipped_bit_is_found(store: LocalStore, path: Path, place: int) -> None:
+    store.check_digest(DIGEST, SIZE)
+    damaged = bytearray(DATA)
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(BlobDamaged, match="its bytes have digest"):
+        store.check_digest(DIGEST, SIZE)
+
+
+def test_checking_reports_every_byte(store: LocalStore) -> None:
+    data = bytes(3 * 2**20 + 5)
+    Path(store.layout.blob(Digest.of(data))).write_bytes(data)
+    counts: list[int] = []
+    store.check_digest(Digest.of(data), len(data), counts.append)
+    assert sum(counts) == len(data)
+    assert len(counts) == 4
+
+
+def test_an_empty_blob_has_a_digest(store: LocalStore) -> None:
+    Path(store.layout.blob(Digest.of(b""))).touch()
+    store.check_digest(Digest.of(b""), 0)
+    assert store.read_blob(Digest.of(b""), 0) == b""
+
+
+@pytest.mark.parametrize("data", [b"", b"not a header", bytes(100), b"\xff" * 50])
+def test_a_blob_that_is_no_safetensors_file_is_damaged(store: LocalStore, data: bytes) -> None:
+    digest = Digest.of(data)
+    Path(store.layout.blob(digest)).write_bytes(data)
+    with pytest.raises(BlobDamaged, match=rf"^blob '.*{digest.hex}': "):
+        store.read_blob_header(digest, len(data))
+
+
+@pytest.mark.usefixtures("path")
+def test_a_header_is_read_and_the_blob_mapped_in_one_go(store: LocalStore) -> None:
+    region = Region([1, SIZE])
+    header = store.read_blob_header(DIGEST, SIZE, region=region, slot=1)
+    assert list(header.tensors) == ["a"]
+    start = region.offsets[1] + header.data_start
+    assert region.memory[start : start + 4] == b"data"
+
+
+def test_unreadable_blobs_are_no_damage() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder)
+        store.layout.blobs.mkdir()
+        path = Path(store.layout.blob(DIGEST))
+        path.write_bytes(DATA)
+        path.chmod(0)
+        outcome = sandbox.call(lambda: store.read_blob(DIGEST, SIZE), unprivileged=True)
+    assert outcome == f"StoreError: blob '{path}' cannot be read: Permission denied"
+
+
+def test_without_a_blob_folder_the_store_is_named(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "none")
+    with pytest.raises(StoreError, match=f"cannot open '{tmp_path}/none/blobs': No such file"):
+        store.check_sizes([(DIGEST, SIZE)])
+
+
+def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = LocalStore(tmp_path / "file")
+    for use in (store.check_root, lambda: store.check_sizes([(DIGEST, SIZE)])):
+        with pytest.raises(StoreError, match=f"the store '{tmp_path}/file' is not a folder"):
+            use()
+
+
+def test_lists_the_sizes_of_all_blobs(store: LocalStore, path: Path) -> None:
+    path.with_name("foreign").write_bytes(b"abc")
+    assert store.blob_sizes() == {SIZE, 3}
+    assert LocalStore(store.layout.root / "none").blob_sizes() == set()

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.store.check import damaged_blobs
+from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:
+    store.layout.blobs.mkdir()
+    found = []
+    for data in contents:
+        digest = Digest.of(data)
+        Path(store.layout.blob(digest)).write_bytes(data)
+        found.append(Descriptor(media_type="x", digest=digest, size=len(data), name=data.decode()))
+    return found
+
+
+@pytest.mark.parametrize("jobs", [None, 1, 8])
+def test_finds_every_blob_that_is_not_whole(store: LocalStore, jobs: int | None) -> None:
+    blobs = put(store, b"whole", b"gone", b"short", b"changed", b"")
+    paths = {blob.name: Path(store.layout.blob(blob.digest)) for blob in blobs}
+    paths["gone"].unlink()
+    os.truncate(paths["short"], 2)
+    paths["changed"].write_bytes(b"Changed")
+    found = {blob.name: type(error) for blob, error in damaged_blobs(store, blobs, jobs=jobs)}
+    assert found == {"gone": BlobMissing, "short": BlobDamaged, "changed": BlobDamaged}
+
+
+def test_reports_the_bytes_of_whole_blobs(store: LocalStore) -> None:
+    calls: list[tuple[str, int, int]] = []
+    blobs = put(store, b"ab", b"cde")
+    assert list(damaged_blobs(store, blobs, progress=lambda *call: calls.append(call))) == []
+    assert [done for _, done, _ in calls][-1] == 5
+    assert {what for what, *_ in calls} == {"ab", "cde"}
+    assert {total for *_, total in calls} == {5}
+
+
+def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
+    def fail(what: str, done: int, total: int) -> None:
+        message = "no terminal"
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match="no terminal"):
+        list(damaged_blobs(store, put(store, b"ab"), progress=fail))
+
+
+def test_no_thread_is_left_where_nobody_asks_on(store: LocalStore) -> None:
+    before = threading.active_count()
+    found = damaged_blobs(store, [
+        Descriptor(media_type="x", digest=Digest.of(bytes([n])), size=1) for n in range(50)
+    ] if store.layout.blobs.mkdir() is None else [])
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource
+from blobstore.store.local import LocalStore
+from tests import sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    descriptors = len(os.listdir("/dev/fd"))
+    threads = threading.active_count()
+    yield LocalStore(tmp_path / "store")
+    assert len(os.listdir("/dev/fd")) == descriptors
+    assert threading.active_count() == threads
+
+
+def temporary(store: LocalStore) -> list[Path]:
+    return list(store.layout.temporary.iterdir())
+
+
+def blobs(store: LocalStore) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.layout.blobs.iterdir()}
+
+
+def put(store: LocalStore, data: bytes) -> Digest:
+    with store.ingest() as ingest:
+        digest = ingest.add(len(data), lambda: [data]).digest
+        ingest.publish()
+    return digest
+
+
+def test_a_blob_gets_its_name_when_it_is_published(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        added = ingest.add(6, lambda: [b"abc", b"", b"def"])
+        assert (added.digest, added.size, added.written) == (Digest.of(b"abcdef"), 6, True)
+        assert blobs(store) == {}
+        ingest.publish()
+        assert blobs(store) == {Digest.of(b"abcdef").file_name: b"abcdef"}
+    assert temporary(store) == []
+
+
+def test_an_empty_blob_is_a_blob(store: LocalStore) -> None:
+    assert put(store, b"") == Digest.of(b"")
+    assert blobs(store) == {Digest.of(b"").file_name: b""}
+
+
+def test_what_is_present_is_not_written_again(store: LocalStore) -> None:
+    digest = put(store, b"abc")
+    before = os.stat(store.layout.blob(digest))
+    with store.ingest() as ingest:
+        assert not ingest.add(3, lambda: [b"abc"]).written
+        assert ingest.add(3, lambda: [b"xyz"]).written
+        assert temporary(store) != []
+        ingest.publish()
+    after = os.stat(store.layout.blob(digest))
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len(blobs(store)) == 2
+
+
+def test_the_same_bytes_twice_in_one_import_are_one_blob(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        for _ in range(3):
+            ingest.add(3, lambda: [b"abc"])
+        ingest.publish()
+    assert blobs(store) == {Digest.of(b"abc").file_name: b"abc"}
+    assert temporary(store) == []
+
+
+@pytest.mark.parametrize("size", [0, 2, 4, 2**40])
+def test_a_blob_of_another_size_than_announced_is_refused(store: LocalStore, size: int) -> None:
+    with store.ingest() as ingest:
+        with pytest.raises(DamagedSource, match=f"announced with {size} bytes has 3"):
+            ingest.add(size, lambda: [b"abc"])
+        assert temporary(store) == []
+        ingest.publish()
+    assert blobs(store) == {}
+
+
+def test_nothing_is_left_without_publishing(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        ingest.add(3, lambda: [b"abc"])
+        assert len(temporary(store)) == 1
+    assert temporary(store) == []
+    assert blobs(store) == {}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_nothing(store: LocalStore, error: type[BaseException]) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"a"
+        raise error
+
+    with pytest.raises(error), store.ingest() as ingest:
+        ingest.add(3, lambda: [b"abc"])
+        ingest.add(5, broken)
+    assert temporary(store) == []
+    assert blobs(store) == {}
+
+
+def test_other_imports_files_are_left_alone(store: LocalStore) -> None:
+    with store.ingest() as other:
+        other.add(5, lambda: [b"other"])
+        with store.ingest() as ingest:
+            ingest.add(3, lambda: [b"abc"])
+        assert len(temporary(store)) == 1
+        other.publish()
+    assert blobs(store) == {Digest.of(b"other").file_name: b"other"}
+
+
+def test_two_imports_of_the_same_bytes_both_succeed(store: LocalStore) -> None:
+    with store.ingest() as first, store.ingest() as second:
+        first.add(3, lambda: [b"abc"])
+        second.add(3, lambda: [b"abc"])
+        first.publish()
+        second.publish()
+    assert blobs(store) == {Digest.of(b"abc").file_name: b"abc"}
+
+
+@pytest.mark.parametrize("size", [0, 2, 4])
+def test_a_damaged_blob_is_not_taken_for_present(store: LocalStore, size: int) -> None:
+    path = Path(store.layout.blob(put(store, b"abc")))
+    path.chmod(0o644)
+    path.write_bytes(bytes(size))
+    with (
+        pytest.raises(BlobDamaged, match=f"it has {size} bytes, expected 3"),
+        store.ingest() as ingest,
+    ):
+        ingest.add(3, lambda: [b"abc"])
+    assert path.read_bytes() == bytes(size)
+    assert temporary(store) == []
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+def link_of_the_right_size(path: Path) -> None:
+    path.symlink_to("abc")
+
+
+@pytest.mark.parametrize("make", [link, link_of_the_right_size, Path.mkdir, os.mkfifo])
+def test_only_a_file_is_taken_for_a_blob(store: LocalStore, make: Callable[[Path], None]) -> None:
+    path = Path(store.layout.blob(put(store, b"abc")))
+    path.unlink()
+    make(path)
+    with (
+        pytest.raises(BlobDamaged, match="is damaged: it is a link, folder or device"),
+        store.ingest() as ingest,
+    ):
+        ingest.add(3, lambda: [b"abc"])
+    assert not path.is_file() or path.is_symlink()
+    assert temporary(store) == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077, 0o777])
+def test_a_blob_is_read_only_less_the_umask(tmp_path: Path, umask: int) -> None:
+    store = LocalStore(tmp_path / "store")
+    put(store, b"first")
+    outcome = sandbox.call(lambda: put(store, b"abc"), umask=umask)
+    assert outcome == str(Digest.of(b"abc"))
+    mode = os.stat(store.layout.blob(Digest.of(b"abc"))).st_mode
+    assert stat.S_IMODE(mode) == 0o444 & ~umask
+
+
+def test_threads_may_add_at_once(store: LocalStore) -> None:
+    contents = [bytes([number % 200]) * (1 + number % 7) * 1000 for number in range(300)]
+    with store.ingest() as ingest, ThreadPoolExecutor(8) as pool:
+        added = list(pool.map(lambda data: ingest.add(len(data), lambda: [data]), contents))
+        ingest.publish()
+    assert [item.digest for item in added] == [Digest.of(content) for content in contents]
+    assert blobs(store) == {Digest.of(content).file_name: content for content in contents}
+    assert temporary(store) == []
+
+
+def test_an_import_that_has_ended_takes_nothing(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        pass
+    with pytest.raises(BlobstoreError, match="the import was stopped"):
+        ingest.add(3, lambda: [b"abc"])
+    assert temporary(store) == []
+
+
+def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
+    begun, stop = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b"x"
+            begun.set()
+            stop.wait(0.01)
+
+    def work() -> None:
+        try:
+            ingest.add(3, endless)
+        except BlobstoreError as error:
+            errors.append(error)
+
+    with store.ingest() as ingest:
+        worker = threading.Thread(target=work)
+        worker.start()
+        begun.wait(30)
+    assert temporary(store) == []
+    worker.join(30)
+    assert [str(error) for error in errors] == ["the import was stopped"]

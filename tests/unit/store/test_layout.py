@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.manifests.reference import Reference
+from blobstore.store.layout import Layout
+
+LAYOUT = Layout(Path("/s"))
+DIGEST = Digest.of(b"")
+
+
+def test_lies_as_ollama_s_folder_does() -> None:
+    assert LAYOUT.blob(DIGEST) == f"/s/blobs/sha256-{DIGEST.hex}"
+    assert LAYOUT.manifest(Reference.parse("n/m:t")) == Path(
+        "/s/manifests/registry.ollama.ai/n/m/t"
+    )
+
+
+def test_what_is_ours_is_apart() -> None:
+    for path in (LAYOUT.temporary, LAYOUT.headers):
+        assert path.is_relative_to("/s/.blobstore")
+        assert not path.is_relative_to(LAYOUT.blobs)
+        assert not path.is_relative_to(LAYOUT.manifests)
+
+
+@pytest.mark.parametrize("name", ["m", "n/m:t", "h:5/n/m.x:8b"])
+def test_a_manifest_s_path_spells_its_name(name: str) -> None:
+    reference = Reference.parse(name)
+    assert LAYOUT.reference(LAYOUT.manifest(reference)) == reference
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/s/manifests/h/n/m",
+        "/s/manifests/h/n/m/t/x",
+        "/s/manifests",
+        "/s/blobs/h/n/m/t",
+        "/s/manifests/h/n/m/.DS_Store",
+        "/s/manifests/h/n/.m/t",
+        "/s/manifests/h/n.x/m/t",
+        "/s/manifests/h/n/m/t~",
+        "/s/manifests/h/n/m/a b",
+        "/elsewhere/h/n/m/t",
+    ],
+)
+def test_other_paths_spell_no_name(path: str) -> None:
+    assert LAYOUT.reference(Path(path)) is None

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    InvalidManifest,
+    ModelNotFound,
+    NameConflict,
+    StoreError,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore, default_root
+from tests import sandbox
+from tests.ollama_store import add_gguf_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = Reference.parse("m")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def put(store: LocalStore, data: bytes = b"config") -> Descriptor:
+    with store.ingest() as ingest:
+        added = ingest.add(len(data), lambda: [data])
+        ingest.publish()
+    return Descriptor(media_type=media_types.CONFIG, digest=added.digest, size=added.size)
+
+
+def publish(store: LocalStore, name: str = "m") -> Manifest:
+    manifest = Manifest(config=put(store), layers=())
+    store.publish(Reference.parse(name), manifest)
+    return manifest
+
+
+def write(store: LocalStore, data: bytes) -> Path:
+    path = store.layout.manifest(NAME)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    return path
+
+
+# Where it is
+
+
+def test_the_root_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", "/some/where")
+    assert LocalStore().layout.root == Path("/some/where")
+    monkeypatch.setenv("BLOBSTORE_HOME", "")
+    monkeypatch.setenv("HOME", "/me")
+    assert default_root() == Path("/me/.blobstore")
+    assert LocalStore("/given").layout.root == Path("/given")
+    assert repr(LocalStore("/a\nb")) == "LocalStore('/a\\nb')"
+
+
+# Names
+
+
+def test_a_published_name_is_found(store: LocalStore) -> None:
+    manifest = publish(store, "n/m:t")
+    assert store.resolve(Reference.parse("n/m:t")) == manifest
+    assert store.read_manifest(Reference.parse("n/m:t")) == manifest.to_bytes()
+    assert list(map(str, store.references())) == ["n/m:t"]
+
+
+def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
+    publish(store)
+    descriptor = put(store, b"other")
+    other = Manifest(config=descriptor, layers=())
+    store.publish(NAME, other)
+    assert store.resolve(NAME) == other
+    assert list(store.layout.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_manifest_is_for_its_owner_to_write(tmp_path: Path, umask: int) -> None:
+    store = LocalStore(tmp_path / "store")
+    assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"
+    mode = store.layout.manifest(NAME).stat().st_mode
+    assert stat.S_IMODE(mode) == 0o644 & ~umask
+
+
+def test_nothing_foreign_is_beside_blobs_and_manifests(store: LocalStore) -> None:
+    publish(store)
+    assert sorted(path.name for path in store.layout.root.iterdir()) == [
+        ".blobstore",
+        "blobs",
+        "manifests",
+    ]
+    files = [path for path in store.layout.manifests.rglob("*") if path.is_file()]
+    assert files == [store.layout.manifest(NAME)]
+
+
+def test_a_name_is_not_given_to_what_is_not_whole(store: LocalStore) -> None:
+    old = publish(store)
+    missing = Descriptor(media_type="x", digest=Digest.of(b"none"), size=4)
+    with pytest.raises(BlobMissing):
+        store.publish(NAME, Manifest(config=old.config, layers=(missing,)))
+    short = Descriptor(media_type="x", digest=old.config.digest, size=7)
+    with pytest.raises(BlobDamaged):
+        store.publish(NAME, Manifest(config=short, layers=()))
+    assert store.resolve(NAME) == old
+    with pytest.raises(BlobMissing):
+        store.publish(Reference.parse("new"), Manifest(config=missing, layers=()))
+    with pytest.raises(ModelNotFound):
+        store.resolve(Reference.parse("new"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("m", "M"), ("n/m", "N/m"), ("m:t", "m:T"), ("h/n/m", "H/n/m"), ("n/m", "N/other")],
+)
+def test_names_that_differ_in_case_only_are_refused(
+    store: LocalStore, first: str, second: str
+) -> None:
+    manifest = publish(store, first)
+    with pytest.raises(
+        NameConflict, match=f"'{Reference.parse(second)}' differs only in case from"
+    ):
+        store.check_name(Reference.parse(second))
+    with pytest.raises(NameConflict):
+        store.publish(Reference.parse(second), manifest)
+    store.check_name(Reference.parse(first))
+    assert len(list(store.references())) == 1
+
+
+def test_names_that_differ_in_more_are_fine(store: LocalStore) -> None:
+    for name in ("m", "m2", "n/M", "m:x"):
+        publish(store, name)
+    assert len(list(store.references())) == 4
+
+
+def test_an_unknown_name_is_not_found(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"no model 'm:latest' in the store '{tmp_path}/store'"):
+        store.resolve(NAME)
+    publish(store, "other")
+    for name in ("m", "other:t", "n/other"):
+        with pytest.raises(ModelNotFound):
+            store.resolve(Reference.parse(name))
+
+
+# Damaged manifests
+
+
+def test_a_broken_manifest_is_named(store: LocalStore) -> None:
+    path = write(store, b'{"schemaVersion":2}')
+    with pytest.raises(InvalidManifest, match=rf"^'{path}': \$\.mediaType: expected a text"):
+        store.resolve(NAME)
+
+
+def test_a_manifest_over_the_limit_is_not_read(store: LocalStore) -> None:
+    path = write(store, b"")
+    os.truncate(path, MAX_MANIFEST_SIZE + 1)
+    with pytest.raises(InvalidManifest, match="has 67108865 bytes, over the limit of 67108864"):
+        store.resolve(NAME)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_a_file_is_a_manifest(store: LocalStore, make: Callable[[Path], None]) -> None:
+    path = store.layout.manifest(NAME)
+    path.parent.mkdir(parents=True)
+    make(path)
+    with pytest.raises(InvalidManifest, match="is not a regular file"):
+        store.resolve(NAME)
+    assert list(store.references()) == []
+
+
+def test_what_spells_no_name_is_passed_over(store: LocalStore) -> None:
+    publish(store)
+    folder = store.layout.manifest(NAME).parent
+    (folder / ".DS_Store").touch()
+    (folder / "a b").touch()
+    (folder / "sub").mkdir()
+    (folder.parent / "file").touch()
+    (store.layout.manifests / "too" / "deep" / "for" / "a").mkdir(parents=True)
+    assert list(store.references()) == [NAME]
+
+
+def test_ollama_s_own_models_are_read(store: LocalStore) -> None:
+    manifest = add_gguf_model(store, "llama3:8b")
+    before = {path: path.read_bytes() for path in store.layout.root.rglob("*") if path.is_file()}
+    assert store.resolve(Reference.parse("llama3:8b")) == manifest
+    assert list(map(str, store.references())) == ["llama3:8b"]
+    publish(store)
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+# Stores that cannot be used
+
+
+def test_an_absent_store_has_no_names(store: LocalStore) -> None:
+    assert list(store.references()) == []
+    assert not store.layout.root.exists()
+
+
+def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"precious")
+    store = LocalStore(tmp_path / "file")
+    uses: list[Callable[[], object]] = [
+        lambda: list(store.references()),
+        lambda: store.resolve(NAME),
+        lambda: put(store),
+    ]
+    for use in uses:
+        with pytest.raises(StoreError, match=f"^the store '{tmp_path}/file' is not a folder$"):
+            use()
+    assert (tmp_path / "file").read_bytes() == b"precious"
+
+
+def test_a_store_below_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="Not a directory"):
+        put(LocalStore(tmp_path / "file" / "store"))
+
+
+@pytest.mark.parametrize("name", ["blobs", "manifests", ".blobstore"])
+def test_a_file_in_a_folder_s_place_is_named(store: LocalStore, name: str) -> None:
+    store.layout.root.mkdir()
+    (store.layout.root / name).touch()
+    with pytest.raises(StoreError, match=f"writing to the store .* failed: .*{name}"):
+        put(store)
+
+
+def test_a_read_only_store_can_be_read_and_says_why_not_written() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        publish(store)
+        for path in store.layout.root.rglob("*"):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        store.layout.root.chmod(0o555)
+        denied = f"StoreError: no permission to write to the store '{folder}/store'"
+        assert sandbox.call(lambda: store.resolve(NAME).config.size, unprivileged=True) == "6"
+        assert sandbox.call(lambda: put(store, b"new"), unprivileged=True) == denied
+        assert sandbox.call(lambda: publish_again(store), unprivileged=True) == denied
+        assert sandbox.call(
+            lambda: put(LocalStore(store.layout.root / "x")), unprivileged=True
+        ) == (f"StoreError: no permission to write to the store '{folder}/store/x'")
+
+
+def publish_again(store: LocalStore) -> None:
+    store.publish(Reference.parse("other"), store.resolve(NAME))
+
+
+def test_an_unreadable_manifest_is_no_damage() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder)
+        publish(store)
+        path = store.layout.manifest(NAME)
+        path.chmod(0)
+        outcome = sandbox.call(lambda: store.resolve(NAME), unprivileged=True)
+    assert outcome == f"StoreError: cannot read manifest '{path}': Permission denied"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
+        store = LocalStore(disk / "store")
+        publish(store)
+        before = sorted(store.layout.root.rglob("*"))
+        with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
+            put(store, bytes(2**21))
+        assert sorted(store.layout.root.rglob("*")) == before
+        put(store, bytes(2**18))
+
+
+# The header index
+
+
+def test_the_index_is_a_cache(store: LocalStore) -> None:
+    key = Digest.of(b"key")
+    assert store.read_index(key) is None
+    store.write_index(key, b"value")
+    assert store.read_index(key) == b"value"
+    store.write_index(key, b"other")
+    assert store.read_index(key) == b"other"
+    assert [path.name for path in store.layout.headers.iterdir()] == [key.hex]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_an_index_that_is_no_file_is_none(store: LocalStore, make: Callable[[Path], None]) -> None:
+    key = Digest.of(b"key")
+    store.layout.headers.mkdir(parents=True)
+    make(store.layout.headers / key.hex)
+    assert store.read_index(key) is None
+    if make is Path.mkdir:
+        store.write_index(key, b"value")  # cannot be, and is no error
+        assert store.read_index(key) is None
+        assert len(list(store.layout.headers.iterdir())) == 1
+
+
+def test_an_index_that_cannot_be_written_is_no_error() -> None:
+    with sandbox.common_folder() as folder:
+        folder.chmod(0o555)
+        store = LocalStore(folder)
+        outcome = sandbox.call(lambda: store.write_index(Digest.of(b""), b""), unprivileged=True)
+        assert outcome == "None"
+        assert list(folder.iterdir()) == []

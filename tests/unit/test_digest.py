@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import hashlib
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from blobstore.digest import Digest, Digester
+from blobstore.errors import InvalidDigest, UsageError
+
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def test_the_digest_of_nothing() -> None:
+    digest = Digest.of(b"")
+    assert str(digest) == f"sha256:{EMPTY}"
+    assert digest.file_name == f"sha256-{EMPTY}"
+    assert digest.short == "e3b0c44298fc"
+    assert digest.hex == EMPTY
+
+
+@given(st.binary())
+def test_a_digest_survives_its_text(data: bytes) -> None:
+    digest = Digest.of(data)
+    assert Digest.parse(str(digest)) == digest
+    assert digest.hex == hashlib.sha256(data).hexdigest()
+
+
+@given(st.lists(st.binary()))
+def test_a_stream_has_the_digest_of_its_bytes(parts: list[bytes]) -> None:
+    digester = Digester()
+    for part in parts:
+        digester.update(memoryview(part))
+    assert digester.digest() == Digest.of(b"".join(parts))
+    assert digester.size == sum(map(len, parts))
+
+
+def test_a_stream_counts_bytes_and_not_elements() -> None:
+    digester = Digester()
+    digester.update(memoryview(bytes(16)).cast("d"))
+    assert digester.size == 16
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        EMPTY,
+        f"sha256-{EMPTY}",
+        f"SHA256:{EMPTY}",
+        f"sha512:{EMPTY}",
+        f"md5:{EMPTY[:32]}",
+        f"sha256:{EMPTY.upper()}",
+        f"sha256:{EMPTY[:-1]}",
+        f"sha256:{EMPTY}0",
+        f"sha256:{EMPTY}\n",
+        f"\nsha256:{EMPTY}",
+        f" sha256:{EMPTY}",
+        f"sha256: {EMPTY[1:]}",
+        f"sha256:{EMPTY[:-1]}g",
+        f"sha256:{EMPTY[:-1]}\u0663",
+        f"sha256:{EMPTY[:-1]}\uff10",
+        f"sha256:../{EMPTY[3:]}",
+        f"sha256:{EMPTY[:-3]}/..",
+        f"sha256:{EMPTY[:-1]}/",
+        f"sha256:{EMPTY[:-1]}\0",
+        f"sha256:/{EMPTY[1:]}",
+        f"sha256:{'.' * 64}",
+        f"sha256:{EMPTY}:{EMPTY}",
+        f"sha256::{EMPTY[1:]}",
+        f"../sha256:{EMPTY}",
+    ],
+)
+def test_refuses_every_other_form(text: str) -> None:
+    with pytest.raises(InvalidDigest, match="not a digest: .*; expected sha256: and 64 lower-case"):
+        Digest.parse(text)
+
+
+@given(
+    st.text()
+    | st.text(alphabet="0123456789abcdefABCDEF./\\:-\0\n", min_size=60, max_size=66).map(
+        "sha256:".__add__
+    )
+)
+@example("sha256:" + "a" * 64)
+def test_what_is_accepted_can_only_be_a_plain_file_name(text: str) -> None:
+    try:
+        digest = Digest.parse(text)
+    except InvalidDigest as error:
+        assert isinstance(error, UsageError)
+        assert str(error).isprintable()
+    else:
+        assert re.fullmatch(r"sha256-[0-9a-f]{64}", digest.file_name)
+        assert str(digest) == text
+
+
+def test_a_digest_is_a_value() -> None:
+    assert {Digest.of(b"a"), Digest.of(b"a"), Digest.of(b"b")} == {Digest.of(b"b"), Digest.of(b"a")}

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobstoreError
+from blobstore.files import (
+    make_folders,
+    open_regular,
+    read_exactly,
+    read_regular,
+    replacing,
+    write_all,
+    write_file,
+)
+from tests import sandbox
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(b"0123456789")
+    return tmp_path / "file"
+
+
+def test_opens_regular_files_with_their_size(path: Path) -> None:
+    descriptor, size = open_regular(path)
+    try:
+        assert size == 10
+        assert read_exactly(descriptor, 3, 4) == b"456"
+        assert read_exactly(descriptor, 30, 4) == b"456789"
+        assert read_exactly(descriptor, 1, 10) == b""
+        assert read_exactly(descriptor, 0, 0) == b""
+        assert not os.get_inheritable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_follows_links_only_if_it_may(path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    os.close(open_regular(link)[0])
+    with pytest.raises(OSError, match="symbolic links"):
+        open_regular(link, follow=False)
+
+
+def test_opens_below_an_open_folder(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        descriptor, size = open_regular("file", folder=folder)
+        os.close(descriptor)
+        assert size == 10
+    finally:
+        os.close(folder)
+
+
+def test_refuses_what_might_never_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    before = os.listdir("/dev/fd")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(BlobstoreError, match=f"'{path}' is not a regular file"):
+            open_regular(path)
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_reads_files_up_to_a_limit(path: Path) -> None:
+    assert read_regular(path, 10) == b"0123456789"
+    with pytest.raises(BlobstoreError, match="has 10 bytes, over the limit of 9"):
+        read_regular(path, 9)
+
+
+def test_writes_every_byte_to_a_slow_reader() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        write_all(writer, memoryview(bytes(400_000)).cast("I"))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        assert len(stream.read()) == 400_000
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_appears_whole(tmp_path: Path, durable: bool) -> None:
+    target = tmp_path / "new"
+    with replacing(target, durable=durable) as descriptor:
+        write_all(descriptor, b"content")
+        assert not target.exists()
+    assert target.read_bytes() == b"content"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_file(path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), replacing(path) as descriptor:
+        write_all(descriptor, b"half")
+        raise error
+    assert path.read_bytes() == b"0123456789"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_file(tmp_path / "target", [b"x"])
+    assert [item.name for item in tmp_path.iterdir()] == ["target"]
+
+
+def test_the_temporary_file_lies_where_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    with replacing(tmp_path / "target", temporary=tmp_path / "tmp"):
+        assert len(list((tmp_path / "tmp").iterdir())) == 1
+        assert [item.name for item in tmp_path.iterdir()] == ["tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077])
+def test_the_mode_is_less_the_umask(tmp_path: Path, umask: int) -> None:
+    def write() -> str:
+        write_file(tmp_path / "plain", [b"x"])
+        write_file(tmp_path / "readable", [b"x"], mode=0o444)
+        return "done"
+
+    assert sandbox.call(write, umask=umask) == "done"
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE((tmp_path / "readable").stat().st_mode) == 0o444 & ~umask
+
+
+def test_replaces_a_link_and_not_its_target(path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    write_file(link, [b"new"])
+    assert path.read_bytes() == b"0123456789"
+    assert not link.is_symlink()
+
+
+def test_makes_missing_folders(tmp_path: Path) -> None:
+    make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
+    make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+def test_makes_folders_by_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folders(Path("a/b"), Path("a"))
+    make_folders(Path("c"), Path())
+    assert (tmp_path / "a" / "b").is_dir()
+    assert (tmp_path / "c").is_dir()
+
+
+HALF = """
+import sys
+from pathlib import Path
+from blobstore.files import replacing, write_all
+with replacing(Path(sys.argv[1])) as descriptor:
+    write_all(descriptor, b"half")
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_kill_in_between_changes_nothing_under_the_name(
+    tmp_path: Path, old: bytes | None
+) -> None:
+    target = tmp_path / "target"
+    if old is not None:
+        target.write_bytes(old)
+    with sandbox.start(HALF, target) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "written\n"
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+    assert (target.read_bytes() if target.exists() else None) == old
+    rest = [path for path in tmp_path.iterdir() if path != target]
+    assert [path.read_bytes() for path in rest] == [b"half"]
+    assert all(path.name.endswith(".tmp") for path in rest)

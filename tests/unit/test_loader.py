@@ -1,0 +1,508 @@
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import blobstore
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+    TensorNotFound,
+    UnsupportedDType,
+    UsageError,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from blobstore.tensor import DType
+from tests.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.ollama_store import add_gguf_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.plan import ExpertForm
+
+NAME = Reference.parse("m")
+TENSORS = dense_tensors() | moe_tensors()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
+    return store
+
+
+@pytest.fixture(params=["index", "no index"])
+def either(request: pytest.FixtureRequest, store: LocalStore) -> LocalStore:
+    if request.param == "no index":
+        drop_index(store)
+    return store
+
+
+def drop_index(store: LocalStore) -> None:
+    for path in store.layout.headers.iterdir():
+        path.unlink()
+
+
+def path_of(store: LocalStore, layer: str) -> Path:
+    (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
+    return Path(store.layout.blob(found.digest))
+
+
+def contents(store: LocalStore) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+
+
+# Tensors
+
+
+def test_numpy_gets_every_tensor(either: LocalStore) -> None:
+    with blobstore.open("m", store=either) as model:
+        assert set(model) == set(TENSORS)
+        assert len(model) == len(TENSORS)
+        for name, expected in TENSORS.items():
+            assert model[name].dtype == expected.dtype
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+            assert model.specs[name].shape == expected.shape
+            assert bytes(model.view(name).data) == expected.tobytes()
+
+
+def test_torch_gets_every_tensor(either: LocalStore) -> None:
+    with blobstore.open("m", store=either, framework="torch") as model:
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, torch.from_numpy(TENSORS[name].copy()))
+
+
+def test_mlx_gets_every_tensor(either: LocalStore) -> None:
+    pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    with blobstore.open("m", store=either, framework="mlx") as model:
+        for name, expected in TENSORS.items():
+            assert model[name].shape == expected.shape
+            if expected.dtype != np.float64:  # numpy cannot ask MLX for doubles
+                np.testing.assert_array_equal(np.array(model[name]), expected)
+
+
+def test_the_experts_are_found_in_either_form(tmp_path: Path, store: LocalStore) -> None:
+    blobstore.create(tmp_path / "model", "stacked", store=store, experts="stacked")
+    layer = "model.layers.0.mlp"
+    with blobstore.open("stacked", store=store) as model:
+        stack = model[f"{layer}.experts.up_proj.weight"]
+        each = [TENSORS[f"{layer}.experts.{number}.up_proj.weight"] for number in range(12)]
+        np.testing.assert_array_equal(stack, np.stack(each))
+        np.testing.assert_array_equal(
+            model[f"{layer}.shared_experts.up_proj.weight"],
+            TENSORS[f"{layer}.shared_experts.up_proj.weight"],
+        )
+
+
+def test_half_and_eighth_precision_are_numpy_arrays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(
+        store,
+        "m",
+        {
+            "b": blob(("b", "BF16", (2,), b"\x80\x3f\x00\x40")),
+            "f": blob(("f", "F8_E4M3", (2,), b"\x38\x40")),
+            "p": blob(("p", "F4", (2, 2), b"\x12\x34")),
+        },
+    )
+    with blobstore.open("m", store=store) as model:
+        assert model["b"].dtype == ml_dtypes.bfloat16
+        assert model["b"].astype(np.float32).tolist() == [1, 2]
+        assert model["f"].astype(np.float32).tolist() == [1, 2]
+        with pytest.raises(UnsupportedDType, match="tensor 'p': numpy has no packed F4"):
+            model["p"]
+        assert bytes(model.view("p").data) == b"\x12\x34"
+        assert model.specs["p"].dtype is DType.F4
+    with blobstore.open("m", store=store, framework="torch") as model:
+        assert model["p"].dtype is torch.float4_e2m1fn_x2
+
+
+def test_tensors_are_chosen_by_prefix(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        found = model.tensors("model.layers.0.mlp.experts.1")
+        assert set(found) == {name for name in TENSORS if ".experts.1" in name}
+        assert len(found) == 9  # 1, 10 and 11: a prefix of names, not of parts
+        assert model.tensors("none") == {}
+        assert set(model.tensors()) == set(model.state_dict()) == set(TENSORS)
+
+
+def test_mlx_s_own_quantized_blobs_are_read(tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    with mx.stream(mx.cpu):
+        mx.random.seed(1)
+        weight = mx.random.normal((64, 64)).astype(mx.bfloat16)
+        packed, scale, bias = mx.quantize(weight, group_size=32, bits=4)
+        arrays = {"w.weight": packed, "w.weight.scale": scale, "w.weight.bias": bias}
+        mx.save_safetensors(
+            str(tmp_path / "q.safetensors"), arrays, {"quant_type": "int4", "group_size": "32"}
+        )
+        mx.save_safetensors(str(tmp_path / "p.safetensors"), {"p": scale[:1, :1]})
+    quantized = (tmp_path / "q.safetensors").read_bytes()
+    plain = (tmp_path / "p.safetensors").read_bytes()
+    assert b'"__metadata__":null' in plain
+    assert int.from_bytes(quantized[:8], "little") % 4  # so that the words are not aligned
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "m", {"w.weight": quantized, "p": plain})
+    for framework in ("numpy", "torch", "mlx"):
+        with blobstore.open("m", store=store, framework=framework) as model:  # type: ignore[arg-type]
+            assert set(model) == {"w.weight", "w.weight_scale", "w.weight_qbias", "p"}
+            for name, array in zip(
+                ("weight", "weight_scale", "weight_qbias"), (packed, scale, bias), strict=True
+            ):
+                with mx.stream(mx.cpu):
+                    bits = bytes(memoryview(np.array(array.view(mx.uint8))))  # type: ignore[arg-type]
+                assert bytes(model.view(f"w.{name}").data) == bits
+                assert tuple(model[f"w.{name}"].shape) == array.shape
+    with blobstore.open("m", store=store) as model:
+        np.testing.assert_array_equal(model["w.weight"], np.array(packed))
+        assert model["w.weight_scale"].dtype == ml_dtypes.bfloat16
+
+
+def test_runtime_names_must_not_collide(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    group = blob(("w", "U32", (1,), bytes(4)), ("w.scale", "F32", (1,), bytes(4)))
+    add_blobs(store, "m", {"w": group, "w_scale": blob(("w_scale", "U8", (1,), b"x"))})
+    with pytest.raises(
+        BlobDamaged, match="m:latest: two tensors .* would both be called 'w_scale'"
+    ):
+        blobstore.open("m", store=store)
+
+
+def test_a_constant_key_is_the_layer_s_tensor(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    same = blob(("data", "U8", (3,), b"abc"))
+    add_blobs(store, "m", {"x": same, "y": same, "z": blob(("data", "U8", (1,), b"z"))})
+    for _ in ("no index", "index"):
+        with blobstore.open("m", store=store) as model:
+            assert {name: bytes(array) for name, array in model.items()} == {
+                "x": b"abc",
+                "y": b"abc",
+                "z": b"z",
+            }
+
+
+@pytest.mark.parametrize("framework", ["numpy", "mlx"])
+def test_a_shape_that_cannot_be_held_is_a_clear_error(tmp_path: Path, framework: Any) -> None:
+    if framework == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"x": blob(("x", "U8", (1,) * 65, b"x"))})
+    with blobstore.open("m", store=store, framework=framework) as model:
+        with pytest.raises(UnsupportedDType, match="tensor 'x': .* cannot hold its shape"):
+            model["x"]
+        assert bytes(model.view("x").data) == b"x"
+
+
+# Memory
+
+
+def test_numpy_arrays_are_read_only_views(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        name = "position_ids"
+        assert np.shares_memory(model[name], model[name])
+        with pytest.raises(ValueError, match="read-only"):
+            model[name][0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            model[name].flags.writeable = True
+        assert model.view(name).data.readonly
+
+
+def test_what_torch_writes_never_reaches_the_store(either: LocalStore) -> None:
+    before = contents(either)
+    with blobstore.open("m", store=either, framework="torch") as model:
+        for tensor in model.state_dict().values():
+            tensor.fill_(1)
+        assert model["position_ids"].tolist() == [1] * 5  # the model's own copy
+        assert model.view("position_ids").data.readonly
+        with blobstore.open("m", store=either, framework="torch") as other:
+            assert other["position_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert contents(either) == before
+    with blobstore.open("m", store=either, verify="digest") as model:
+        assert model["position_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tensors_outlive_the_model(store: LocalStore, framework: Any) -> None:
+    with blobstore.open("m", store=store, framework=framework) as model:
+        tensor, view = model["position_ids"], model.view("mask")
+    del model
+    gc.collect()
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert bytes(view.data) == b"\1\0\1"
+
+
+def test_a_closed_model_gives_no_more_tensors(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store)
+    model.close()
+    model.close()
+    uses: list[Callable[[], object]] = [
+        lambda: model["scalar"],
+        lambda: model.view("scalar"),
+        model.state_dict,
+    ]
+    for use in uses:
+        with pytest.raises(BlobstoreError, match="model m:latest is closed"):
+            use()
+
+
+def test_no_descriptor_stays_open(either: LocalStore) -> None:
+    before = len(os.listdir("/dev/fd"))
+    with blobstore.open("m", store=either) as model:
+        assert len(os.listdir("/dev/fd")) == before
+        model.state_dict()
+        assert len(os.listdir("/dev/fd")) == before
+
+
+def test_threads_see_one_memory(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, framework="torch") as model:
+        found: list[torch.Tensor] = []
+        start = threading.Barrier(8)
+
+        def look() -> None:
+            start.wait(30)
+            found.append(model["position_ids"])
+
+        threads = [threading.Thread(target=look) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        found[0][0] = 99
+        assert [tensor[0].item() for tensor in found] == [99] * 8
+
+
+# Lookups
+
+
+def test_an_unknown_tensor_is_a_key_error(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        with pytest.raises(KeyError) as caught:
+            model["no\nne"]
+        assert isinstance(caught.value, TensorNotFound)
+        assert str(caught.value) == "model m:latest has no tensor 'no\\nne'"
+        assert model.get("none") is None
+        assert "none" not in model
+        assert "scalar" in model
+        with pytest.raises(TensorNotFound):
+            model.view("none")
+
+
+def test_a_model_shows_what_it_is(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
+
+
+def test_the_config_and_files_are_there(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        assert model.config == {"model_type": "tiny"}
+        assert list(model.files) == ["config.json"]
+        assert model.read_file("config.json") == b'{"model_type": "tiny"}\n'
+        with pytest.raises(TensorNotFound, match="has no file '../x'"):
+            model.read_file("../x")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [(b"{", "is not JSON"), (b"[]", "is not a JSON object")]
+)
+def test_a_broken_config_is_told_when_it_is_read(tmp_path: Path, content: bytes, what: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": content})
+    blobstore.create(folder, "m", store=store)
+    with blobstore.open("m", store=store) as model, pytest.raises(BlobDamaged, match=what):
+        _ = model.config
+
+
+def test_a_model_without_a_config_has_an_empty_one(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"a": blob(("a", "U8", (1,), b"x"))})
+    with blobstore.open("m", store=store) as model:
+        assert model.config == {}
+        assert model.files == {}
+
+
+def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_gguf_model(store, "llama")
+    with blobstore.open("llama", store=store) as model:
+        assert dict(model) == {}
+
+
+# What is not whole
+
+
+@pytest.mark.parametrize("level", ["size", "digest"])
+def test_a_missing_blob_is_told_with_model_layer_and_file(either: LocalStore, level: Any) -> None:
+    path = path_of(either, "scalar")
+    path.unlink()
+    with pytest.raises(BlobMissing) as caught:
+        blobstore.open("m", store=either, verify=level)
+    message = str(caught.value)
+    assert message.startswith("m:latest")
+    assert "layer 'scalar'" in message
+    assert f"{path.name}' is missing" in message
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, size: int) -> None:
+    path = path_of(either, "scalar")
+    path.chmod(0o600)
+    os.truncate(path, size)
+    with pytest.raises(BlobDamaged) as caught:
+        blobstore.open("m", store=either)
+    message = str(caught.value)
+    assert message.startswith("m:latest: layer 'scalar': blob '")
+    assert f"{path.name}' is damaged: it has {size} bytes, expected" in message
+
+
+def test_a_blob_that_goes_after_opening_is_told(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        path_of(store, "scalar").unlink()
+        assert model["mask"].tolist() == [True, False, True]
+        with pytest.raises(BlobMissing, match="^m:latest: layer 'scalar': blob '.*' is missing"):
+            model["scalar"]
+
+
+def test_without_checks_a_missing_blob_is_told_when_it_is_used(store: LocalStore) -> None:
+    path_of(store, "scalar").unlink()
+    with blobstore.open("m", store=store, verify="none") as model:
+        assert model["position_ids"].shape == (5,)
+        with pytest.raises(BlobMissing, match="layer 'scalar'"):
+            model["scalar"]
+
+
+def test_a_broken_header_is_told_with_model_layer_and_file(store: LocalStore) -> None:
+    drop_index(store)
+    path = path_of(store, "scalar")
+    path.chmod(0o600)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(
+        BlobDamaged, match=f"^m:latest: layer 'scalar': blob '.*{path.name}': header"
+    ):
+        blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize("layer", ["scalar", "model.layers.0.mlp.experts", "config.json"])
+def test_one_flipped_bit_is_found_on_request(either: LocalStore, layer: str) -> None:
+    path = path_of(either, layer)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    blobstore.open("m", store=either).close()
+    with pytest.raises(
+        BlobDamaged, match=f"m:latest, layer '{layer}': blob '.*its bytes have digest"
+    ):
+        blobstore.open("m", store=either, verify="digest")
+
+
+@pytest.mark.parametrize("size", [2**62, 2**63 - 1, 2**45])
+def test_a_claimed_size_reserves_no_memory(tmp_path: Path, size: int) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"a": blob(("a", "U8", (1,), b"x")), "b": blob(("b", "U8", (1,), b"x"))})
+    path = store.layout.manifest(NAME)
+    manifest = json.loads(path.read_bytes())
+    manifest["layers"][1]["size"] = size
+    path.write_text(json.dumps(manifest))
+    for framework in ("numpy", "torch"):
+        with pytest.raises(BlobDamaged, match=f"m:latest: layer 'b': .*expected {size}"):
+            blobstore.open("m", store=store, framework=framework)  # type: ignore[arg-type]
+
+
+def test_an_unknown_model_is_not_found(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound, match="no model 'none:latest'"):
+        blobstore.open("none", store=store)
+
+
+def test_a_broken_manifest_is_told(store: LocalStore) -> None:
+    store.layout.manifest(NAME).write_text('{"schemaVersion":1}')
+    with pytest.raises(InvalidManifest, match=r"^m:latest: \$\.schemaVersion: expected 2"):
+        blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"framework": "jax"}, "framework must be numpy, torch or mlx, got 'jax'"),
+        ({"verify": "all"}, "verify must be none, size or digest, got 'all'"),
+        ({"device": "cuda"}, "device 'cuda' is for torch only; numpy takes cpu"),
+        ({"framework": "mlx", "device": "gpu"}, "device 'gpu' is for torch only; mlx takes cpu"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_told(
+    store: LocalStore, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        blobstore.open("m", store=store, **options)
+
+
+# The header index
+
+
+def index_file(store: LocalStore) -> Path:
+    (path,) = store.layout.headers.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: data + b" ",
+        lambda data: data.replace(b"U8", b"I8"),
+        lambda data: data.partition(b"\n")[2],
+        lambda data: b"\xff" * 100,
+        lambda data: b"sha256:" + b"0" * 64 + b"\n{}",
+    ],
+)
+def test_a_corrupt_index_is_made_anew(store: LocalStore, damage: Callable[[bytes], bytes]) -> None:
+    path = index_file(store)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    with blobstore.open("m", store=store) as model:
+        for name, expected in TENSORS.items():
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+    assert path.read_bytes() == whole
+
+
+def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path: Path) -> None:
+    mine = index_file(store)
+    swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
+    blobstore.create(write_folder(tmp_path / "other", swapped), "other", store=store)
+    (other,) = [path for path in store.layout.headers.iterdir() if path != mine]
+    whole = mine.read_bytes()
+    mine.write_bytes(other.read_bytes())
+    with blobstore.open("m", store=store) as model:
+        assert model["scalar"] == 7
+    assert mine.read_bytes() == whole
+
+
+def test_an_index_does_not_hide_that_a_name_was_replaced(store: LocalStore, tmp_path: Path) -> None:
+    swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
+    blobstore.create(write_folder(tmp_path / "other", swapped), "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert model["scalar"] == 8
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store, experts=experts)
+    whole = index_file(store).read_bytes()
+    drop_index(store)
+    blobstore.open("m", store=store).close()
+    assert index_file(store).read_bytes() == whole

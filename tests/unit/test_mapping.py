@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobstoreError
+from blobstore.mapping import Region
+from tests import sandbox
+
+PAGE = mmap.PAGESIZE
+
+
+def put(region: Region, slot: int, path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        region.map(slot, descriptor, path.stat().st_size)
+    finally:
+        os.close(descriptor)
+
+
+def file(folder: Path, data: bytes) -> Path:
+    path = folder / f"file-{len(data)}"
+    path.write_bytes(data)
+    return path
+
+
+def test_maps_files_one_after_another(tmp_path: Path) -> None:
+    contents = [b"a", b"", b"b" * PAGE, b"c" * (PAGE + 1), b"dd"]
+    region = Region([len(content) for content in contents])
+    assert region.offsets == [0, PAGE, PAGE, 2 * PAGE, 4 * PAGE, 5 * PAGE]
+    for slot in (3, 0, 4, 1, 2):  # in any order
+        put(region, slot, file(tmp_path, contents[slot]))
+    for content, offset in zip(contents, region.offsets, strict=False):
+        assert region.memory[offset : offset + len(content)] == content
+    assert len(region.memory) == 5 * PAGE
+
+
+def test_a_slot_holds_zeros_until_its_file_is_mapped(tmp_path: Path) -> None:
+    region = Region([3, 3])
+    put(region, 1, file(tmp_path, b"abc"))
+    assert region.memory[:3] == bytes(3)
+    assert region.memory[PAGE : PAGE + 3] == b"abc"
+
+
+def test_keeps_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    region = Region([1] * 20)
+    for slot in range(20):
+        put(region, slot, file(tmp_path, b"x"))
+    assert len(os.listdir("/dev/fd")) == before
+    assert region.memory[0:1] == b"x"
+
+
+def test_read_only_memory_cannot_be_written(tmp_path: Path) -> None:
+    region = Region([1])
+    put(region, 0, file(tmp_path, b"x"))
+    assert memoryview(region.memory).readonly
+    with pytest.raises(TypeError):
+        region.memory[0] = 1
+
+
+def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
+    path = file(tmp_path, b"abc")
+    region, other = Region([3], writable=True), Region([3])
+    put(region, 0, path)
+    put(other, 0, path)
+    region.memory[0] = 0
+    assert region.memory[:3] == b"\0bc"
+    assert other.memory[:3] == b"abc"
+    region.memory.flush()
+    assert path.read_bytes() == b"abc"
+
+
+def test_a_view_keeps_the_memory(tmp_path: Path) -> None:
+    region = Region([3])
+    put(region, 0, file(tmp_path, b"abc"))
+    view = memoryview(region.memory)[:3]
+    del region
+    gc.collect()
+    assert bytes(view) == b"abc"
+
+
+def test_the_memory_is_given_back(tmp_path: Path) -> None:
+    path = file(tmp_path, b"abc")
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(path.name)
+
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("the system does not list a process's maps")
+    region = Region([3])
+    put(region, 0, path)
+    assert maps() == 1
+    del region
+    gc.collect()
+    assert maps() == 0
+
+
+def test_no_files_are_no_error() -> None:
+    assert Region([]).offsets == [0]
+    assert Region([0, 0]).offsets == [0, 0, 0]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_reserves_more_than_the_machine_has(writable: bool, tmp_path: Path) -> None:
+    overcommit = Path("/proc/sys/vm/overcommit_memory")
+    if writable and overcommit.exists() and overcommit.read_text().strip() == "2":
+        pytest.skip("the system counts reserved memory as used")
+    region = Region([2**42, 1], writable=writable)
+    put(region, 1, file(tmp_path, b"x"))
+    assert region.memory[2**42 : 2**42 + 1] == b"x"
+
+
+@pytest.mark.parametrize("sizes", [[2**63 - 1], [2**62, 2**62], [2**60]])
+def test_more_than_there_are_addresses_is_an_error(sizes: list[int]) -> None:
+    with pytest.raises(BlobstoreError, match="cannot reserve .* bytes of addresses"):
+        Region(sizes)
+
+
+def test_a_limit_of_memory_is_an_error() -> None:
+    # The limit is below what the process has, so that no new map at all is allowed.
+    outcome = sandbox.call(lambda: Region([2**30]), limits={resource.RLIMIT_AS: 2**20})
+    assert outcome.startswith("BlobstoreError: cannot reserve 1073741824 bytes of addresses")
+
+
+def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
+    region = Region([PAGE])
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="No such device"):
+            region.map(0, descriptor, PAGE)
+    finally:
+        os.close(descriptor)
+    assert region.memory[:1] == b"\0"

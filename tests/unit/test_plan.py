@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.plan import BlobPlan, plan, stacks
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from blobstore.plan import ExpertForm
+
+EXPERTS = "model.layers.0.mlp.experts"
+SHARED = "model.layers.0.mlp.shared_experts"
+
+
+def specs(
+    *names: str, dtype: DType = DType.F32, shape: tuple[int, ...] = (2, 3)
+) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(name, dtype, shape) for name in names}
+
+
+def blobs(plans: tuple[BlobPlan, ...]) -> dict[str, list[str]]:
+    return {blob.name: [tensor.spec.name for tensor in blob.tensors] for blob in plans}
+
+
+def test_a_plain_tensor_is_a_blob_of_its_own() -> None:
+    (blob,) = plan(specs("a"))
+    assert blob.name == "a"
+    assert blob.tensors[0].spec == TensorSpec("a", DType.F32, (2, 3))
+    assert blob.tensors[0].sources == ("a",)
+    assert blob.metadata == {}
+    assert not blob.is_group
+
+
+def test_no_tensors_are_no_blobs() -> None:
+    assert plan({}) == ()
+
+
+def test_plain_tensors_come_by_name_and_groups_behind() -> None:
+    names = [f"{EXPERTS}.0.w.weight", "z", "a", "Z", f"{SHARED}.w.weight", "é", "a.b"]
+    assert list(blobs(plan(specs(*names)))) == ["Z", "a", "a.b", "z", "é", EXPERTS, SHARED]
+
+
+def test_packs_experts_by_name_under_their_prefix() -> None:
+    names = [
+        f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
+    ]
+    plans = plan(specs(*names))
+    assert blobs(plans) == {EXPERTS: sorted(names)}
+    assert plans[0].is_group
+    assert stacks(plans) == {}
+
+
+def test_stacks_experts_by_number() -> None:
+    names = [
+        f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
+    ]
+    plans = plan(specs(*names), experts="stacked")
+    assert blobs(plans) == {EXPERTS: [f"{EXPERTS}.down.weight", f"{EXPERTS}.up.weight"]}
+    assert plans[0].tensors[0].spec == TensorSpec(f"{EXPERTS}.down.weight", DType.F32, (3, 2, 3))
+    assert stacks(plans) == {
+        f"{EXPERTS}.{part}.weight": tuple(f"{EXPERTS}.{n}.{part}.weight" for n in (0, 2, 10))
+        for part in ("down", "up")
+    }
+
+
+def test_a_single_expert_is_stacked_too() -> None:
+    plans = plan(specs(f"{EXPERTS}.0.up.weight"), experts="stacked")
+    assert plans[0].tensors[0].spec.shape == (1, 2, 3)
+    assert plans[0].tensors[0].spec.name in stacks(plans)
+
+
+def test_shared_experts_are_grouped_only_in_packed_form() -> None:
+    names = [f"{SHARED}.up.weight", f"{SHARED}.down.weight"]
+    assert blobs(plan(specs(*names))) == {SHARED: sorted(names)}
+    assert blobs(plan(specs(*names), experts="stacked")) == {name: [name] for name in sorted(names)}
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "layers.7",
+        "model.layers.0",
+        "language_model.layers.61",
+        "language_model.model.layers.0",
+        "model.language_model.layers.0",
+        "backbone.layers.0",
+        "model.backbone.layers.0",
+        "language_model.backbone.layers.0",
+        "model.language_model.backbone.layers.0",
+        "mtp.layers.0",
+    ],
+)
+@pytest.mark.parametrize("room", ["mlp", "moe", "mixer"])
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_knows_the_prefixes_of_experts(prefix: str, room: str, experts: ExpertForm) -> None:
+    name = f"{prefix}.{room}.experts.3.up_proj.weight"
+    (blob,) = plan(specs(name), experts=experts)
+    assert blob.name == f"{prefix}.{room}.experts"
+
+
+def test_mixtral_s_experts_are_grouped_only_in_packed_form() -> None:
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    assert blobs(plan(specs(f"{prefix}.0.w1.weight"))) == {prefix: [f"{prefix}.0.w1.weight"]}
+    stacked = plan(specs(f"{prefix}.0.w1.weight"), experts="stacked")
+    assert blobs(stacked) == {f"{prefix}.0.w1.weight": [f"{prefix}.0.w1.weight"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{EXPERTS}.0.up.bias",
+        f"{EXPERTS}.0.up.weight.scale",
+        f"{EXPERTS}.weight",
+        f"{EXPERTS}.0.weight",
+        f"{EXPERTS}.00.up.weight",
+        f"{EXPERTS}.-1.up.weight",
+        f"{EXPERTS}.\u0661.up.weight",
+        f"{EXPERTS}.x.up.weight",
+        f"{EXPERTS}.up.weight",
+        f"x.{EXPERTS}.0.up.weight",
+        f"{EXPERTS}.0.up.weight\n",
+        f"\n{EXPERTS}.0.up.weight",
+        "model.layers.x.mlp.experts.0.up.weight",
+        "model.layers.0.mlp.switch_mlp.up.weight",
+        "model.layers.0.experts.0.up.weight",
+        "model.layers.0.mlp.shared_expert.up.weight",
+        f"{SHARED}.weight",
+        f"{SHARED}.up.bias",
+        "model.layers.0.moe.shared_experts.up.weight",
+    ],
+)
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_what_only_looks_like_an_expert_is_plain(name: str, experts: ExpertForm) -> None:
+    assert blobs(plan(specs(name), experts=experts)) == {name: [name]}
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_the_order_of_the_source_does_not_matter(experts: ExpertForm) -> None:
+    names = [f"{EXPERTS}.{number}.{part}.weight" for number in range(12) for part in "ab"]
+    names += ["x", "y", f"{SHARED}.a.weight"]
+    expected = plan(specs(*names), experts=experts)
+    for seed in range(5):
+        random.Random(seed).shuffle(names)
+        assert plan(specs(*names), experts=experts) == expected
+
+
+@pytest.mark.parametrize("other", [specs("x", shape=(3, 2)), specs("x", dtype=DType.I32)])
+def test_experts_that_differ_cannot_be_stacked(other: dict[str, TensorSpec]) -> None:
+    first, second = f"{EXPERTS}.0.up.weight", f"{EXPERTS}.1.up.weight"
+    unequal = specs(first) | {second: other["x"]._replace(name=second)}
+    with pytest.raises(
+        UnsupportedSource, match=f"'{first}' and '{second}' differ in dtype or shape"
+    ):
+        plan(unequal, experts="stacked")
+    assert set(blobs(plan(unequal))) == {EXPERTS}
+
+
+def test_projections_may_differ_from_each_other() -> None:
+    mixed = specs(f"{EXPERTS}.0.up.weight") | specs(f"{EXPERTS}.0.down.weight", shape=(5,))
+    (blob,) = plan(mixed, experts="stacked")
+    assert [tensor.spec.shape for tensor in blob.tensors] == [(1, 5), (1, 2, 3)]
+
+
+def test_experts_may_have_more_digits_than_an_int() -> None:
+    numbers = ["9" * 5000, "1" + "0" * 5000, "7"]
+    names = [f"{EXPERTS}.{number}.up.weight" for number in numbers]
+    (blob,) = plan(specs(*names), experts="stacked")
+    assert blob.tensors[0].sources == (names[2], names[0], names[1])
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_a_tensor_must_not_have_a_group_s_name(experts: ExpertForm) -> None:
+    with pytest.raises(UnsupportedSource, match=f"both be stored as '{EXPERTS}'"):
+        plan(specs(EXPERTS, f"{EXPERTS}.0.up.weight"), experts=experts)
+
+
+def test_a_tensor_must_not_have_a_stacked_tensor_s_name() -> None:
+    names = [f"{EXPERTS}.up.weight", f"{EXPERTS}.0.up.weight"]
+    assert len(plan(specs(*names))) == 2
+    with pytest.raises(UnsupportedSource, match=f"both be stored as '{EXPERTS}.up.weight'"):
+        plan(specs(*names), experts="stacked")
+
+
+def test_refuses_an_unknown_form() -> None:
+    with pytest.raises(UsageError, match="unknown form of experts 'pack'; expected packed or"):
+        plan({}, experts="pack")  # type: ignore[arg-type]
+
+
+def test_hostile_names_are_planned_in_time() -> None:
+    names = [
+        "model." * 10_000 + "layers.0.mlp.experts.0.up.weight",
+        EXPERTS + ".0" * 30_000 + ".weigh",
+        "model.layers." + "0" * 70_000 + ".mlp.experts.0.x.weight",
+        "x" * 70_000,
+        "../../etc/passwd",
+        "",
+    ]
+    for experts in ("packed", "stacked"):
+        assert len(plan(specs(*names), experts=experts)) == len(names)  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import threading
+
+from blobstore.progress import Meter
+
+
+def test_adds_up_what_was_done_and_says_what() -> None:
+    steps: list[tuple[str, int, int]] = []
+    meter = Meter(lambda *step: steps.append(step), 10)
+    meter.add(3, "a")
+    meter.add(7, "b")
+    assert steps == [("a", 3, 10), ("b", 10, 10)]
+
+
+def test_is_silent_without_a_callback() -> None:
+    Meter(None, 10).add(3, "a")
+
+
+def test_calls_back_from_one_thread_at_a_time_and_loses_nothing() -> None:
+    done: list[int] = []
+    inside = threading.Lock()
+
+    def progress(_: str, count: int, __: int) -> None:
+        assert inside.acquire(blocking=False), "called from two threads at once"
+        done.append(count)
+        inside.release()
+
+    meter = Meter(progress, 8000)
+
+    def work() -> None:
+        for _ in range(1000):
+            meter.add(1, "x")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == list(range(1, 8001))

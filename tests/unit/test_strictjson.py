@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blobstore import strictjson
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(VALUES)
+def test_reads_what_it_writes(value: object) -> None:
+    assert strictjson.loads(strictjson.dumps(value).encode()) == value
+
+
+@given(VALUES)
+def test_reads_what_the_standard_library_reads(value: object) -> None:
+    data = json.dumps(value).encode()
+    assert strictjson.loads(data) == json.loads(data)
+
+
+@given(st.binary() | TEXTS.map(str.encode))
+def test_only_value_errors_come_out(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        strictjson.loads(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\xff", "not valid UTF-8 at byte 0"),
+        (b'{"a":"\xed\xa0\x80"}', "not valid UTF-8 at byte 6"),
+        ("1".encode("utf-16"), "not valid UTF-8"),
+        (b"\xef\xbb\xbf1", "not valid JSON at character 0"),
+        (b"", "not valid JSON at character 0"),
+        (b"1 2", "not valid JSON at character 2"),
+        (b'{"a":1,}', "not valid JSON"),
+        (b"NaN", "not valid JSON: NaN"),
+        (b"[Infinity]", "not valid JSON: Infinity"),
+        (b"-Infinity", "not valid JSON: -Infinity"),
+        (b"1e400", "not valid JSON: 1e400"),
+        (b"[-1e400]", "not valid JSON: -1e400"),
+        (b"1" * 400 + b".0", "not valid JSON: 1111"),
+        (b'{"a":1,"a":2}', "key 'a' occurs twice in one object"),
+        (b'[{"x":{"b":1,"c":2,"b":1}}]', "key 'b' occurs twice"),
+        (b'{"a":1,"\\u0061":2}', "key 'a' occurs twice"),
+        (b'{"":1,"":2}', "key '' occurs twice"),
+        (b'"\\ud800"', "a string holds a lone surrogate"),
+        (b'{"\\udC00":1}', "a string holds a lone surrogate"),
+        (b'"\n"', "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"9" * 5000, "Exceeds the limit"),
+    ],
+)
+def test_refuses_what_is_not_strict_json(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        strictjson.loads(data)
+
+
+def test_a_key_that_occurs_twice_is_shortened_and_escaped() -> None:
+    key = json.dumps("\x1b" + "x" * 70_000)
+    with pytest.raises(ValueError, match="occurs twice") as caught:
+        strictjson.loads(f"{{{key}:1,{key}:1}}".encode())
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("data", [b"-0", b'[-0,"x"]', b'{"a":-0}'])
+def test_minus_zero_is_no_integer(data: bytes) -> None:
+    value = strictjson.loads(data)
+    while not isinstance(value, float):
+        value = value["a"] if isinstance(value, dict) else value[0]
+    assert math.copysign(1, value) == -1
+
+
+def test_minus_zero_in_a_text_or_another_number_is_nothing_special() -> None:
+    assert strictjson.loads(b'["-0", -07.5e-0]'.replace(b"-07", b"-7")) == ["-0", -7.5]
+    value = strictjson.loads(b'["-0", -12, 7, 0]')
+    assert value == ["-0", -12, 7, 0]
+    assert [type(item) for item in value] == [str, int, int, int]
+
+
+def test_the_same_key_in_different_objects_is_fine() -> None:
+    assert strictjson.loads(b'{"a":{"a":[{"a":1},{"a":2}]}}') == {"a": {"a": [{"a": 1}, {"a": 2}]}}
+
+
+def test_reads_memory_and_pairs_of_surrogates() -> None:
+    assert strictjson.loads(memoryview(b'"\\ud83d\\uDE00 \\\\ud800"')) == "\U0001f600 \\ud800"
+
+
+def test_writes_go_s_escapes() -> None:
+    text = "<script>&\u2028\u2029é\x7f\x00\x1f\b\f\n\r\t\"\\/'"
+    expected = (
+        '"\\u003cscript\\u003e\\u0026\\u2028\\u2029é\x7f\\u0000\\u001f\\b\\f\\n\\r\\t\\"\\\\/\'"'
+    )
+    assert strictjson.dumps(text) == expected
+
+
+def test_writes_compactly_and_keeps_the_order() -> None:
+    assert (
+        strictjson.dumps({"b": [1, 2.5, None, True], "a": {}}) == '{"b":[1,2.5,null,true],"a":{}}'
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_does_not_write_what_it_would_not_read(value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        strictjson.dumps(value)

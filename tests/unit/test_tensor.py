@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from blobstore.tensor import DTYPES, DType, TensorSpec
+
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+
+def test_the_table_of_types_is_the_format_s() -> None:
+    assert {name: dtype.bits for name, dtype in DTYPES.items()} == BITS
+
+
+def test_types_are_ranked_in_the_reference_library_s_order() -> None:
+    assert [dtype.value for dtype in sorted(DType, key=lambda dtype: dtype.rank)] == list(BITS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "elements", "nbytes"),
+    [
+        (DType.F32, (), 1, 4),
+        (DType.F32, (2, 3), 6, 24),
+        (DType.BF16, (0, 5), 0, 0),
+        (DType.F4, (2, 3), 6, 3),
+        (DType.F6_E2M3, (4,), 4, 3),
+        (DType.BOOL, (3,), 3, 3),
+        (DType.C64, (2,), 2, 16),
+        (DType.U8, (2**31, 2**31), 2**62, 2**62),
+    ],
+)
+def test_counts_elements_and_bytes(
+    dtype: DType, shape: tuple[int, ...], elements: int, nbytes: int
+) -> None:
+    spec = TensorSpec("a", dtype, shape)
+    assert spec.elements == elements
+    assert spec.nbytes == nbytes
+
+
+def test_a_spec_is_a_value() -> None:
+    assert TensorSpec("a", DType.U8, (1,)) == TensorSpec("a", DType.U8, (1,))
+    assert len({TensorSpec("a", DType.U8, (1,)), TensorSpec("a", DType.I8, (1,))}) == 2

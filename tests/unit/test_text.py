@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blobstore.text import MAX_SHOWN, printable, quoted
+
+
+@pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
+def test_leaves_visible_text_alone(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\nb\r\tc", "a\\nb\\r\\tc"),
+        ("\x00", "\\x00"),
+        ("\x7f\x85\x9b", "\\x7f\\x85\\x9b"),
+        ("\u2028\u2029", "\\u2028\\u2029"),
+        ("\u202e\u2066\u200f\u061c", "\\u202e\\u2066\\u200f\\u061c"),
+        ("\u200b\ufeff\xad", "\\u200b\\ufeff\\xad"),
+        ("\ud800\udcff", "\\ud800\\udcff"),
+        ("\ue000", "\\ue000"),
+        ("\U000e0041", "\\U000e0041"),
+        ("\u0378", "\\u0378"),
+        ("\xa0\u3000", "\\xa0\\u3000"),
+    ],
+)
+def test_escapes_what_a_terminal_would_act_on_or_hide(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@given(st.text(st.characters()), st.none() | st.integers(1, 50))
+def test_whatever_comes_out_is_printable_and_encodable(text: str, limit: int | None) -> None:
+    shown = printable(text, limit)
+    assert shown.isprintable()
+    shown.encode()
+
+
+@given(st.text(alphabet="abc", min_size=1), st.integers(1, 50))
+def test_shortens_to_the_limit_and_keeps_both_ends(text: str, limit: int) -> None:
+    shown = printable(text, limit)
+    assert len(shown) == min(len(text), limit)
+    if len(text) > limit:
+        head, _, tail = shown.partition("\u2026")
+        assert text.startswith(head)
+        assert text.endswith(tail)
+        assert len(head) >= len(tail)
+    else:
+        assert shown == text
+
+
+def test_keeps_two_thirds_of_the_front_and_one_of_the_end() -> None:
+    assert printable("a" * 500 + "b" * 500, 10) == "aaaaaa\u2026bbb"
+
+
+def test_quotes_and_shortens() -> None:
+    assert quoted("a\nb") == "'a\\nb'"
+    assert len(quoted("x" * 70_000)) == MAX_SHOWN + 2
+    assert quoted(["a", 1]) == "'['a', 1]'"
+    assert quoted(None) == "'None'"
+
+
+def test_quotes_what_is_nested_too_deeply_to_show() -> None:
+    value: list[object] = []
+    for _ in range(1_000_000):
+        value = [value]
+    assert quoted(value) == "'(nested too deeply to show)'"
