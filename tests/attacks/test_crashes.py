@@ -92,7 +92,9 @@ def test_a_file_size_limit_is_an_error_and_no_crash(tmp_path: Path) -> None:
     outcome = sandbox.call(
         lambda: blobstore.create(source, "m", store=store), limits={resource.RLIMIT_FSIZE: 100_000}
     )
-    assert outcome.startswith(f"StoreError: writing to the store '{store.layout.root}' failed: File")
+    assert outcome.startswith(
+        f"StoreError: writing to the store '{store.layout.root}' failed: File"
+    )
     assert list(store.references()) == []
     assert list(store.layout.temporary.iterdir()) == []
 
@@ -100,9 +102,12 @@ def test_a_file_size_limit_is_an_error_and_no_crash(tmp_path: Path) -> None:
 def test_a_store_without_permission_is_an_error() -> None:
     with sandbox.common_folder() as folder:
         source = write_folder(folder / "model", dense_tensors())
+        (source / "model.safetensors").chmod(0o644)  # its writer closes it to others
         (folder / "closed").mkdir(mode=0o755)
         store = LocalStore(folder / "closed")
-        outcome = sandbox.call(lambda: blobstore.create(source, "m", store=store), unprivileged=True)
+        outcome = sandbox.call(
+            lambda: blobstore.create(source, "m", store=store), unprivileged=True
+        )
         assert outcome == f"StoreError: no permission to write to the store '{folder}/closed'"
         assert list((folder / "closed").iterdir()) == []
 

@@ -282,18 +282,6 @@ def test_a_damaged_blob_is_not_built_upon(folder: Path, store: LocalStore) -> No
     blobstore.open("m", store=store, verify="digest").close()
 
 
-def test_what_the_loader_cannot_resolve_gets_no_name(tmp_path: Path, store: LocalStore) -> None:
-    prefix = "model.layers.0.mlp.experts"
-    tensors: dict[str, Any] = {
-        f"{prefix}.0.up.weight": np.zeros(1, np.uint32),
-        f"{prefix}.0.up.weight.scale.weight": np.zeros(1),
-        f"{prefix}.0.up.weight_scale": np.zeros(1),
-    }
-    blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)
-    with blobstore.open("m", store=store) as model:
-        assert set(model) == set(tensors)
-
-
 def test_an_unreadable_small_file_is_an_error(folder: Path, store: LocalStore) -> None:
     source = folder / "tokenizer.model"
 
@@ -324,9 +312,7 @@ def test_what_means_nothing_touches_nothing(
     assert not store.layout.root.exists()
 
 
-def test_a_name_that_differs_in_case_only_is_refused_first(
-    folder: Path, store: LocalStore
-) -> None:
+def test_a_name_that_differs_in_case_only_is_refused_first(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
     with pytest.raises(NameConflict):
         blobstore.create("/none", "M", store=store)
@@ -334,7 +320,9 @@ def test_a_name_that_differs_in_case_only_is_refused_first(
 
 def test_quantized_sources_are_refused(tmp_path: Path, store: LocalStore) -> None:
     tensors = {"a.weight": np.zeros((4, 4), np.uint32), "a.scales": np.zeros((4, 1), np.float16)}
-    with pytest.raises(UnsupportedSource, match="'a.scales' .* quantized already, which is not supp"):
+    with pytest.raises(
+        UnsupportedSource, match="'a.scales' .* quantized already, which is not supp"
+    ):
         blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)
     assert not store.layout.root.exists()
 

@@ -50,7 +50,7 @@ def test_a_gguf_manifest_of_ollama_survives() -> None:
         '"config":{"mediaType":"application/vnd.docker.container.image.v1+json",'
         f'"digest":"{C}","size":485}},"layers":['
         f'{{"mediaType":"application/vnd.ollama.image.model","digest":"{A}","size":4661211808,'
-        '"from":"/root/.ollama/models/blobs/sha256-aaaa"},'
+        '"from":"/var/lib/ollama/models/blobs/sha256-aaaa"},'
         f'{{"mediaType":"application/vnd.ollama.image.license","digest":"{A}","size":7020}},'
         f'{{"mediaType":"application/vnd.ollama.image.license","digest":"{B}","size":6922}},'
         f'{{"mediaType":"application/vnd.ollama.image.params","digest":"{B}","size":6922}}]}}\n'
@@ -58,7 +58,7 @@ def test_a_gguf_manifest_of_ollama_survives() -> None:
     manifest = Manifest.from_bytes(data)
     assert manifest.to_bytes() == data
     assert len(manifest.layers_of(media_types.LICENSE)) == 2
-    assert manifest.layers[0].from_ == "/root/.ollama/models/blobs/sha256-aaaa"
+    assert manifest.layers[0].from_ == "/var/lib/ollama/models/blobs/sha256-aaaa"
 
 
 def test_keeps_unknown_fields() -> None:

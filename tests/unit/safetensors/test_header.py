@@ -566,7 +566,7 @@ def nearly_canonical(draw: st.DrawFn) -> tuple[str, int]:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(nearly_canonical())
 def test_white_space_changes_nothing(case: tuple[str, int]) -> None:
     def outcome(text: str) -> Any:
@@ -664,7 +664,7 @@ METADATA = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tensor_specs(), METADATA)
 def test_the_reference_library_reads_what_is_written(
     specs: list[TensorSpec], metadata: dict[str, str]
@@ -729,7 +729,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(damaged())
 def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: bytes) -> None:
     try:

@@ -59,9 +59,11 @@ def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
 
 def test_no_thread_is_left_where_nobody_asks_on(store: LocalStore) -> None:
     before = threading.active_count()
-    found = damaged_blobs(store, [
-        Descriptor(media_type="x", digest=Digest.of(bytes([n])), size=1) for n in range(50)
-    ] if store.layout.blobs.mkdir() is None else [])
+    missing = [
+        Descriptor(media_type="x", digest=Digest.of(bytes([number])), size=1)
+        for number in range(50)
+    ]
+    found = damaged_blobs(store, missing)
     next(found)
     found.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
