@@ -25,7 +25,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.models import Arrays, dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from blobstore.plan import ExpertForm
@@ -307,8 +307,9 @@ def test_an_unreadable_small_file_is_an_error(folder: Path, store: LocalStore) -
 def test_what_means_nothing_touches_nothing(
     folder: Path, store: LocalStore, options: dict[str, Any], error: type[Exception]
 ) -> None:
+    arguments: dict[str, Any] = {"source": folder, "reference": "m", "store": store} | options
     with pytest.raises(error):
-        blobstore.create(**{"source": folder, "reference": "m", "store": store} | options)
+        blobstore.create(**arguments)
     assert not store.layout.root.exists()
 
 
@@ -319,11 +320,14 @@ def test_a_name_that_differs_in_case_only_is_refused_first(folder: Path, store: 
 
 
 def test_quantized_sources_are_refused(tmp_path: Path, store: LocalStore) -> None:
-    tensors = {"a.weight": np.zeros((4, 4), np.uint32), "a.scales": np.zeros((4, 1), np.float16)}
+    tensors: Arrays = {
+        "a.weight": np.zeros((4, 4), np.uint32),
+        "a.scales": np.zeros((4, 1), np.float16),
+    }
     with pytest.raises(
         UnsupportedSource, match="'a.scales' .* quantized already, which is not supp"
     ):
-        blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)
+        blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)  # type: ignore[arg-type]
     assert not store.layout.root.exists()
 
 

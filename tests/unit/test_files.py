@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 from pathlib import Path
@@ -180,3 +181,12 @@ def test_a_kill_in_between_changes_nothing_under_the_name(
     rest = [path for path in tmp_path.iterdir() if path != target]
     assert [path.read_bytes() for path in rest] == [b"half"]
     assert all(path.name.endswith(".tmp") for path in rest)
+
+
+def test_a_write_that_is_only_half_taken_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    # At the limit the system takes a part of the bytes; only the next write fails.
+    outcome = sandbox.call(
+        lambda: write_file(tmp_path / "target", [bytes(20)]), limits={resource.RLIMIT_FSIZE: 10}
+    )
+    assert "File too large" in outcome
+    assert list(tmp_path.iterdir()) == []

@@ -66,6 +66,6 @@ def test_quotes_and_shortens() -> None:
 
 def test_quotes_what_is_nested_too_deeply_to_show() -> None:
     value: list[object] = []
-    for _ in range(1_000_000):
+    for _ in range(100_000):
         value = [value]
     assert quoted(value) == "'(nested too deeply to show)'"

@@ -90,6 +90,14 @@ def test_reads_headers_of_every_length(tmp_path: Path, length: int) -> None:
         assert bytes(file.view("a").data) == b"xy"
 
 
+def test_reads_a_header_of_many_tensors(tmp_path: Path) -> None:
+    tensors = {f"tensor {number}": np.array(number) for number in range(1000)}
+    save_file(tensors, tmp_path / "a")
+    with SafetensorsFile.open(tmp_path / "a") as file:
+        found = {name: int.from_bytes(file.view(name).data, "little") for name in file}
+    assert found == {name: int(array) for name, array in tensors.items()}
+
+
 def test_an_error_begins_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "a\nb").write_bytes(b"")
     with pytest.raises(InvalidHeader) as caught:
@@ -109,9 +117,13 @@ def test_every_cut_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(path: Path) -> None:
     descriptor, size = open_regular(path)
     try:
-        for left in (0, 7, 8, 100):
+        for left, what in (
+            (100, "ends after 92: the file has shrunk"),
+            (8, "shrunk"),
+            (7, "short"),
+        ):
             os.truncate(path, left)
-            with pytest.raises(InvalidHeader):
+            with pytest.raises(InvalidHeader, match=what):
                 read_header(descriptor, size)
     finally:
         os.close(descriptor)
