@@ -46,7 +46,6 @@ HEAVY = {
 }
 # Modules without a test file of their own, and why.
 WITHOUT_TESTS = {
-    "blobstore/quantize/formats.py": "a table; the tests of its readers bind its values",
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
     "blobstore/folder.py": "the tests of blobstore/export.py read what it decides back from the folder",
     "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",

@@ -25,7 +25,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
-from tests.models import Arrays, dense_tensors, moe_tensors, write_folder
+from tests.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from blobstore.plan import ExpertForm
@@ -343,3 +343,40 @@ def test_tensor_names_never_become_paths(tmp_path: Path, name: str) -> None:
     assert after - before == {tmp_path / "in"}
     files = [path for path in store.layout.root.rglob("*") if path.is_file()]
     assert all(len(path.name) < 100 for path in files)
+
+
+def test_the_order_of_tensors_in_the_file_changes_nothing(tmp_path: Path) -> None:
+    tensors = [(f"t{number}", "U8", (number,), bytes([number] * number)) for number in range(12)]
+    tensors += [
+        (f"model.layers.0.mlp.experts.{number}.w.weight", "U8", (1,), bytes([number]))
+        for number in range(12)
+    ]
+    manifests = set()
+    for number, order in enumerate((tensors, tensors[::-1], tensors[5:] + tensors[:5])):
+        source = tmp_path / f"{number}.safetensors"
+        source.write_bytes(blob(*order))
+        store = LocalStore(tmp_path / f"store-{number}")
+        blobstore.create(source, "m", store=store)
+        manifests.add(store.read_manifest(NAME))
+    assert len(manifests) == 1
+
+
+def test_the_usual_store_is_that_of_the_environment(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "usual"))
+    blobstore.create(folder, "m")
+    assert list(map(str, LocalStore(tmp_path / "usual").references())) == ["m:latest"]
+    with blobstore.open("m") as model:
+        assert set(model) == set(TENSORS)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_source_is_closed(folder: Path, store: LocalStore, is_whole: bool) -> None:
+    before = len(os.listdir("/dev/fd"))
+    if is_whole:
+        blobstore.create(folder, "m", store=store)
+    else:
+        with pytest.raises(UsageError):
+            blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
+    assert len(os.listdir("/dev/fd")) == before

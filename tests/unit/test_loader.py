@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -506,3 +508,37 @@ def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm
     drop_index(store)
     blobstore.open("m", store=store).close()
     assert index_file(store).read_bytes() == whole
+
+
+# Use from outside
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tensors_outlive_the_store(store: LocalStore, framework: Any) -> None:
+    with blobstore.open("m", store=store, framework=framework) as model:
+        tensors = model.state_dict()
+    shutil.rmtree(store.layout.root)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(np.asarray(tensor), TENSORS[name], strict=True)
+
+
+def test_many_threads_get_the_right_values(either: LocalStore) -> None:
+    names = list(TENSORS)
+    with blobstore.open("m", store=either) as model:
+        start = threading.Barrier(16)
+
+        def look(shift: int) -> list[str]:
+            start.wait(30)
+            order = names[shift:] + names[:shift]
+            return [
+                name for name in order if bytes(model.view(name).data) != TENSORS[name].tobytes()
+            ]
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(look, range(16))) == [[]] * 16
+
+
+def test_torch_tensors_are_put_on_the_device(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, framework="torch", device="meta") as model:
+        found = model["position_ids"]
+    assert (found.device.type, found.shape, found.dtype) == ("meta", (5,), torch.int64)

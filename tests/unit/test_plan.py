@@ -4,6 +4,8 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan, stacks
@@ -201,3 +203,18 @@ def test_hostile_names_are_planned_in_time() -> None:
     ]
     for experts in ("packed", "stacked"):
         assert len(plan(specs(*names), experts=experts)) == len(names)  # type: ignore[arg-type]
+
+
+@given(st.data(), st.sampled_from(["packed", "stacked"]))
+def test_the_blobs_are_those_of_the_set_of_names(data: st.DataObject, experts: ExpertForm) -> None:
+    part = st.sampled_from(["up.weight", "down.weight", "up.bias", "x.up.weight"])
+    expert = st.builds(lambda number, name: f"{EXPERTS}.{number}.{name}", st.integers(0, 300), part)
+    shared = st.builds(lambda name: f"{SHARED}.{name}", part)
+    names = data.draw(st.lists(expert | shared | st.text(max_size=3), unique=True))
+    expected = plan(specs(*names), experts=experts)
+    assert plan(specs(*data.draw(st.permutations(names))), experts=experts) == expected
+    tensors = [tensor for blob in expected for tensor in blob.tensors]
+    assert sorted(name for tensor in tensors for name in tensor.sources) == sorted(names)
+    for tensor in tensors:
+        leading = () if tensor.sources == (tensor.spec.name,) else (len(tensor.sources),)
+        assert tensor.spec.shape == (*leading, 2, 3)

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from blobstore.errors import SourceError, SourceNotFound, UnsupportedSource
+from blobstore.sources import hub
 from blobstore.sources.open import open_source
 from tests import sandbox
 from tests.models import write_folder
@@ -92,3 +93,29 @@ def test_a_shard_name_too_long_for_the_system_is_an_error(tmp_path: Path) -> Non
     index.write_text('{"weight_map":{"a":"' + "x" * 300 + '.safetensors"}}')
     with pytest.raises(SourceError, match="File name too long"):
         open_source(tmp_path)
+
+
+def test_a_path_wins_over_a_hub_id_of_its_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    write_folder(tmp_path / "org" / "name", ONE)
+    opened = open_source("org/name")
+    assert set(opened.specs) == {"a"}
+    opened.close()
+
+
+def test_the_scheme_forces_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **_: object) -> None:
+        asked.append(name)
+        raise SourceNotFound(name)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "download", download)
+    write_folder(tmp_path / "hf:" / "org" / "name", ONE)  # what hf://org/name is as a path
+    with pytest.raises(SourceNotFound):
+        open_source("hf://org/name")
+    assert asked == ["hf://org/name"]

@@ -129,3 +129,18 @@ def test_an_unreadable_file_is_no_damage() -> None:
         (folder / "x").chmod(0)
         outcome = sandbox.call(lambda: ShardSet().add(folder / "x"), unprivileged=True)
     assert outcome == f"SourceError: cannot open '{folder}/x': Permission denied"
+
+
+def test_a_file_that_fails_while_it_is_read_is_told_with_byte_and_tensor(
+    shards: ShardSet, path: Path
+) -> None:
+    shards.add(path)
+    start = path.stat().st_size - 100
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.dup2(folder, shards._shards[0].descriptor)  # reading a folder fails, as a bad disk does
+    os.close(folder)
+    with pytest.raises(
+        DamagedSource,
+        match=f"cannot read '{path}' at byte {start}, in tensor 'a': Is a directory",
+    ):
+        read(shards, "a")

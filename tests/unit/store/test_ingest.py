@@ -70,6 +70,18 @@ def test_what_is_present_is_not_written_again(store: LocalStore) -> None:
     assert len(blobs(store)) == 2
 
 
+def test_what_is_present_is_only_read(store: LocalStore) -> None:
+    put(store, b"abc")
+
+    def read() -> Iterator[bytes]:
+        assert temporary(store) == []
+        yield b"abc"
+        assert temporary(store) == []
+
+    with store.ingest() as ingest:
+        assert not ingest.add(3, read).written
+
+
 def test_the_same_bytes_twice_in_one_import_are_one_blob(store: LocalStore) -> None:
     with store.ingest() as ingest:
         for _ in range(3):
