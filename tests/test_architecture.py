@@ -49,7 +49,6 @@ WITHOUT_TESTS = {
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
     "blobstore/folder.py": "the tests of blobstore/export.py read what it decides back from the folder",
     "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",
-    "manifests/media_types.py": "constants; the golden manifests bind their values",
 }
 needs_links = pytest.mark.skipif(
     (ROOT / "PKG-INFO").exists(), reason="a source distribution holds the folders and no links"

@@ -80,10 +80,9 @@ class HuggingFaceFolder:
     def _open_folder(self, folder: Path, weights: str | None, ignore: bool) -> None:
         self.config = _read_object(folder / "config.json")
         components = _components(folder)
-        found = False
-        for name in ("", *components):
-            prefix = f"{name}/" if name else ""
-            found |= self._add_weights(folder / name, prefix, weights, ignore)
+        found = self._add_weights(folder, "", weights, ignore)
+        for name in components:
+            found |= self._add_weights(folder / name, f"{name}/", weights, ignore)
         if not found:
             raise _no_weights(folder, weights)
         kept = _kept_files(folder, components)
@@ -118,6 +117,9 @@ def _choose(
     indexes = sorted(folder.glob("*.safetensors.index*.json"))
     if weights is not None:
         return _choose_by(weights, indexes, names)
+    if _read_object(folder / "model_index.json"):
+        # Beside its components, a pipeline's folder often holds all of them again in one file.
+        names = [name for name in names if name.startswith("model")]
     for stem in _STEMS:
         single = f"{stem}.safetensors"
         index = folder / f"{single}.index.json"
@@ -227,14 +229,17 @@ def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
 
 def _files_of(folder: Path, prefix: str, depth: int) -> Iterator[SourceFile]:
     for path in folder.iterdir() if depth <= MAX_FILE_DEPTH else ():
-        if not path.is_file() or not _is_part(path.name):
-            continue
-        matches = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in KEPT_FILES)
-        if matches and not any(fnmatch.fnmatchcase(path.name, item) for item in _WEIGHT_INDEXES):
+        if path.is_file() and _is_part(path.name) and _is_kept(path.name):
             if path.stat().st_size > _MAX_FILE_SIZE:
                 message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
                 raise SourceError(message)
             yield SourceFile(prefix + path.name, path)
+
+
+def _is_kept(name: str) -> bool:
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHT_INDEXES):
+        return False
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT_FILES)
 
 
 def _left_out(folder: Path, components: Sequence[str]) -> Iterator[str]:
@@ -245,6 +250,8 @@ def _left_out(folder: Path, components: Sequence[str]) -> Iterator[str]:
             yield f"left out: folder {quoted(path)}"
         elif path.suffix in _FOREIGN_WEIGHTS:
             yield f"left out: {quoted(path)}, not safetensors"
+        elif _is_kept(path.name) and not _is_part(path.name):
+            yield f"left out: {quoted(path)}, for a store's names are letters, digits, '_', '.', '-'"
 
 
 def _no_weights(folder: Path, weights: str | None) -> SourceError:

@@ -38,7 +38,8 @@ def open_source(
     name = os.fspath(text)
     path = Path(name)
     try:
-        exists = not name.startswith(_HUB_SCHEME) and path.exists()
+        # An empty text would be the working folder.
+        exists = bool(name) and not name.startswith(_HUB_SCHEME) and path.exists()
     except (OSError, ValueError) as error:  # too long a name, a NUL byte, no permission
         message = f"cannot look at {quoted(name)}: {error}"
         raise SourceNotFound(message) from None

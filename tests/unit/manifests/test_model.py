@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest
@@ -191,3 +193,29 @@ def test_the_config_has_the_keys_that_ollama_s_importer_writes() -> None:
         b'"architecture":"","os":""}'
     )
     assert b'"file_type":"int4"' in ModelConfig(file_type="int4").to_bytes()
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # Text with no lone surrogates, which JSON in UTF-8 cannot hold.
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+UNKNOWN = st.dictionaries(st.text(max_size=5).map("x".__add__), VALUES, max_size=3)
+
+
+@given(UNKNOWN, UNKNOWN, UNKNOWN)
+def test_any_unknown_field_survives_anywhere(
+    top: dict[str, Any], config: dict[str, Any], of_layer: dict[str, Any]
+) -> None:
+    manifest = read(config=CONFIG | config, layers=[layer(), layer(B) | of_layer], **top)
+    again = Manifest.from_bytes(manifest.to_bytes())
+    for found in (manifest, again):
+        assert found.extra == top
+        assert found.config.extra == config
+        assert [item.extra for item in found.layers] == [{}, of_layer]
+    assert again.to_bytes() == manifest.to_bytes()

@@ -256,6 +256,23 @@ def test_a_listed_component_must_be_there(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
+def test_a_pipeline_in_one_file_beside_its_components_is_left_out(tmp_path: Path) -> None:
+    pipeline(tmp_path, unet=["diffusers", "U"])
+    put(tmp_path / "unet", diffusion_pytorch_model=ONE)
+    put(tmp_path, everything_in_one=TWO)
+    found = Found(tmp_path)
+    assert found.names == {"unet/a"}
+    assert any("everything_in_one.safetensors" in notice for notice in found.notices)
+
+
+def test_a_file_whose_name_a_store_cannot_have_is_told(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    touch(tmp_path, "my notes.txt", "tokenizer.json")
+    found = Found(tmp_path)
+    assert found.files == ["tokenizer.json"]
+    assert [notice for notice in found.notices if "my notes.txt" in notice]
+
+
 def test_weights_that_a_pattern_passes_over_are_told(tmp_path: Path) -> None:
     pipeline(tmp_path, unet=["diffusers", "U"], vae=["diffusers", "V"])
     put(tmp_path / "unet", diffusion_pytorch_model__fp16=ONE)

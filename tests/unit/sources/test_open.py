@@ -42,6 +42,11 @@ def test_other_files_are_not_supported_yet(tmp_path: Path, name: str) -> None:
         open_source(tmp_path / name)
 
 
+def test_an_empty_text_is_not_the_working_folder() -> None:
+    with pytest.raises(SourceNotFound, match="no such folder or file: ''"):
+        open_source("")
+
+
 @pytest.mark.parametrize("name", ["none", "none.safetensors", "none/"])
 def test_a_missing_source_is_not_found(tmp_path: Path, name: str) -> None:
     with pytest.raises(SourceNotFound, match="no such folder or file: '"):

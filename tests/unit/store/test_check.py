@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +12,9 @@ from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -67,3 +71,31 @@ def test_no_thread_is_left_where_nobody_asks_on(store: LocalStore) -> None:
     next(found)
     found.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+class Meeting(LocalStore):
+    """A store in which a blob is checked only together with another one."""
+
+    barrier = threading.Barrier(2)
+
+    def check_digest(
+        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
+    ) -> None:
+        self.barrier.wait(30)
+        super().check_digest(digest, size, progress)
+
+
+def test_blobs_are_checked_at_the_same_time(tmp_path: Path) -> None:
+    store = Meeting(tmp_path)
+    blobs = put(store, b"a", b"b", b"c", b"d")
+    os.truncate(store.layout.blob(blobs[3].digest), 0)
+    ((found, _),) = damaged_blobs(store, blobs, jobs=2)
+    assert found == blobs[3]
+
+
+def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: LocalStore) -> None:
+    blobs = put(store, *(str(number).encode() for number in range(200)))
+    done: list[int] = []
+    assert list(damaged_blobs(store, blobs, jobs=8, progress=lambda _, n, __: done.append(n))) == []
+    assert done == sorted(done)
+    assert done[-1] == sum(blob.size for blob in blobs)

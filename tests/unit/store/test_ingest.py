@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import stat
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.digest import Digest
-from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource
+from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
 from blobstore.store.local import LocalStore
 from tests import sandbox
 
@@ -228,3 +232,112 @@ def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
     assert temporary(store) == []
     worker.join(30)
     assert [str(error) for error in errors] == ["the import was stopped"]
+
+
+def test_a_damaged_blob_among_others_of_its_true_size_is_not_taken_for_present(
+    store: LocalStore,
+) -> None:
+    path = Path(store.layout.blob(put(store, b"abc")))
+    put(store, b"xyz")  # so that bytes of this size are hashed before they are written
+    path.chmod(0o644)
+    path.write_bytes(b"ab")
+    with (
+        pytest.raises(BlobDamaged, match="it has 2 bytes, expected 3"),
+        store.ingest() as ingest,
+    ):
+        ingest.add(3, lambda: [b"abc"])
+    assert path.read_bytes() == b"ab"
+    assert temporary(store) == []
+
+
+def break_sync(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
+    """Let fsync fail, as a bad disk does, for files whose mode ``is_broken``."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if is_broken(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_no_blob_gets_a_name_where_one_cannot_be_synced(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match="failed: Input/output error"), store.ingest() as ingest:
+        ingest.add(3, lambda: [b"abc"])
+        break_sync(monkeypatch, stat.S_ISREG)
+        ingest.add(3, lambda: [b"bad"])
+        ingest.publish()
+    assert temporary(store) == []
+    assert blobs(store) == {}
+
+
+def test_a_present_blob_that_cannot_be_synced_fails_the_import(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, b"abc")
+    break_sync(monkeypatch, stat.S_ISREG)
+    with pytest.raises(StoreError, match="failed: Input/output error"):
+        put(store, b"abc")
+    assert blobs(store) == {Digest.of(b"abc").file_name: b"abc"}
+
+
+def test_names_that_cannot_be_synced_fail_the_import(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match="failed: Input/output error"), store.ingest() as ingest:
+        ingest.add(3, lambda: [b"abc"])
+        break_sync(monkeypatch, stat.S_ISDIR)
+        ingest.publish()
+    assert temporary(store) == []
+
+
+def test_a_slow_disk_takes_few_descriptors(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_many() -> str:
+        # So slow that blobs come in much faster than they are synced.
+        monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.004))
+        with store.ingest() as ingest:
+            for number in range(500):
+                data = b"%d" % number
+                ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
+            ingest.publish()
+        return "done"
+
+    assert sandbox.call(put_many, limits={resource.RLIMIT_NOFILE: 256}) == "done"
+    assert len(blobs(store)) == 500
+
+
+PUT_MANY = """
+import sys
+from blobstore.store.local import LocalStore
+with LocalStore(sys.argv[1]).ingest() as ingest:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for number in range(300):
+        data = b"%d" % number * 1000
+        ingest.add(len(data), lambda: [data])
+    ingest.publish()
+"""
+
+
+def test_processes_may_put_the_same_blobs_at_once(store: LocalStore) -> None:
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(sandbox.start(PUT_MANY, store.layout.root)) for _ in range(2)
+        ]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        outcomes = [(child.communicate(timeout=60)[1], child.returncode) for child in children]
+    assert outcomes == [("", 0), ("", 0)]
+    contents = [b"%d" % number * 1000 for number in range(300)]
+    assert blobs(store) == {Digest.of(data).file_name: data for data in contents}
+    assert temporary(store) == []

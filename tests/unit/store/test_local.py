@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -309,3 +310,111 @@ def test_an_index_that_cannot_be_written_is_no_error() -> None:
         outcome = sandbox.call(lambda: store.write_index(Digest.of(b""), b""), unprivileged=True)
         assert outcome == "None"
         assert list(folder.iterdir()) == []
+
+
+# Stores on disks that take nothing
+
+
+def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
+        store = LocalStore(disk / "store")
+        manifest = publish(store)
+        config = manifest.config
+        before = sorted(store.layout.root.rglob("*"))
+        with sandbox.read_only(disk):
+            assert store.resolve(NAME) == manifest
+            assert store.read_blob(config.digest, config.size) == b"config"
+            store.check_digest(config.digest, config.size)
+            read_only = f"the store '{disk}/store' is on a read-only file system"
+            for use in (lambda: put(store, b"new"), lambda: publish_again(store)):
+                with pytest.raises(StoreError, match=read_only):
+                    use()
+            store.write_index(Digest.of(b"key"), b"value")  # cannot be, and is no error
+            assert store.read_index(Digest.of(b"key")) is None
+            assert sorted(store.layout.root.rglob("*")) == before
+
+
+def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
+        store = LocalStore(disk / "store")
+        old = publish(store)
+        new = Manifest(config=put(store, b"other"), layers=())
+        store.layout.headers.mkdir()
+        filler = sandbox.fill(disk)
+        for name in (NAME, Reference.parse("new")):
+            with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
+                store.publish(name, new)
+        store.write_index(Digest.of(b"key"), b"value")
+        assert list(store.layout.headers.iterdir()) == []
+        assert list(store.layout.temporary.iterdir()) == []
+        assert list(store.references()) == [NAME]
+        assert store.resolve(NAME) == old
+        filler.unlink()
+        store.publish(NAME, new)
+        assert store.resolve(NAME) == new
+
+
+def test_who_has_an_old_manifest_open_reads_it_to_its_end(store: LocalStore) -> None:
+    old = publish(store)
+    with store.layout.manifest(NAME).open("rb") as stream:
+        store.publish(NAME, Manifest(config=put(store, b"other"), layers=()))
+        assert Manifest.from_bytes(stream.read()) == old
+
+
+def test_a_manifest_that_cannot_be_synced_gets_no_name(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = publish(store)
+    new = Manifest(config=put(store, b"other"), layers=())
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in (NAME, Reference.parse("new")):
+        with pytest.raises(StoreError, match="failed: Input/output error"):
+            store.publish(name, new)
+    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.references()) == [NAME]
+    assert store.resolve(NAME) == old
+
+
+# Stores behind closed folders
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+@pytest.mark.parametrize(
+    "closed", ["", "manifests", "manifests/registry.ollama.ai", "manifests/registry.ollama.ai/n/m"]
+)
+def test_names_that_cannot_be_listed_are_an_error_and_not_absent(closed: str, mode: int) -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder)
+        publish(store, "n/m")
+        (folder / closed).chmod(mode)
+        outcome = sandbox.call(lambda: list(store.references()), unprivileged=True)
+        (folder / closed).chmod(0o755)
+    assert outcome.startswith(f"StoreError: cannot list '{folder}/manifests")
+    assert outcome.endswith(": Permission denied")
+
+
+def test_a_store_below_a_closed_folder_is_an_error() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "closed" / "store")
+        manifest = publish(store)
+        (folder / "closed").chmod(0)
+        uses: list[Callable[[], object]] = [
+            lambda: list(store.references()),
+            lambda: store.resolve(NAME),
+            lambda: put(store, b"new"),
+            lambda: store.publish(NAME, manifest),
+            lambda: store.check_sizes([(manifest.config.digest, manifest.config.size)]),
+        ]
+        outcomes = [sandbox.call(use, unprivileged=True) for use in uses]
+        (folder / "closed").chmod(0o755)
+    for outcome in outcomes:
+        assert outcome.startswith("StoreError: ")
+        assert f"'{folder}/closed/store" in outcome
+        assert outcome.endswith(": Permission denied")
