@@ -209,10 +209,15 @@ class BlobReader:
         """Check that the store is a folder, if it is there at all.
 
         Raises:
-            StoreError: something else is in its place.
+            StoreError: something else is in its place, or a folder above it is closed.
         """
         root = self.layout.root
-        if root.exists() and not root.is_dir():
+        try:
+            is_other = root.exists() and not root.is_dir()
+        except OSError as error:
+            message = f"cannot open the store {quoted(root)}: {error.strerror}"
+            raise StoreError(message) from error
+        if is_other:
             message = f"the store {quoted(root)} is not a folder"
             raise StoreError(message)
 

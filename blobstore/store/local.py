@@ -104,14 +104,17 @@ class LocalStore(BlobReader):
             StoreError: the store is not a folder or cannot be read.
         """
         self.check_root()
+        paths = [self.layout.manifests]
         try:
-            paths = sorted(self.layout.manifests.glob("*/*/*/*"))
+            for _ in range(4):  # not by glob, which passes over folders that cannot be read
+                paths = [found for path in paths if path.is_dir() for found in path.iterdir()]
+            files = sorted(path for path in paths if path.is_file())
         except OSError as error:
-            message = f"cannot list {quoted(self.layout.manifests)}: {error.strerror}"
+            message = f"cannot list {quoted(error.filename)}: {error.strerror}"
             raise StoreError(message) from error
-        for path in paths:
+        for path in files:
             reference = self.layout.reference(path)
-            if reference is not None and path.is_file():
+            if reference is not None:
                 yield reference
 
     def check_name(self, reference: Reference) -> None:

@@ -380,3 +380,15 @@ def test_the_source_is_closed(folder: Path, store: LocalStore, is_whole: bool) -
         with pytest.raises(UsageError):
             blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    for number in range(2):  # of one size, so that the second is hashed before it is written
+        calls: list[tuple[str, int, int]] = []
+        model = write_folder(tmp_path / str(number), {"a": np.full(9, number)})
+        blobstore.create(model, "m", store=store, progress=lambda *call: calls.append(call))  # noqa: B023 - called in this round only
+    done = [count for _, count, _ in calls]
+    assert done == sorted(set(done))
+    assert done[-1] == calls[-1][2]

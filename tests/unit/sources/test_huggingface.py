@@ -95,6 +95,14 @@ def test_shards_of_two_sets_are_no_set(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
+def test_shards_are_counted_by_their_numbers(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE | TWO, shards=2)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / SHARDS[1]).rename(tmp_path / "model-00003-of-00002.safetensors")
+    with pytest.raises(DamagedSource, match="not a complete set"):
+        Found(tmp_path)
+
+
 def test_an_empty_index_counts_for_nothing(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / INDEX).write_text('{"weight_map":{}}')
@@ -342,13 +350,17 @@ def test_lists_that_cannot_be_read_list_nothing(tmp_path: Path, name: str, conte
 
 def test_keeps_what_a_runtime_or_its_user_needs(tmp_path: Path) -> None:
     kept = [
+        "LICENCE",
         "LICENSE",
+        "NOTICE",
         "README.md",
-        "USE_POLICY.md",
+        "USE_POLICY",
         "chat_template.jinja",
         "config.json",
         "merges.txt",
         "modeling_x.py",
+        "qwen.tiktoken",
+        "source.spm",
         "spiece.model",
         "tokenizer.json",
     ]

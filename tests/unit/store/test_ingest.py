@@ -6,7 +6,6 @@ import os
 import resource
 import stat
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -297,10 +296,15 @@ def test_names_that_cannot_be_synced_fail_the_import(
 def test_a_slow_disk_takes_few_descriptors(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caught_up = threading.Event()
+
+    def slow_sync(_: int) -> None:
+        caught_up.wait(1)  # in which blobs would come in by hundreds
+        caught_up.set()
+
     def put_many() -> str:
-        # So slow that blobs come in much faster than they are synced.
-        monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.004))
         with store.ingest() as ingest:
+            monkeypatch.setattr(os, "fsync", slow_sync)
             for number in range(500):
                 data = b"%d" % number
                 ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
