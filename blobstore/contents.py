@@ -8,24 +8,25 @@ weight's name and the suffix; real tensors that happen to end so are tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.errors import BlobDamaged, Damaged, StoreError
+from blobstore.errors import BlobDamaged
 from blobstore.manifests import media_types
 from blobstore.quantize.formats import FORMATS
+from blobstore.safetensors.header import Header
 from blobstore.tensor import DType
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from blobstore.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.mapping import Region
-    from blobstore.safetensors.header import Header, TensorEntry
+    from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
 COMPANIONS = {".scale": "_scale", ".bias": "_qbias", ".global_scale": ".global_scale"}
@@ -33,18 +34,19 @@ COMPANIONS = {".scale": "_scale", ".bias": "_qbias", ".global_scale": ".global_s
 
 _CONSTANT_KEY = "data"
 """The key of the only tensor in blobs that Ollama wrote before February 2026."""
-_NO_COMPANIONS: Mapping[str, TensorEntry] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+_NO_COMPANIONS: Mapping[str, TensorEntry] = MappingProxyType({})
+
+
+class StoredTensor(NamedTuple):
     """A tensor of a model and where it lies. ``entry`` is as stored: packed, if quantized."""
 
     name: str
     layer: Descriptor
     header: Header
     entry: TensorEntry
-    companions: Mapping[str, TensorEntry] = field(default_factory=dict)
+    companions: Mapping[str, TensorEntry] = _NO_COMPANIONS
     """Entries by their suffix in the blob."""
     quant_type: str = ""
     """Empty for a plain tensor, ``unknown`` for a quantized one without metadata."""
@@ -60,7 +62,7 @@ class StoredTensor:
         """The logical shape, unpacked; as stored where the quantization type is unknown."""
         shape = self.entry.spec.shape
         known = FORMATS.get(self.quant_type)
-        return (*shape[:-1], shape[-1] * known.pack_factor) if known and shape else shape
+        return (*shape[:-1], known.columns(shape[-1])) if known and shape else shape
 
     @property
     def nbytes(self) -> int:
@@ -100,22 +102,16 @@ def read_contents(
     """
     layers = manifest.layers_of(media_types.TENSOR)
     faults: dict[str, BlobstoreError] = {}
-    headers: dict[Digest, Header] = {}
-    for slot, layer in enumerate(layers):
-        try:
-            headers[layer.digest] = store.read_blob_header(
-                layer.digest, layer.size, region=region, slot=slot
-            )
-        except (Damaged, StoreError) as error:
+    tensors: dict[str, StoredTensor] = {}
+    headers = store.read_headers([(layer.digest, layer.size) for layer in layers], region)
+    for layer, header in zip(layers, headers, strict=True):
+        if not isinstance(header, Header):
             if not collect_faults:
                 where = f"layer {quoted(layer.name)}"
-                raise error.at(where) from None
-            faults[layer.name] = error
-    tensors: dict[str, StoredTensor] = {}
-    for layer in layers:
-        if layer.name in faults:
+                raise header.at(where)
+            faults[layer.name] = header
             continue
-        for tensor in _tensors_of(layer, headers[layer.digest]):
+        for tensor in _tensors_of(layer, header):
             earlier = tensors.setdefault(tensor.name, tensor)
             if earlier is not tensor:
                 message = (
@@ -126,14 +122,17 @@ def read_contents(
     return Contents(tensors, faults)
 
 
-def _tensors_of(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
+def _tensors_of(layer: Descriptor, header: Header) -> Iterable[StoredTensor]:
     entries = header.tensors
     if len(entries) == 1:
         ((name, entry),) = entries.items()
-        yield StoredTensor(
-            layer.name if name == _CONSTANT_KEY else name, layer, header, entry, _NO_COMPANIONS
-        )
-        return
+        known = layer.name if name == _CONSTANT_KEY else name
+        return (StoredTensor(known, layer, header, entry, _NO_COMPANIONS),)
+    return _grouped(layer, header)
+
+
+def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
+    entries = header.tensors
     for name, entry in entries.items():
         if _is_companion(name, entries):
             continue

@@ -22,7 +22,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places
+from blobstore.places import find_places, write_index
 from blobstore.plan import BlobPlan, plan, stacks
 from blobstore.progress import Meter
 from blobstore.quantize.prequantized import refuse_prequantized
@@ -155,7 +155,9 @@ def _write(
     described = Descriptor(media_type=media_types.CONFIG, digest=config.digest, size=config.size)
     manifest = Manifest(config=described, layers=tuple(layers))
     # What a loader cannot resolve must not get a name; and the first one finds the index there.
-    find_places(store, manifest.to_bytes())
+    places = find_places(store, manifest.to_bytes())
+    if not places.is_indexed:
+        write_index(store, manifest.to_bytes(), places)
     store.publish(reference, manifest)
     return [described, *layers], stored
 

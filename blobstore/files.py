@@ -20,20 +20,17 @@ if TYPE_CHECKING:
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def open_regular(
-    path: Path | str, *, follow: bool = True, folder: int | None = None
-) -> tuple[int, int]:
+def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and size in bytes.
 
-    With ``follow`` false a symbolic link is refused; with ``folder`` the path begins at that open
-    folder.
+    With ``follow`` false a symbolic link is refused.
 
     Raises:
         OSError: it cannot be opened.
         BlobstoreError: it is a folder, device, pipe or socket. (Reading one might never end.)
     """
     flags = _OPEN_FLAGS if follow else _OPEN_FLAGS | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, dir_fd=folder)
+    descriptor = os.open(path, flags)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)

@@ -1,6 +1,7 @@
 """Workflow: a stored model opened inside a program, its tensors mapped and not copied.
 
-Nothing is mapped before it is asked for; then a blob is mapped once, without keeping a descriptor.
+Every blob is mapped once, by default when the model is opened, and no descriptor is kept: a model
+that is open stays whole whatever becomes of the store's names. No byte is read before it is used.
 Tensors that were handed out keep the model's memory mapped, also beyond :meth:`Model.close`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +19,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
-from blobstore.places import find_places
+from blobstore.places import find_places, write_index
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DTYPES, TensorSpec, TensorView
@@ -52,8 +54,8 @@ def open_model(
             (views of private memory: writing to them never reaches the store) or ``mlx`` arrays
             (copies; MLX cannot adopt memory).
         device: where torch tensors are put; anything but ``cpu`` is a copy.
-        verify: ``size`` checks that every blob is there with its size, ``digest`` reads and
-            hashes them all, ``none`` leaves checking to the first use of each blob.
+        verify: ``size`` maps every blob and so checks that it is there with its size, ``digest``
+            reads and hashes them all, ``none`` leaves mapping to the first use of each blob.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -86,15 +88,22 @@ class Model(Mapping[str, Any]):
         device: str = "cpu",
     ) -> None:
         self.reference = reference
+        self._leave_index: weakref.finalize[Any, Model] | None = None
         self._manifest = manifest
         self._store = store
         self._convert = _converter(framework, device)
         self._is_writable = framework == "torch"
         reserve = functools.partial(Region, writable=self._is_writable)
         try:
-            self._places, self._blobs, self._region = find_places(store, manifest, reserve=reserve)
+            places = find_places(store, manifest, reserve=reserve)
         except Damaged as error:
             raise error.at(str(reference)) from None
+        self._places, self._blobs, is_indexed, self._region = places
+        if (
+            not is_indexed
+        ):  # written when the model is closed or the program ends: a server starts sooner
+            found = places._replace(region=None)
+            self._leave_index = weakref.finalize(self, write_index, store, manifest, found)
         self._unmapped = set(range(len(self._blobs))) if self._region is None else set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -134,8 +143,8 @@ class Model(Mapping[str, Any]):
     def specs(self) -> Mapping[str, TensorSpec]:
         """Name, element type and shape of every tensor as stored; nothing is mapped."""
         return {
-            name: TensorSpec(name, DTYPES[place.dtype], tuple(place.shape))
-            for name, place in self._places.items()
+            name: TensorSpec(name, DTYPES[dtype], tuple(shape))
+            for name, (dtype, shape, _, _) in self._places.items()
         }
 
     @functools.cached_property
@@ -157,7 +166,7 @@ class Model(Mapping[str, Any]):
     def tensors(self, prefix: str = "") -> dict[str, Any]:
         """Return the tensors whose names begin with ``prefix``. Raises as :meth:`__getitem__`."""
         places = {name: place for name, place in self._places.items() if name.startswith(prefix)}
-        region = self._mapped([place.blob for place in places.values()])
+        region = self._mapped([blob for _, _, blob, _ in places.values()])
         memory, offsets, convert = region.memory, region.offsets, self._convert
         return {
             name: convert(
@@ -220,11 +229,8 @@ class Model(Mapping[str, Any]):
             UsageError: an unknown level.
         """
         if verify == "size":
-            # Those that are mapped had their sizes checked.
-            try:
-                self._store.check_sizes(self._blobs[slot] for slot in self._unmapped)
-            except Damaged as damage:
-                raise self._located(damage) from None
+            # Mapping checks them; and what is mapped, no later change of the store takes away.
+            self._mapped(range(len(self._blobs)))
         elif verify == "digest":
             for blob, error in damaged_blobs(self._store, self.manifest.blobs):
                 where = f"{self.reference}, layer {quoted(blob.name)}"
@@ -237,6 +243,8 @@ class Model(Mapping[str, Any]):
         """Let go of the maps. Tensors that were handed out stay valid; no new ones can be had."""
         self._is_closed = True
         self._region = None
+        if self._leave_index is not None:
+            self._leave_index()
 
     def _place(self, name: str) -> Place:
         place = self._places.get(name)
@@ -252,16 +260,23 @@ class Model(Mapping[str, Any]):
             if self._is_closed:
                 message = f"model {self.reference} is closed"
                 raise BlobstoreError(message)
-            if self._region is None:
-                sizes = [size for _, size in self._blobs]
-                self._region = Region(sizes, writable=self._is_writable)
-            wanted = self._unmapped.intersection(blobs)
             try:
+                if self._region is None:
+                    self._region = self._reserved()
+                wanted = self._unmapped.intersection(blobs)
                 for slot in self._store.map_blobs(self._blobs, wanted, self._region):
                     self._unmapped.discard(slot)
             except Damaged as error:
                 raise self._located(error) from None
             return self._region
+
+    def _reserved(self) -> Region:
+        try:
+            return Region([size for _, size in self._blobs], writable=self._is_writable)
+        except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file tells
+            for digest, size in self._blobs:
+                self._store.check_size(digest, size)
+            raise
 
     def _located(self, error: Damaged) -> BlobstoreError:
         """Return the error with the model and the damaged blob's layer in front of its message."""

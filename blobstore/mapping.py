@@ -20,7 +20,8 @@ from blobstore.errors import BlobstoreError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MAP_FIXED = 0x10  # the same on Linux, macOS and the BSDs; Python's mmap does not export it
+# MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
+_MAP_OVER = mmap.MAP_PRIVATE | 0x10
 # Python exports it from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -59,9 +60,8 @@ class Region:
         """
         if size == 0:  # there are no empty maps
             return
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
         address = self._address + self.offsets[slot]
-        if _mmap(address, size, self._protection, flags, descriptor, 0) == _MAP_FAILED:
+        if _mmap(address, size, self._protection, _MAP_OVER, descriptor, 0) == _MAP_FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 

@@ -1,9 +1,9 @@
 """Where every tensor of a model lies, by its runtime name: what a loader needs and no more.
 
 Resolving that opens and parses every blob's header, so the result is kept in the store as the header
-index: one file a model, named by the digest of the manifest's bytes. It is a cache. It vanishes
+index: one file a model, named by the digest of the manifest's bytes. It is a cache: it vanishes
 without harm, is ignored if it is not what was written, and a blob's size is still checked against
-the file when it is mapped.
+the file when it is mapped. :func:`create` writes it, and a loader that did not find it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import COMPANIONS, read_contents
 from blobstore.digest import Digest
@@ -32,15 +32,9 @@ _FORM = 1
 """To be raised when the index changes its form, so that older ones are made anew."""
 
 
-class Place(NamedTuple):
-    """One tensor: element type by its name on disk, shape, and where its bytes are."""
-
-    dtype: str
-    shape: Sequence[int]
-    blob: int
-    """Place of the blob in :attr:`Places.blobs`."""
-    begin: int
-    """Offset in the blob of the first byte."""
+Place = tuple[str, "Sequence[int]", int, int]
+"""One tensor: element type by its name on disk, shape, place of its blob in :attr:`Places.blobs`,
+and offset in the blob of its first byte. Bare, for it comes from the index as it is."""
 
 
 class Places(NamedTuple):
@@ -48,6 +42,8 @@ class Places(NamedTuple):
 
     tensors: dict[str, Place]
     blobs: list[tuple[Digest, int]]
+    is_indexed: bool
+    """Whether they came from the index."""
     region: Region | None = None
     """The memory that all blobs were mapped into, if they had to be opened."""
 
@@ -72,34 +68,42 @@ def find_places(
         places = _decode(key, store.read_index(key))
         if places is None:
             places = _resolve(store, Manifest.from_bytes(manifest), reserve)
-            store.write_index(key, _encode(key, places))
     return places
+
+
+def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
+    """Keep what :func:`find_places` found, if the store can be written."""
+    key = Digest.of(manifest)
+    store.write_index(key, _encode(key, places))
 
 
 def _resolve(
     store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], Region] | None
 ) -> Places:
     blobs = [(layer.digest, layer.size) for layer in manifest.layers_of(media_types.TENSOR)]
-    slots = {digest: slot for slot, (digest, _) in enumerate(blobs)}
+    slots = {digest.hex: slot for slot, (digest, _) in enumerate(blobs)}
     try:
         region = reserve([size for _, size in blobs]) if reserve is not None else None
     except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file will tell
         region = None
     tensors: dict[str, Place] = {}
 
-    def add(name: str, entry: TensorEntry, blob: int, start: int) -> None:
+    def add(name: str, entry: TensorEntry, slot: int, start: int) -> None:
         spec, begin, _ = entry
         if name in tensors:
             message = f"two tensors of the model would both be called {quoted(name)}"
             raise BlobDamaged(message)
-        tensors[name] = Place(spec.dtype.value, spec.shape, blob, start + begin)
+        tensors[name] = (spec.dtype.value, spec.shape, slot, start + begin)
 
-    for name, tensor in read_contents(store, manifest, region=region).tensors.items():
-        slot, start = slots[tensor.layer.digest], tensor.header.data_start
-        add(name, tensor.entry, slot, start)
-        for suffix, entry in tensor.companions.items():
-            add(name + COMPANIONS[suffix], entry, slot, start)
-    return Places(tensors, blobs, region)
+    for name, layer, header, entry, companions, *_ in read_contents(
+        store, manifest, region=region
+    ).tensors.values():
+        slot, start = slots[layer.digest.hex], header.data_start
+        add(name, entry, slot, start)
+        if companions:
+            for suffix, companion in companions.items():
+                add(name + COMPANIONS[suffix], companion, slot, start)
+    return Places(tensors, blobs, is_indexed=False, region=region)
 
 
 def _encode(key: Digest, places: Places) -> bytes:
@@ -114,12 +118,9 @@ def _decode(key: Digest, data: bytes | None) -> Places | None:
     digest, _, text = data.partition(b"\n")
     if digest != str(_seal(key, text)).encode():
         return None
-    tensors: dict[str, Any]
     tensors, blobs = json.loads(text)
-    return Places(
-        {name: Place._make(row) for name, row in tensors.items()},
-        [(Digest(spelled), size) for spelled, size in blobs],
-    )
+    known = [(Digest(spelled), size) for spelled, size in blobs]
+    return Places(tensors, known, is_indexed=True)
 
 
 def _seal(key: Digest, text: bytes) -> Digest:

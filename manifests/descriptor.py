@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidManifest
@@ -16,9 +16,11 @@ MAX_SIZE = 2**63 - 1
 _FIELDS = frozenset({"mediaType", "digest", "size", "from", "name"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptor:
-    """Media type, digest, size in bytes and name of a blob."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Descriptor(NamedTuple):
+    """Media type, digest, size in bytes and name of a blob. A tuple, because models have thousands."""
 
     media_type: str
     digest: Digest
@@ -26,7 +28,7 @@ class Descriptor:
     name: str = ""
     from_: str = ""
     """Where Ollama says that the layer came from; we only carry it."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = _NOTHING
     """Fields that we do not know, kept as they were."""
 
     @classmethod
@@ -39,22 +41,25 @@ class Descriptor:
         """
         if not isinstance(value, dict):
             raise wrong_type("", "an object", value)
+        media_type: Any = value.get("mediaType")
+        spelled: Any = value.get("digest")
+        name, from_ = value.get("name", ""), value.get("from", "")
+        # At once, for a model has thousands; which of them it is, is asked again below.
+        if not type(media_type) is type(spelled) is type(name) is type(from_) is str:
+            for key, default in (("mediaType", None), ("digest", None), ("name", ""), ("from", "")):
+                text_field(value, key, default)
         try:
-            digest = Digest.parse(text_field(value, "digest"))
+            digest = Digest.parse(spelled)
         except InvalidDigest as error:
             message = f".digest: {error}"
             raise InvalidManifest(message) from None
         size = value.get("size")
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise wrong_type(".size", "a number of bytes from 0 to 2^63-1", size)
-        return cls(
-            media_type=text_field(value, "mediaType"),
-            digest=digest,
-            size=size,
-            name=text_field(value, "name", default=""),
-            from_=text_field(value, "from", default=""),
-            extra={key: item for key, item in value.items() if key not in _FIELDS},
-        )
+        extra = _NOTHING
+        if not value.keys() <= _FIELDS:
+            extra = {key: item for key, item in value.items() if key not in _FIELDS}
+        return cls(media_type, digest, size, name, from_, extra)
 
     def to_json(self) -> dict[str, Any]:
         """Return the value as JSON types, its keys in the order of Ollama's files."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blobstore.errors import InvalidHeader, TensorNotFound
 from blobstore.files import open_regular, read_exactly
 from blobstore.mapping import Region
-from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header, parse_start
 from blobstore.tensor import TensorView
 from blobstore.text import quoted
 
@@ -34,8 +34,11 @@ def read_header(descriptor: int, size: int) -> Header:
         InvalidHeader: the file breaks the format.
         OSError: the file cannot be read.
     """
-    start = read_exactly(descriptor, min(_FIRST_READ, size), 0)
-    length = header_size(start[:PREFIX_SIZE], size)
+    start = os.pread(descriptor, _FIRST_READ, 0)
+    plain = parse_start(start, size)
+    if plain is not None:
+        return plain
+    length = header_size(start, size)
     text = start[PREFIX_SIZE : PREFIX_SIZE + length]
     if len(text) < length:
         text += read_exactly(descriptor, length - len(text), len(start))

@@ -6,7 +6,6 @@ are refused: a store holds files.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -17,18 +16,19 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     BlobstoreError,
+    Damaged,
     InvalidHeader,
     StoreError,
 )
 from blobstore.files import open_regular, read_exactly
 from blobstore.safetensors.file import read_header
+from blobstore.safetensors.header import Header
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.mapping import Region
-    from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
 _READ_SIZE = 1 << 20
@@ -87,46 +87,23 @@ class BlobReader:
             raise _wrong_size(path, size, found)
         return descriptor
 
-    def check_sizes(self, blobs: Iterable[tuple[Digest, int]]) -> None:
-        """Check many blobs as :meth:`check_size` does, and raise for the first that is not whole.
-
-        A model has thousands of blobs, so the usual case costs one system call a blob.
-        """
-        with self._blob_folder() as folder:
-            for digest, size in blobs:
-                try:
-                    found = os.stat(digest.file_name, dir_fd=folder, follow_symlinks=False)
-                    is_whole = found.st_size == size and stat.S_ISREG(found.st_mode)
-                except OSError:
-                    is_whole = False
-                if not is_whole:
-                    self.check_size(digest, size)
-
     def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Collection[int], region: Region
+        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: Region
     ) -> Iterator[int]:
         """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
 
         No descriptor stays open. Raises as :meth:`open_blob`.
         """
-        if not slots:
-            return
-        with self._blob_folder() as folder:
-            for slot in slots:
-                digest, size = blobs[slot]
-                try:
-                    descriptor, found = open_regular(digest.file_name, follow=False, folder=folder)
-                except (OSError, BlobstoreError) as error:
-                    raise self._blob_error(digest, error) from None
-                try:
-                    if found != size:
-                        raise _wrong_size(self.layout.blob(digest), size, found)
-                    region.map(slot, descriptor, size)
-                except OSError as error:
-                    raise self._blob_error(digest, error) from None
-                finally:
-                    os.close(descriptor)
-                yield slot
+        for slot in slots:
+            digest, size = blobs[slot]
+            descriptor = self.open_blob(digest, size)
+            try:
+                region.map(slot, descriptor, size)
+            except OSError as error:
+                raise self._blob_error(digest, error) from None
+            finally:
+                os.close(descriptor)
+            yield slot
 
     def read_blob(self, digest: Digest, size: int) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.
@@ -147,28 +124,42 @@ class BlobReader:
             raise _wrong_digest(self.layout.blob(digest), digest, found)
         return data
 
-    def read_blob_header(
-        self, digest: Digest, size: int, *, region: Region | None = None, slot: int = 0
-    ) -> Header:
+    def read_blob_header(self, digest: Digest, size: int) -> Header:
         """Return the checked safetensors header of a tensor blob.
-
-        With ``region``, the blob is mapped into its ``slot`` while it is open.
 
         Raises:
             BlobDamaged: the header breaks the format. Otherwise as :meth:`open_blob`.
         """
-        descriptor = self.open_blob(digest, size)
-        try:
-            if region is not None:
-                region.map(slot, descriptor, size)
-            return read_header(descriptor, size)
-        except InvalidHeader as error:
-            message = f"blob {quoted(self.layout.blob(digest))}: {error}"
-            raise BlobDamaged(message) from None
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        finally:
-            os.close(descriptor)
+        (header,) = self.read_headers([(digest, size)])
+        if isinstance(header, Header):
+            return header
+        raise header
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]], region: Region | None = None
+    ) -> Iterator[Header | Damaged | StoreError]:
+        """Yield the checked header of each tensor blob, or what is wrong with the blob.
+
+        With ``region``, each is mapped into the slot of its place in ``blobs`` while it is open.
+        """
+        for slot, (digest, size) in enumerate(blobs):
+            try:
+                descriptor = self.open_blob(digest, size)
+                try:
+                    if region is not None:
+                        region.map(slot, descriptor, size)
+                    header = read_header(descriptor, size)
+                finally:
+                    os.close(descriptor)
+            except InvalidHeader as error:
+                message = f"blob {quoted(self.layout.blob(digest))}: {error}"
+                yield BlobDamaged(message)
+            except (Damaged, StoreError) as error:
+                yield error
+            except OSError as error:
+                yield self._blob_error(digest, error)
+            else:
+                yield header
 
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -221,20 +212,7 @@ class BlobReader:
             message = f"the store {quoted(root)} is not a folder"
             raise StoreError(message)
 
-    @contextlib.contextmanager
-    def _blob_folder(self) -> Iterator[int]:
-        try:
-            folder = os.open(self.layout.blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            self.check_root()
-            message = f"cannot open {quoted(self.layout.blobs)}: {error.strerror}"
-            raise StoreError(message) from error
-        try:
-            yield folder
-        finally:
-            os.close(folder)
-
-    def _blob_error(self, digest: Digest, error: OSError | BlobstoreError) -> BlobstoreError:
+    def _blob_error(self, digest: Digest, error: OSError | BlobstoreError) -> Damaged | StoreError:
         path = quoted(self.layout.blob(digest))
         if not isinstance(error, OSError) or error.errno == errno.ELOOP:
             return _not_a_file(self.layout.blob(digest))

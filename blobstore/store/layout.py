@@ -7,47 +7,34 @@ and stops pruning at a foreign file in the other. Everything of ours is in ``.bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.digest import Digest
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.digest import Digest
 
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The paths of a store below its root."""
 
-    root: Path
-
-    @property
-    def blobs(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blobs = root / "blobs"
         """The folder of blobs."""
-        return self.root / "blobs"
-
-    @property
-    def manifests(self) -> Path:
+        self.manifests = root / "manifests"
         """The folder of manifests."""
-        return self.root / "manifests"
-
-    @property
-    def temporary(self) -> Path:
+        self.temporary = root / ".blobstore" / "tmp"
         """The folder of files that have no name yet."""
-        return self.root / ".blobstore" / "tmp"
-
-    @property
-    def headers(self) -> Path:
+        self.headers = root / ".blobstore" / "headers"
         """The folder of the header index, a cache."""
-        return self.root / ".blobstore" / "headers"
+        self._blob = str(self.blobs / Digest("").file_name)
 
     def blob(self, digest: Digest) -> str:
         """Return the path of a blob; a text, because a model has thousands."""
-        return f"{self.root}/blobs/{digest.file_name}"
+        return self._blob + digest.hex
 
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""

@@ -145,7 +145,8 @@ class LocalStore(BlobReader):
             NameConflict: see :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        self.check_sizes((blob.digest, blob.size) for blob in manifest.blobs)
+        for blob in manifest.blobs:
+            self.check_size(blob.digest, blob.size)
         self.check_name(reference)
         path = self.layout.manifest(reference)
         with self._writing():
@@ -165,7 +166,8 @@ class LocalStore(BlobReader):
         """Store ``data`` under ``key`` if the store can be written; otherwise do nothing."""
         folder = self.layout.headers
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            for missing in (folder.parent, folder):  # but never the store itself: it may be gone
+                missing.mkdir(exist_ok=True)
             write_file(folder / key.hex, [data], durable=False)
 
     @contextlib.contextmanager

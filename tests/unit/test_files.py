@@ -48,16 +48,6 @@ def test_follows_links_only_if_it_may(path: Path) -> None:
         open_regular(link, follow=False)
 
 
-def test_opens_below_an_open_folder(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        descriptor, size = open_regular("file", folder=folder)
-        os.close(descriptor)
-        assert size == 10
-    finally:
-        os.close(folder)
-
-
 def test_refuses_what_might_never_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = os.listdir("/dev/fd")

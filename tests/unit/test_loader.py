@@ -370,8 +370,16 @@ def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, 
     assert f"{path.name}' is damaged: it has {size} bytes, expected" in message
 
 
-def test_a_blob_that_goes_after_opening_is_told(store: LocalStore) -> None:
-    with blobstore.open("m", store=store) as model:
+def test_an_open_model_needs_the_store_no_more(either: LocalStore) -> None:
+    with blobstore.open("m", store=either) as model:
+        shutil.rmtree(either.layout.root)
+        for name, expected in TENSORS.items():
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+    assert not either.layout.root.exists()
+
+
+def test_a_blob_that_goes_before_it_is_used_is_told(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, verify="none") as model:
         path_of(store, "scalar").unlink()
         assert model["mask"].tolist() == [True, False, True]
         with pytest.raises(BlobMissing, match="^m:latest: layer 'scalar': blob '.*' is missing"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import blobstore
 from blobstore.digest import Digest
 from blobstore.errors import BlobMissing
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places
+from blobstore.places import find_places, write_index
 from tests.models import dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
     from_index = find_places(store, manifest(store))
     index_file(store).unlink()
     from_headers = find_places(store, manifest(store))
+    assert (from_index.is_indexed, from_headers.is_indexed) == (True, False)
     assert from_index.blobs == from_headers.blobs
     assert {
-        name: (place.dtype, tuple(place.shape), place.blob, place.begin)
-        for name, place in from_index.tensors.items()
+        name: (dtype, tuple(shape), blob, begin)
+        for name, (dtype, shape, blob, begin) in from_index.tensors.items()
     } == dict(from_headers.tensors)
     assert set(from_index.tensors) == {*dense_tensors(), *moe_tensors()}
 
@@ -53,17 +55,25 @@ def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
 def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None:
     places = find_places(store, manifest(store))
     for name, array in (dense_tensors() | moe_tensors()).items():
-        place = places.tensors[name]
-        digest, _ = places.blobs[place.blob]
+        _, _, slot, begin = places.tensors[name]
+        digest, _ = places.blobs[slot]
         blob = Path(store.layout.blob(digest)).read_bytes()
-        assert blob[place.begin : place.begin + array.nbytes] == array.tobytes()
+        assert blob[begin : begin + array.nbytes] == array.tobytes()
 
 
-def test_a_missing_index_is_written_again(store: LocalStore) -> None:
+def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
     before = index_file(store).read_bytes()
-    index_file(store).unlink()
-    find_places(store, manifest(store))
+    shutil.rmtree(store.layout.headers)
+    write_index(store, manifest(store), find_places(store, manifest(store)))
     assert index_file(store).read_bytes() == before
+
+
+def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalStore) -> None:
+    data = manifest(store)
+    places = find_places(store, data)
+    shutil.rmtree(store.layout.root)
+    write_index(store, data, places)
+    assert not store.layout.root.exists()
 
 
 @pytest.mark.parametrize(
@@ -78,13 +88,13 @@ def test_a_missing_index_is_written_again(store: LocalStore) -> None:
     ],
     ids=["cut short", "changed", "empty", "a line feed", "zeros", "longer"],
 )
-def test_a_damaged_index_is_ignored_and_replaced(store: LocalStore, damage: object) -> None:
+def test_a_damaged_index_is_ignored(store: LocalStore, damage: object) -> None:
     assert callable(damage)
     before = index_file(store).read_bytes()
     index_file(store).write_bytes(damage(before))
     places = find_places(store, manifest(store))
     assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
-    assert index_file(store).read_bytes() == before
+    assert not places.is_indexed
 
 
 def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
@@ -99,7 +109,9 @@ def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> Non
     index_file(store).unlink()
     store.layout.headers.rmdir()
     store.layout.headers.write_text("in the way")
-    assert set(find_places(store, manifest(store)).tensors) >= set(dense_tensors())
+    places = find_places(store, manifest(store))
+    write_index(store, manifest(store), places)
+    assert set(places.tensors) >= set(dense_tensors())
 
 
 def test_the_index_is_json_behind_a_line_that_seals_it_for_its_manifest(store: LocalStore) -> None:

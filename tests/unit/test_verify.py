@@ -217,7 +217,7 @@ def test_reports_every_fault_of_every_model_in_order(store: LocalStore, tmp_path
 def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> None:
     manifest = store.resolve(NAME)
     *others, last = manifest.layers
-    wrong = replace(manifest, layers=(*others, replace(last, size=last.size + 1)))
+    wrong = replace(manifest, layers=(*others, last._replace(size=last.size + 1)))
     path = store.layout.manifest(Reference.parse("wrong"))
     path.parent.mkdir(parents=True)
     path.write_bytes(wrong.to_bytes())

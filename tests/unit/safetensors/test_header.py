@@ -16,9 +16,11 @@ from blobstore.safetensors import header as module
 from blobstore.safetensors.header import (
     MAX_HEADER_SIZE,
     Header,
+    TensorEntry,
     encode_header,
     header_size,
     parse_header,
+    parse_start,
 )
 from blobstore.tensor import DTYPES, DType, TensorSpec
 
@@ -28,7 +30,19 @@ U64 = 2**64 - 1
 def parse(text: bytes | str, data: int) -> Header:
     """Parse a header in front of ``data`` bytes."""
     text = text.encode() if isinstance(text, str) else text
-    return parse_header(text, 8 + len(text) + data)
+    return judge(len(text).to_bytes(8, "little") + text, 8 + len(text) + data)
+
+
+def judge(start: bytes, file_size: int) -> Header:
+    """Parse the header in ``start``; the short cut must not accept or tell anything else."""
+    quick = parse_start(start, file_size)
+    try:
+        header = parse_header(start[8 : 8 + header_size(start, file_size)], file_size)
+    except InvalidHeader:
+        assert quick is None
+        raise
+    assert quick in (None, header)
+    return header
 
 
 def entry(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4), **more: Any) -> Any:
@@ -272,6 +286,22 @@ def test_an_entry_in_place_of_metadata_is_no_tensor() -> None:
     text = '{"__metadata__":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
     with pytest.raises(InvalidHeader, match="not a map of strings"):
         parse(text, 4)
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_the_short_cut_is_taken_for_a_canonical_header_of_one_tensor(padding: int) -> None:
+    item = spec("a.weight", DType.BF16, 2, 3)
+    start = encode_header([item])
+    start = start[:-padding] if padding else start
+    start = (len(start) - 8).to_bytes(8, "little") + start[8:]
+    header = parse_start(start + b"data", len(start) + 12)
+    assert header == Header({"a.weight": TensorEntry(item, 0, 12)}, {}, len(start))
+
+
+def test_the_short_cut_leaves_a_cut_or_endless_header_to_the_parser() -> None:
+    start = encode_header([spec("a", DType.U8, 4)])
+    assert parse_start(start[:-1], len(start) + 4) is None
+    assert parse_start(b"\xff" * 8 + start[8:], len(start) + 4) is None
 
 
 # Entries
@@ -733,8 +763,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @given(damaged())
 def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: bytes) -> None:
     try:
-        size = header_size(data[:8], len(data))
-        ours = parse_header(data[8 : 8 + size], len(data))
+        ours = judge(data, len(data))
     except InvalidHeader:
         return
     theirs = dict(safetensors.deserialize(data))

@@ -9,7 +9,7 @@ import pytest
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.mapping import Region
-from blobstore.safetensors.header import encode_header
+from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
 from tests import sandbox
@@ -52,7 +52,6 @@ READERS: list[Callable[[LocalStore, Digest, int], object]] = [
     LocalStore.read_blob,
     LocalStore.read_blob_header,
     LocalStore.check_digest,
-    lambda store, digest, size: store.check_sizes([(digest, size)]),
     open_and_close,
     map_one,
 ]
@@ -158,9 +157,12 @@ def test_a_blob_that_is_no_safetensors_file_is_damaged(store: LocalStore, data: 
 
 
 @pytest.mark.usefixtures("path")
-def test_a_header_is_read_and_the_blob_mapped_in_one_go(store: LocalStore) -> None:
+def test_headers_are_read_and_the_blobs_mapped_in_one_go(store: LocalStore) -> None:
+    missing = Digest.of(b"missing")
     region = Region([1, SIZE])
-    header = store.read_blob_header(DIGEST, SIZE, region=region, slot=1)
+    fault, header = store.read_headers([(missing, 1), (DIGEST, SIZE)], region)
+    assert isinstance(fault, BlobMissing)
+    assert isinstance(header, Header)
     assert list(header.tensors) == ["a"]
     start = region.offsets[1] + header.data_start
     assert region.memory[start : start + 4] == b"data"
@@ -177,18 +179,10 @@ def test_unreadable_blobs_are_no_damage() -> None:
     assert outcome == f"StoreError: blob '{path}' cannot be read: Permission denied"
 
 
-def test_without_a_blob_folder_the_store_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "none")
-    with pytest.raises(StoreError, match=f"cannot open '{tmp_path}/none/blobs': No such file"):
-        store.check_sizes([(DIGEST, SIZE)])
-
-
 def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    store = LocalStore(tmp_path / "file")
-    for use in (store.check_root, lambda: store.check_sizes([(DIGEST, SIZE)])):
-        with pytest.raises(StoreError, match=f"the store '{tmp_path}/file' is not a folder"):
-            use()
+    with pytest.raises(StoreError, match=f"the store '{tmp_path}/file' is not a folder"):
+        LocalStore(tmp_path / "file").check_root()
 
 
 def test_lists_the_sizes_of_all_blobs(store: LocalStore, path: Path) -> None:

@@ -283,6 +283,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_index_is_a_cache(store: LocalStore) -> None:
     key = Digest.of(b"key")
+    store.layout.root.mkdir()
     assert store.read_index(key) is None
     store.write_index(key, b"value")
     assert store.read_index(key) == b"value"
@@ -410,7 +411,7 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
             lambda: store.resolve(NAME),
             lambda: put(store, b"new"),
             lambda: store.publish(NAME, manifest),
-            lambda: store.check_sizes([(manifest.config.digest, manifest.config.size)]),
+            lambda: store.check_size(manifest.config.digest, manifest.config.size),
         ]
         outcomes = [sandbox.call(use, unprivileged=True) for use in uses]
         (folder / "closed").chmod(0o755)
