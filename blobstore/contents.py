@@ -9,12 +9,12 @@ weight's name and the suffix; real tensors that happen to end so are tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantize.metadata import described
+from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 from blobstore.tensor import DType
 from blobstore.text import quoted
@@ -22,21 +22,21 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.mapping import Region
+    from blobstore.quantize.formats import QuantFormat
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
-COMPANIONS = {".scale": "_scale", ".bias": "_qbias", ".global_scale": ".global_scale"}
+COMPANIONS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
 """Suffixes of companions in a blob, and what they are called at run time."""
 
 _CONSTANT_KEY = "data"
 """The key of the only tensor in blobs that Ollama wrote before February 2026."""
 
 
-_NO_COMPANIONS: Mapping[str, TensorEntry] = MappingProxyType({})
+_NO_COMPANIONS: Mapping[str, TensorEntry] = {}
 
 
 class StoredTensor(NamedTuple):
@@ -47,22 +47,23 @@ class StoredTensor(NamedTuple):
     header: Header
     entry: TensorEntry
     companions: Mapping[str, TensorEntry] = _NO_COMPANIONS
-    """Entries by their suffix in the blob."""
-    quant_type: str = ""
-    """Empty for a plain tensor, ``unknown`` for a quantized one without metadata."""
-    group_size: str = ""
+    """Entries by their suffix in the blob; a tensor that has any is quantized."""
+    item: QuantFormat | None = None
+    """The quantization type; None for a plain tensor, and where the blob does not say."""
+    group_size: int = 0
 
     @property
     def type_name(self) -> str:
-        """The quantization type, or the element type."""
-        return self.quant_type or self.entry.spec.dtype.value
+        """The quantization type, ``unknown`` if it is not told; or the element type."""
+        if self.item is not None:
+            return self.item.name
+        return "unknown" if self.companions else self.entry.spec.dtype.value
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, unpacked; as stored where the quantization type is unknown."""
         shape = self.entry.spec.shape
-        known = FORMATS.get(self.quant_type)
-        return (*shape[:-1], known.columns(shape[-1])) if known and shape else shape
+        return (*shape[:-1], self.item.columns(shape[-1])) if self.item else shape
 
     @property
     def nbytes(self) -> int:
@@ -105,13 +106,14 @@ def read_contents(
     tensors: dict[str, StoredTensor] = {}
     headers = store.read_headers([(layer.digest, layer.size) for layer in layers], region)
     for layer, header in zip(layers, headers, strict=True):
-        if not isinstance(header, Header):
+        found = _tensors_of(layer, header) if isinstance(header, Header) else header
+        if isinstance(found, BlobstoreError):
             if not collect_faults:
                 where = f"layer {quoted(layer.name)}"
-                raise header.at(where)
-            faults[layer.name] = header
+                raise found.at(where)
+            faults[layer.name] = found
             continue
-        for tensor in _tensors_of(layer, header):
+        for tensor in found:
             earlier = tensors.setdefault(tensor.name, tensor)
             if earlier is not tensor:
                 message = (
@@ -122,13 +124,16 @@ def read_contents(
     return Contents(tensors, faults)
 
 
-def _tensors_of(layer: Descriptor, header: Header) -> Iterable[StoredTensor]:
+def _tensors_of(layer: Descriptor, header: Header) -> Iterable[StoredTensor] | BlobDamaged:
     entries = header.tensors
     if len(entries) == 1:
         ((name, entry),) = entries.items()
         known = layer.name if name == _CONSTANT_KEY else name
-        return (StoredTensor(known, layer, header, entry, _NO_COMPANIONS),)
-    return _grouped(layer, header)
+        return (StoredTensor(known, layer, header, entry),)
+    try:
+        return tuple(_grouped(layer, header))
+    except BlobDamaged as error:
+        return error
 
 
 def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
@@ -137,30 +142,21 @@ def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
         if _is_companion(name, entries):
             continue
         if not _is_quantized(name, entries):
-            yield StoredTensor(name, layer, header, entry, _NO_COMPANIONS)
+            yield StoredTensor(name, layer, header, entry)
             continue
         companions = {
             suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
         }
-        yield StoredTensor(
-            name,
-            layer,
-            header,
-            entry,
-            companions,
-            _described(header, name, "quant_type") or "unknown",
-            _described(header, name, "group_size"),
-        )
+        specs = {suffix: companion.spec for suffix, companion in companions.items()}
+        known = described(entry.spec, specs, header.metadata)
+        item, group_size = known or (None, 0)
+        yield StoredTensor(name, layer, header, entry, companions, item, group_size)
 
 
 def _is_quantized(name: str, entries: Mapping[str, TensorEntry]) -> bool:
-    return entries[name].spec.dtype is DType.U32 and f"{name}.scale" in entries
+    return entries[name].spec.dtype is DType.U32 and name + SCALE in entries
 
 
 def _is_companion(name: str, entries: Mapping[str, TensorEntry]) -> bool:
     base, _, suffix = name.rpartition(".")
     return f".{suffix}" in COMPANIONS and base in entries and _is_quantized(base, entries)
-
-
-def _described(header: Header, name: str, what: str) -> str:
-    return header.metadata.get(f"{name}.{what}") or header.metadata.get(what, "")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore import strictjson
+from blobstore.conversion import Conversion
 from blobstore.errors import BlobstoreError, DamagedSource, UsageError
 from blobstore.files import read_regular
 from blobstore.layerfile import blob_buffers, blob_size
@@ -23,9 +24,10 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
-from blobstore.plan import BlobPlan, plan, stacks
+from blobstore.plan import BlobPlan, stacks
+from blobstore.planning import Quantize, plan_source
 from blobstore.progress import Meter
-from blobstore.quantize.prequantized import refuse_prequantized
+from blobstore.quantize.recipes import Copied, Prequantized
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
@@ -36,11 +38,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.plan import ExpertForm
+    from blobstore.planning import ModelPlan
     from blobstore.progress import Progress
+    from blobstore.quantize.policy import PolicyName
     from blobstore.sources.base import SourceFile, TensorSource
     from blobstore.store.ingest import Ingest, Ingested
 
-_BUFFER_SIZE = 1 << 20
 _MAX_FILE_SIZE = 256 * 2**20
 
 
@@ -67,6 +70,10 @@ def create(
     *,
     store: LocalStore | None = None,
     experts: ExpertForm = "packed",
+    quantize: str | None = None,
+    group_size: int | None = None,
+    policy: PolicyName = "recommended",
+    overrides: Sequence[str] = (),
     weights: str | None = None,
     ignore_unindexed: bool = False,
     jobs: int | None = None,
@@ -79,6 +86,11 @@ def create(
         reference: the name, ``[host/][namespace/]model[:tag]``.
         store: where to; by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         experts: ``packed`` keeps experts as they are, one blob a layer; ``stacked`` joins them.
+        quantize: ``int4``, ``int8``, ``nvfp4``, ``mxfp8`` or ``mxfp4``; None keeps the tensors.
+        group_size: elements that share a scale: 32, 64 or 128 for int4 and int8.
+        policy: ``recommended`` keeps or promotes what suffers most; ``uniform`` gives the type to
+            every matrix that can take it but embeddings, norms, routers and vision.
+        overrides: ``GLOB=TYPE``, the last that matches a tensor deciding; ``none`` keeps it.
         weights: pattern of file names, where a folder holds several sets of weights.
         ignore_unindexed: leave out tensors that the weight index does not name.
         jobs: threads; by default the machine's processors.
@@ -95,14 +107,17 @@ def create(
     if jobs is not None and jobs < 1:
         message = f"jobs must be at least 1, got {jobs}"
         raise UsageError(message)
+    request = Quantize(
+        quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
+    )
     store = store or LocalStore()
     store.check_name(reference)
     opened = open_source(
         source, weights=weights, ignore_unindexed=ignore_unindexed, progress=progress
     )
     try:
-        blobs = plan_source(opened, experts=experts)
-        layers, ingested = _write(opened, blobs, store, reference, jobs, progress)
+        planned = plan_source(opened, experts=experts, quantize=request)
+        layers, ingested = _write(opened, planned, store, reference, jobs, progress)
     finally:
         opened.close()
     return Created(
@@ -112,28 +127,19 @@ def create(
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),
         seconds=time.monotonic() - started,
-        notices=tuple(opened.notices),
+        notices=planned.notices,
     )
-
-
-def plan_source(source: TensorSource, *, experts: ExpertForm = "packed") -> tuple[BlobPlan, ...]:
-    """Return the blobs that :func:`create` would make of an open source; nothing is written.
-
-    Raises:
-        UnsupportedSource: the source is of a kind that cannot be stored yet.
-    """
-    refuse_prequantized(source.specs)
-    return plan(source.specs, experts=experts)
 
 
 def _write(
     source: TensorSource,
-    blobs: Sequence[BlobPlan],
+    planned: ModelPlan,
     store: LocalStore,
     reference: Reference,
     jobs: int | None,
     progress: Progress | None,
 ) -> tuple[list[Descriptor], list[Ingested]]:
+    blobs = planned.blobs
     with store.ingest() as ingest:
         stored = _ingest_blobs(source, blobs, ingest, jobs, progress)
         layers = [
@@ -148,7 +154,9 @@ def _write(
             layers.append(
                 Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
             )
-        data = ModelConfig(capabilities=_capabilities(source)).to_bytes()
+        data = ModelConfig(
+            file_type=planned.quant_type, capabilities=_capabilities(source)
+        ).to_bytes()
         config = ingest.add(len(data), lambda: [data])
         stored.append(config)
         ingest.publish()
@@ -195,10 +203,9 @@ class _Work:
 
     def __init__(self, source: TensorSource, ingest: Ingest, meter: Meter) -> None:
         self.stop = threading.Event()
-        self._source = source
+        self._conversion = Conversion(source.read)
         self._ingest = ingest
         self._meter = meter
-        self._local = threading.local()
 
     def add(self, blob: BlobPlan) -> Ingested:
         """Store one blob."""
@@ -207,7 +214,7 @@ class _Work:
         def buffers() -> Iterator[Buffer]:
             nonlocal reported
             done = 0
-            for buffer in blob_buffers(blob, self._read):
+            for buffer in blob_buffers(blob, self._conversion.buffers):
                 if self.stop.is_set():
                     message = "stopped"
                     raise BlobstoreError(message)
@@ -217,12 +224,8 @@ class _Work:
                     self._meter.add(done - reported, blob.name)
                     reported = done
 
-        return self._ingest.add(blob_size(blob), buffers)
-
-    def _read(self, name: str) -> Iterator[memoryview]:
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = memoryview(bytearray(_BUFFER_SIZE))
-        return self._source.read(name, self._local.buffer)
+        is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
+        return self._ingest.add(blob_size(blob), buffers, once=not is_copied)
 
 
 def _small_layers(

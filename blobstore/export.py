@@ -31,12 +31,13 @@ from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.files import sync_folder, write_all
 from blobstore.folder import lay_out
 from blobstore.manifests.reference import Reference
+from blobstore.mapping import Region
 from blobstore.progress import Meter
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -70,19 +71,23 @@ def export_model(
     *,
     store: LocalStore | None = None,
     shard_size: int = SHARD_SIZE,
+    dequantize: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
     """Write a model as a Hugging Face folder: its tensors bit for bit, and its small files.
 
-    Stacked experts become the tensors that they were made of; quantized tensors and their
-    companions are written as stored. Layers that have no place in such a folder (Ollama's template,
-    system, parameter and license layers) are left out.
+    Stacked experts become the tensors that they were made of. Quantized weights and their companions
+    are written as stored, under the names and with the ``config.json`` that MLX reads. Layers that
+    have no place in such a folder (Ollama's template, system, parameter and license layers) are
+    left out.
 
     Args:
         reference: the name, ``[host/][namespace/]model[:tag]``.
         folder: where to; it must not exist, or be an empty folder.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         shard_size: bytes of tensors in a file; a model of more becomes several, with an index.
+        dequantize: write quantized weights as plain numbers of their original element type, as far
+            as the store knows it, and bfloat16 otherwise.
         progress: called with what is being done, bytes done and bytes in all.
 
     Raises:
@@ -102,12 +107,12 @@ def export_model(
     manifest = store.resolve(reference)
     target = _free_target(folder)
     try:
-        layout = lay_out(store, manifest, shard_size)
+        layout = lay_out(store, manifest, shard_size, dequantize=dequantize)
         with _building(target) as building:
             _write_tensors(store, layout, building, progress)
             for name, layer in layout.files.items():
                 _write_new(building / name, store.read_blob(layer.digest, layer.size))
-            for name, content in layout.indexes.items():
+            for name, content in layout.written.items():
                 _write_new(building / name, content)
             written = [path for path in building.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in written)
@@ -173,31 +178,47 @@ class _Copying:
             OSError: a file cannot be written.
         """
         try:
-            descriptor = self._store.open_blob(layer.digest, layer.size)
-            try:
-                blob = _BlobReader(descriptor, min(layer.size, _BUFFER_SIZE))
-                for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
-                    pass
-                for tensor in tensors:
-                    self._write(tensor.spec, blob, layer.name)
-            finally:
-                os.close(descriptor)
-            if blob.digester.digest() != layer.digest:
-                message = (
-                    f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
-                    f"have digest {blob.digester.digest()}; remove it and create the model again"
-                )
-                raise BlobDamaged(message)
+            if any(tensor.packed for tensor in tensors):
+                self._compute(layer, tensors)
+            else:
+                self._copy(layer, tensors)
         except BlobstoreError as error:
             where = f"layer {quoted(layer.name)}"
             raise error.at(where) from error
 
-    def _write(self, spec: TensorSpec, blob: _BlobReader, what: str) -> None:
+    def _copy(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
+        descriptor = self._store.open_blob(layer.digest, layer.size)
+        try:
+            blob = _BlobReader(descriptor, min(layer.size, _BUFFER_SIZE))
+            for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
+                pass
+            for tensor in tensors:
+                self._write(tensor.spec, blob.read(tensor.spec.nbytes), layer.name)
+        finally:
+            os.close(descriptor)
+        if blob.digester.digest() != layer.digest:
+            message = (
+                f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
+                f"have digest {blob.digester.digest()}; remove it and create the model again"
+            )
+            raise BlobDamaged(message)
+
+    def _compute(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
+        """Write the tensors of a blob, the quantized ones as plain numbers."""
+        # A weight and its companions lie apart, so the blob is mapped, and hashed beforehand.
+        self._store.check_digest(layer.digest, layer.size)
+        region = Region([layer.size])
+        for _ in self._store.map_blobs([(layer.digest, layer.size)], [0], region):
+            pass
+        for tensor in tensors:
+            self._write(tensor.spec, _pieces(tensor, region), layer.name)
+
+    def _write(self, spec: TensorSpec, buffers: Iterable[memoryview], what: str) -> None:
         path, offset = self._places[spec.name]
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.lseek(descriptor, offset, os.SEEK_SET)
-            for buffer in blob.read(spec.nbytes):
+            for buffer in buffers:
                 if self.stop.is_set():
                     message = "stopped"
                     raise BlobstoreError(message)
@@ -205,6 +226,20 @@ class _Copying:
                 self._meter.add(len(buffer), what)
         finally:
             os.close(descriptor)
+
+
+def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of a mapped blob, of a quantized one as plain numbers."""
+    from blobstore.frameworks import NAMES
+    from blobstore.safetensors.numpy import as_bytes
+    from blobstore.unpacking import plain_pieces
+
+    if tensor.packed is None:
+        yield memoryview(region.memory)[tensor.begin : tensor.begin + tensor.spec.nbytes]
+        return
+    name = NAMES[tensor.spec.dtype]
+    for array in plain_pieces(tensor.packed, region.memory, name, tensor.part):
+        yield as_bytes(array)
 
 
 class _BlobReader:

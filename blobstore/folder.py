@@ -1,7 +1,8 @@
 """What a model's Hugging Face folder holds: decided from the manifest and headers, nothing is written.
 
 Stacked experts become the tensors that they were made of, tensors of components go into their
-folders, and a model over the shard size becomes several files with an index.
+folders, and a model over the shard size becomes several files with an index. Quantized weights get
+the names and the config that MLX reads, or become plain numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore import strictjson
 from blobstore.contents import read_contents
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
+from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.manifests import media_types
+from blobstore.quantize.mlx_form import exported_config, joined_experts, mlx_name
+from blobstore.quantize.recipes import BIAS, SCALE
 from blobstore.safetensors.header import encode_header
 from blobstore.safetensors.writer import in_file_order
+from blobstore.stacks import read_stacks
 from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.contents import Contents, StoredTensor
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.quantize.formats import QuantFormat
     from blobstore.store.local import LocalStore
 
 _METADATA = {"format": "pt"}
@@ -45,6 +50,10 @@ class FolderTensor(NamedTuple):
     spec: TensorSpec
     layer: Descriptor
     begin: int
+    packed: StoredTensor | None = None
+    """What it is to be computed from, if it is quantized and shall be plain."""
+    part: int | None = None
+    """Its place in the first dimension of ``packed``, if it was stacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class WeightFile:
     """A file of weights; ``offsets`` are by the model's names, below a component too."""
 
     name: str
+    tensors: Sequence[str]
+    """The tensors of the file, below its component."""
     header: bytes
     offsets: Mapping[str, int]
 
@@ -62,8 +73,10 @@ class FolderLayout:
 
     tensors: Sequence[FolderTensor]
     weights: Sequence[WeightFile]
-    indexes: Mapping[str, bytes]
+    written: Mapping[str, bytes]
+    """Files made for the folder: weight indexes, and configs that must say something else."""
     files: Mapping[str, Descriptor]
+    """Files kept as they were."""
 
 
 def _check_kind(manifest: Manifest) -> None:
@@ -79,44 +92,55 @@ def _check_kind(manifest: Manifest) -> None:
         raise BlobstoreError(message)
 
 
-def lay_out(store: LocalStore, manifest: Manifest, shard_size: int) -> FolderLayout:
-    """Return what the folder of a model will hold.
+def lay_out(
+    store: LocalStore, manifest: Manifest, shard_size: int, *, dequantize: bool = False
+) -> FolderLayout:
+    """Return what the folder of a model will hold, quantized weights packed or as plain numbers.
 
     Raises:
-        BlobstoreError: the model has no tensors, or has weights of another kind.
+        BlobstoreError: the model has no tensors, or has weights of another kind, or that cannot be
+            had so.
         BlobMissing, BlobDamaged, InvalidManifest: it is not whole, or names files that must not be
             written.
     """
     _check_kind(manifest)
-    tensors = _source_tensors(read_contents(store, manifest), _read_stacks(store, manifest))
+    contents, stacks = read_contents(store, manifest), read_stacks(store, manifest)
+    tensors = _source_tensors(contents, stacks, dequantize=dequantize)
+    types = {} if dequantize else _packed_types(contents, stacks)
     files = _small_files(manifest)
     stems = _stems(store, files)
     weights: list[WeightFile] = []
-    indexes: dict[str, bytes] = {}
+    written: dict[str, bytes] = {}
     reserved = list(files)
+    specs, joins = _joined([tensor.spec for tensor in tensors], types)
     for prefix, stem in sorted(stems.items()):
-        members = [tensor.spec for tensor in tensors if _prefix(tensor.spec.name, stems) == prefix]
+        members = [spec for spec in specs if _prefix(spec.name, stems) == prefix]
         if not members:
             continue
-        shards = _shards(members, prefix, stem, shard_size)
+        shards = _shards(members, joins, prefix, stem, shard_size)
         weights.extend(shards)
         index = f"{prefix}{stem}.safetensors.index.json"
         if len(shards) > 1:
-            indexes[index] = _index(shards, members, prefix)
+            written[index] = _index(shards, members, prefix)
         # The index is reserved even where there is none: a foreign one would mislead readers.
         reserved += [index, *(shard.name for shard in shards)]
     _check_paths(reserved)
-    return FolderLayout(tensors, weights, indexes, files)
+    written |= _changed_configs(store, files, stems, types)
+    kept = {name: file for name, file in files.items() if name not in written}
+    return FolderLayout(tensors, weights, written, kept)
 
 
-def _source_tensors(contents: Contents, stacks: Mapping[str, Sequence[str]]) -> list[FolderTensor]:
+def _source_tensors(
+    contents: Contents, stacks: Mapping[str, Sequence[str]], *, dequantize: bool
+) -> list[FolderTensor]:
     """Return the tensors as the source had them, in the order of the layers and their bytes."""
     found: dict[str, FolderTensor] = {}
     unused = set(stacks)
+    make = _plain_tensors if dequantize else _packed_tensors
     for stored in contents.tensors.values():
-        sources = None if stored.companions else stacks.get(stored.name)
+        sources = stacks.get(stored.name)
         unused.discard(stored.name)
-        for tensor in _as_stored(stored) if sources is None else _split(stored, sources):
+        for tensor in make(stored, sources):
             if found.setdefault(tensor.spec.name, tensor) is not tensor:
                 message = f"two tensors would both be exported as {quoted(tensor.spec.name)}"
                 raise BlobDamaged(message)
@@ -126,51 +150,81 @@ def _source_tensors(contents: Contents, stacks: Mapping[str, Sequence[str]]) -> 
     return list(found.values())
 
 
-def _as_stored(stored: StoredTensor) -> Iterator[FolderTensor]:
-    for suffix, entry in {"": stored.entry, **stored.companions}.items():
-        spec = TensorSpec(stored.name + suffix, entry.spec.dtype, entry.spec.shape)
-        yield FolderTensor(spec, stored.layer, stored.header.data_start + entry.begin)
+def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
+    """Yield a tensor and its companions as stored, under the names that MLX gives them."""
+    for suffix, (spec, begin, end) in {"": stored.entry, **stored.companions}.items():
+        start = stored.header.data_start + begin
+        if sources is None:
+            named = spec._replace(name=mlx_name(stored.name, suffix))
+            yield FolderTensor(named, stored.layer, start)
+            continue
+        _check_stack(stored, spec.shape, sources)
+        size = (end - begin) // len(sources)
+        for number, name in enumerate(sources):
+            part = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
+            yield FolderTensor(part, stored.layer, start + number * size)
 
 
-def _split(stored: StoredTensor, sources: Sequence[str]) -> Iterator[FolderTensor]:
-    spec, begin, end = stored.entry
-    if spec.shape[:1] != (len(sources),):
+def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
+    """Yield a tensor that is to be plain numbers in the folder."""
+    if not stored.companions:
+        yield from _packed_tensors(stored, sources)
+        return
+    if stored.item is None:
+        message = f"tensor {quoted(stored.name)} is quantized, but its blob does not say how"
+        raise BlobstoreError(message)
+    dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
+    if sources is None:
+        spec = TensorSpec(stored.name, dtype, stored.shape)
+        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored)
+        return
+    _check_stack(stored, stored.shape, sources)
+    for number, name in enumerate(sources):
+        spec = TensorSpec(name, dtype, stored.shape[1:])
+        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored, number)
+
+
+def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence[str]) -> None:
+    if shape[:1] != (len(sources),):
         message = (
-            f"tensor {quoted(stored.name)} of shape {list(spec.shape)} is said to be made of "
+            f"tensor {quoted(stored.name)} of shape {list(shape)} is said to be made of "
             f"{len(sources)} tensors"
         )
         raise BlobDamaged(message)
-    size = (end - begin) // len(sources)
-    for number, name in enumerate(sources):
-        offset = stored.header.data_start + begin + number * size
-        yield FolderTensor(TensorSpec(name, spec.dtype, spec.shape[1:]), stored.layer, offset)
 
 
-def _read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the names of the tensors that each stacked tensor was made of.
-
-    Raises:
-        BlobDamaged: the list is not of that form.
-    """
-    stacks: dict[str, list[str]] = {}
-    for layer in manifest.layers_of(media_types.STACKS):
-        try:
-            value = strictjson.loads(store.read_blob(layer.digest, layer.size))
-        except ValueError as error:
-            message = f"the list of stacked tensors, blob {layer.digest.short}, is {error}"
-            raise BlobDamaged(message) from None
-        if not isinstance(value, dict) or not all(map(_is_list_of_names, value.values())):
-            message = (
-                f"the list of stacked tensors, blob {layer.digest.short}, is not an object of "
-                "lists of names"
-            )
-            raise BlobDamaged(message)
-        stacks.update(value)
-    return stacks
+def _packed_types(
+    contents: Contents, stacks: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[QuantFormat, int]]:
+    """Return type and group size of the weights that are packed in the folder, by their names."""
+    return {
+        name: (stored.item, stored.group_size)
+        for stored in contents.tensors.values()
+        if stored.item is not None
+        for name in stacks.get(stored.name, (stored.name,))
+    }
 
 
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+def _changed_configs(
+    store: LocalStore,
+    files: Mapping[str, Descriptor],
+    stems: Mapping[str, str],
+    types: Mapping[str, tuple[QuantFormat, int]],
+) -> dict[str, bytes]:
+    """Return the configs that must say something else of quantization than those kept."""
+    changed: dict[str, bytes] = {}
+    for prefix in stems:
+        name = f"{prefix}config.json"
+        config = _decoded(store, files, name)
+        own = {
+            tensor.removeprefix(prefix): known
+            for tensor, known in types.items()
+            if _prefix(tensor, stems) == prefix
+        }
+        value = exported_config(config, own) if isinstance(config, dict) else None
+        if value is not None:
+            changed[name] = f"{json.dumps(value, indent=2)}\n".encode()
+    return changed
 
 
 def _small_files(manifest: Manifest) -> dict[str, Descriptor]:
@@ -219,12 +273,7 @@ def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]
     """
 
     def decoded(name: str) -> Any:
-        if name not in files:
-            return None
-        try:
-            return json.loads(store.read_blob(files[name].digest, files[name].size))
-        except (ValueError, RecursionError):
-            return None
+        return _decoded(store, files, name)
 
     def stem(folder: str) -> str:
         # Only diffusers writes this key into the config.json of its models.
@@ -248,14 +297,44 @@ def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]
     return stems
 
 
+def _decoded(store: LocalStore, files: Mapping[str, Descriptor], name: str) -> Any:
+    """Return what a file of the model holds, None if there is none or it is not JSON."""
+    if name not in files:
+        return None
+    try:
+        return json.loads(store.read_blob(files[name].digest, files[name].size))
+    except (ValueError, RecursionError):
+        return None
+
+
 def _prefix(name: str, stems: Mapping[str, str]) -> str:
     """Return the prefix of the component that a tensor belongs to."""
     folder, slash, _ = name.partition("/")
     return folder + slash if slash and folder + slash in stems else ""
 
 
+def _joined(
+    specs: Iterable[TensorSpec], types: Mapping[str, tuple[QuantFormat, int]]
+) -> tuple[list[TensorSpec], dict[str, list[str]]]:
+    """Return the tensors of the files, and which of them hold several of the model's, by name."""
+    found = {spec.name: spec for spec in specs}
+    packed = {mlx_name(name, suffix) for name in types for suffix in ("", SCALE, BIAS)}
+    joins = joined_experts(spec for name, spec in found.items() if name in packed)
+    joins = {name: members for name, members in joins.items() if name not in found}
+    for name, members in joins.items():
+        first = found[members[0]]
+        found[name] = TensorSpec(name, first.dtype, (len(members), *first.shape))
+        for member in members:
+            del found[member]
+    return list(found.values()), joins
+
+
 def _shards(
-    specs: Iterable[TensorSpec], prefix: str, stem: str, shard_size: int
+    specs: Iterable[TensorSpec],
+    joins: Mapping[str, Sequence[str]],
+    prefix: str,
+    stem: str,
+    shard_size: int,
 ) -> list[WeightFile]:
     """Return the files of one component, filled in the order of the names."""
     parts: list[list[TensorSpec]] = [[]]
@@ -267,30 +346,34 @@ def _shards(
         parts[-1].append(spec)
         room -= spec.nbytes
     if len(parts) == 1:
-        return [_weight_file(f"{prefix}{stem}.safetensors", parts[0], prefix)]
+        return [_weight_file(f"{prefix}{stem}.safetensors", parts[0], joins, prefix)]
     return [
-        _weight_file(f"{prefix}{stem}-{number:05}-of-{len(parts):05}.safetensors", part, prefix)
+        _weight_file(
+            f"{prefix}{stem}-{number:05}-of-{len(parts):05}.safetensors", part, joins, prefix
+        )
         for number, part in enumerate(parts, start=1)
     ]
 
 
-def _weight_file(path: str, specs: Iterable[TensorSpec], prefix: str) -> WeightFile:
+def _weight_file(
+    path: str, specs: Iterable[TensorSpec], joins: Mapping[str, Sequence[str]], prefix: str
+) -> WeightFile:
     ordered = in_file_order(specs)
     local = [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in ordered]
     header = encode_header(local, _METADATA)
     offsets: dict[str, int] = {}
     offset = len(header)
     for spec in ordered:
-        offsets[spec.name] = offset
+        members = joins.get(spec.name, (spec.name,))
+        for number, member in enumerate(members):
+            offsets[member] = offset + number * (spec.nbytes // len(members))
         offset += spec.nbytes
-    return WeightFile(path, header, offsets)
+    return WeightFile(path, [spec.name for spec in local], header, offsets)
 
 
 def _index(shards: Iterable[WeightFile], specs: Iterable[TensorSpec], prefix: str) -> bytes:
     weight_map = {
-        name.removeprefix(prefix): shard.name.removeprefix(prefix)
-        for shard in shards
-        for name in shard.offsets
+        name: shard.name.removeprefix(prefix) for shard in shards for name in shard.tensors
     }
     value = {
         "metadata": {"total_size": sum(spec.nbytes for spec in specs)},

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.plan import BlobPlan
+    from blobstore.quantize.recipes import Recipe
 
 
 def blob_header(blob: BlobPlan) -> bytes:
@@ -20,20 +21,19 @@ def blob_header(blob: BlobPlan) -> bytes:
     Raises:
         InvalidHeader: the tensors' names cannot stand in a header, or it is over the size limit.
     """
-    return encode_header([tensor.spec for tensor in blob.tensors], blob.metadata)
+    return encode_header(blob.stored, blob.metadata)
 
 
 def blob_size(blob: BlobPlan) -> int:
     """Return the size in bytes of a blob, header included. Raises as :func:`blob_header`."""
-    return len(blob_header(blob)) + sum(tensor.spec.nbytes for tensor in blob.tensors)
+    return len(blob_header(blob)) + sum(spec.nbytes for spec in blob.stored)
 
 
-def blob_buffers(blob: BlobPlan, read: Callable[[str], Iterable[Buffer]]) -> Iterator[Buffer]:
-    """Yield the bytes of a blob; ``read`` gives the bytes of a source tensor.
+def blob_buffers(blob: BlobPlan, make: Callable[[Recipe], Iterable[Buffer]]) -> Iterator[Buffer]:
+    """Yield the bytes of a blob; ``make`` gives the bytes of a tensor and its companions.
 
     A buffer is good until the next one is asked for.
     """
     yield blob_header(blob)
-    for tensor in blob.tensors:
-        for source in tensor.sources:
-            yield from read(source)
+    for recipe in blob.tensors:
+        yield from make(recipe)

@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.errors import BlobDamaged, BlobstoreError, Damaged, TensorNotFound, UsageError
+from blobstore.contents import COMPANIONS
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    Damaged,
+    TensorNotFound,
+    UnsupportedDType,
+    UsageError,
+)
+from blobstore.frameworks import FLOATS, checked_dtype, converter, dequantizer, original_dtype
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
 from blobstore.places import find_places, write_index
+from blobstore.quantize.formats import FORMATS
+from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from typing import Self
 
+    from blobstore.frameworks import FloatName
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.places import Place
+    from blobstore.quantize.formats import QuantFormat
 
 Framework = Literal["numpy", "torch", "mlx"]
 Verify = Literal["none", "size", "digest"]
@@ -44,6 +57,7 @@ def open_model(
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
+    dequantize: bool = False,
 ) -> Model:
     """Open a model for loading.
 
@@ -56,6 +70,8 @@ def open_model(
         device: where torch tensors are put; anything but ``cpu`` is a copy.
         verify: ``size`` maps every blob and so checks that it is there with its size, ``digest``
             reads and hashes them all, ``none`` leaves mapping to the first use of each blob.
+        dequantize: give quantized weights as plain numbers, under their names alone; see
+            :meth:`Model.dequantized`. They are computed at every look-up.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -66,7 +82,7 @@ def open_model(
         reference = Reference.parse(reference)
     store = store or LocalStore()
     data = store.read_manifest(reference)
-    model = Model(reference, data, store, framework=framework, device=device)
+    model = Model(reference, data, store, framework=framework, device=device, dequantize=dequantize)
     model.check(verify)
     return model
 
@@ -86,19 +102,26 @@ class Model(Mapping[str, Any]):
         *,
         framework: Framework = "numpy",
         device: str = "cpu",
+        dequantize: bool = False,
     ) -> None:
         self.reference = reference
         self._leave_index: weakref.finalize[Any, Model] | None = None
         self._manifest = manifest
         self._store = store
-        self._convert = _converter(framework, device)
+        self._convert = converter(framework, device)
+        self._framework = framework
+        self._is_plain = dequantize
         self._is_writable = framework == "torch"
         reserve = functools.partial(Region, writable=self._is_writable)
         try:
             places = find_places(store, manifest, reserve=reserve)
         except Damaged as error:
             raise error.at(str(reference)) from None
-        self._places, self._blobs, is_indexed, self._region = places
+        self._places, self._blobs, self._quantized, is_indexed, self._region = places
+        self._names: Mapping[str, Place] = self._places
+        if dequantize:
+            hidden = {name + end for name in self._quantized for end in COMPANIONS.values()}
+            self._names = {name: at for name, at in self._places.items() if name not in hidden}
         if (
             not is_indexed
         ):  # written when the model is closed or the program ends: a server starts sooner
@@ -118,13 +141,13 @@ class Model(Mapping[str, Any]):
         self.close()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._names
 
     def __getitem__(self, name: str) -> Any:
         """Return a tensor by its runtime name.
@@ -134,18 +157,55 @@ class Model(Mapping[str, Any]):
             BlobMissing, BlobDamaged: its blob is not whole.
             UnsupportedDType: the framework has no type for it.
         """
-        dtype, shape, blob, begin = self._place(name)
-        region = self._mapped([blob])
-        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
-        return self._convert(region.memory, region.offsets[blob] + begin, spec)
+        place = self._place(name)
+        if self._is_plain and name in self._quantized:
+            return self.dequantized(name)
+        return self._array(name, place)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Name, element type and shape of every tensor as stored; nothing is mapped."""
+        """Name, element type and shape of every tensor that look-ups give; nothing is mapped.
+
+        Raises:
+            UnsupportedDType: see :meth:`dequantized`; only if that is what look-ups give.
+        """
         return {
-            name: TensorSpec(name, DTYPES[dtype], tuple(shape))
-            for name, (dtype, shape, _, _) in self._places.items()
+            name: self._plain_spec(name)
+            if self._is_plain and name in self._quantized
+            else TensorSpec(name, DTYPES[dtype], tuple(shape))
+            for name, (dtype, shape, _, _) in self._names.items()
         }
+
+    def dequantized(self, name: str, dtype: str | None = None) -> Any:
+        """Return a quantized weight as plain numbers of the model's framework; others as they are.
+
+        The numbers are those that MLX computes, bit for bit, and new memory at every call.
+
+        Args:
+            name: runtime name of the weight.
+            dtype: ``bfloat16``, ``float16`` or ``float32``; by default the type of affine scales,
+                which is that of the original weight, and bfloat16 for the types of floats.
+
+        Raises:
+            UnsupportedDType: the blob does not say how the weight is quantized.
+            UsageError: ``dtype`` is another. Otherwise as :meth:`__getitem__`.
+        """
+        place = self._place(name)
+        if name not in self._quantized:
+            return self._array(name, place)
+        item, group_size = self._format(name)
+        chosen = self._original_dtype(name, item) if dtype is None else checked_dtype(dtype)
+        scale, bias = (
+            self._array(end, self._places[end]) if end in self._places else None
+            for end in (name + COMPANIONS[SCALE], name + COMPANIONS[BIAS])
+        )
+        scalar = name + COMPANIONS[GLOBAL_SCALE]
+        global_scale = None
+        if scalar in self._places:
+            (global_scale,) = struct.unpack("<f", self.view(scalar).data)
+        weight = self._array(name, place)
+        dequantize = dequantizer(self._framework)
+        return dequantize(weight, scale, bias, item, group_size, chosen, global_scale)
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -157,7 +217,7 @@ class Model(Mapping[str, Any]):
 
         Raises as :meth:`__getitem__`.
         """
-        dtype, shape, blob, begin = self._place(name)
+        dtype, shape, blob, begin = self._places.get(name) or self._place(name)
         region = self._mapped([blob])
         spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
         start = region.offsets[blob] + begin
@@ -165,7 +225,9 @@ class Model(Mapping[str, Any]):
 
     def tensors(self, prefix: str = "") -> dict[str, Any]:
         """Return the tensors whose names begin with ``prefix``. Raises as :meth:`__getitem__`."""
-        places = {name: place for name, place in self._places.items() if name.startswith(prefix)}
+        places = {name: place for name, place in self._names.items() if name.startswith(prefix)}
+        if self._is_plain and self._quantized:
+            return {name: self[name] for name in places}
         region = self._mapped([blob for _, _, blob, _ in places.values()])
         memory, offsets, convert = region.memory, region.offsets, self._convert
         return {
@@ -246,8 +308,33 @@ class Model(Mapping[str, Any]):
         if self._leave_index is not None:
             self._leave_index()
 
+    def _array(self, name: str, place: Place) -> Any:
+        dtype, shape, blob, begin = place
+        region = self._mapped([blob])
+        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
+        return self._convert(region.memory, region.offsets[blob] + begin, spec)
+
+    def _format(self, name: str) -> tuple[QuantFormat, int]:
+        quant_type, group_size = self._quantized[name]
+        if not quant_type:
+            message = (
+                f"tensor {quoted(name)} of {self.reference} is quantized, but its blob does not say "
+                "how; read it as it is stored"
+            )
+            raise UnsupportedDType(message)
+        return FORMATS[quant_type], group_size
+
+    def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
+        return original_dtype(item, DTYPES[self._places[name + COMPANIONS[SCALE]][0]])
+
+    def _plain_spec(self, name: str) -> TensorSpec:
+        item, _ = self._format(name)
+        _, shape, _, _ = self._places[name]
+        dtype = FLOATS[self._original_dtype(name, item)]
+        return TensorSpec(name, dtype, (*shape[:-1], item.columns(shape[-1])))
+
     def _place(self, name: str) -> Place:
-        place = self._places.get(name)
+        place = self._names.get(name)
         if place is None:
             message = f"model {self.reference} has no tensor {quoted(name)}"
             raise TensorNotFound(message)
@@ -286,25 +373,3 @@ class Model(Mapping[str, Any]):
             except Damaged as found:
                 return found.at(f"{self.reference}: layer {quoted(layer.name)}")
         return error.at(str(self.reference))
-
-
-def _converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:
-    if framework == "torch":
-        from blobstore.safetensors.torch import as_tensor
-
-        if device == "cpu":
-            return as_tensor
-        return lambda memory, offset, spec: as_tensor(memory, offset, spec).to(device)
-    if framework not in ("numpy", "mlx"):
-        message = f"framework must be numpy, torch or mlx, got {quoted(framework)}"
-        raise UsageError(message)
-    if device != "cpu":
-        message = f"device {quoted(device)} is for torch only; {framework} takes cpu"
-        raise UsageError(message)
-    if framework == "mlx":
-        from blobstore.safetensors.mlx import as_mlx
-
-        return as_mlx
-    from blobstore.safetensors.numpy import as_array
-
-    return as_array

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-_FORM = 1
+_FORM = 2
 """To be raised when the index changes its form, so that older ones are made anew."""
 
 
@@ -42,6 +42,8 @@ class Places(NamedTuple):
 
     tensors: dict[str, Place]
     blobs: list[tuple[Digest, int]]
+    quantized: dict[str, tuple[str, int]]
+    """Type and group size of the quantized weights; empty and 0 where the blob does not say."""
     is_indexed: bool
     """Whether they came from the index."""
     region: Region | None = None
@@ -87,6 +89,7 @@ def _resolve(
     except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file will tell
         region = None
     tensors: dict[str, Place] = {}
+    quantized: dict[str, tuple[str, int]] = {}
 
     def add(name: str, entry: TensorEntry, slot: int, start: int) -> None:
         spec, begin, _ = entry
@@ -95,20 +98,20 @@ def _resolve(
             raise BlobDamaged(message)
         tensors[name] = (spec.dtype.value, spec.shape, slot, start + begin)
 
-    for name, layer, header, entry, companions, *_ in read_contents(
-        store, manifest, region=region
-    ).tensors.values():
+    contents = read_contents(store, manifest, region=region)
+    for name, layer, header, entry, companions, item, group_size in contents.tensors.values():
         slot, start = slots[layer.digest.hex], header.data_start
         add(name, entry, slot, start)
         if companions:
             for suffix, companion in companions.items():
                 add(name + COMPANIONS[suffix], companion, slot, start)
-    return Places(tensors, blobs, is_indexed=False, region=region)
+            quantized[name] = (item.name, group_size) if item else ("", 0)
+    return Places(tensors, blobs, quantized, is_indexed=False, region=region)
 
 
 def _encode(key: Digest, places: Places) -> bytes:
     blobs = [(digest.hex, size) for digest, size in places.blobs]
-    text = json.dumps([places.tensors, blobs], separators=(",", ":")).encode()
+    text = json.dumps([places.tensors, blobs, places.quantized], separators=(",", ":")).encode()
     return f"{_seal(key, text)}\n".encode() + text
 
 
@@ -118,9 +121,9 @@ def _decode(key: Digest, data: bytes | None) -> Places | None:
     digest, _, text = data.partition(b"\n")
     if digest != str(_seal(key, text)).encode():
         return None
-    tensors, blobs = json.loads(text)
+    tensors, blobs, quantized = json.loads(text)
     known = [(Digest(spelled), size) for spelled, size in blobs]
-    return Places(tensors, known, is_indexed=True)
+    return Places(tensors, known, quantized, is_indexed=True)
 
 
 def _seal(key: Digest, text: bytes) -> Digest:

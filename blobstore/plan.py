@@ -3,21 +3,29 @@
 Tensors are blobs of their own, but for the experts of a layer. In *packed* form all experts of a layer
 keep their tensors and names inside one blob named by their prefix, and so do its shared experts. In
 *stacked* form the experts' tensors of one projection become one tensor with a leading expert
-dimension, as Ollama 0.33 does. The result does not depend on the sharding or order of the source.
+dimension, as Ollama 0.33 does, in one blob a layer, or in one a projection where the projections are
+of different quantization types. The result does not depend on the sharding or order of the source.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.quantize.metadata import describe
+from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized
 from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from blobstore.quantize.policy import Policy
+    from blobstore.quantize.recipes import Recipe
 
 ExpertForm = Literal["packed", "stacked"]
 EXPERT_FORMS: tuple[ExpertForm, ...] = ("packed", "stacked")
@@ -38,62 +46,100 @@ _STACKED_PREFIXES = re.compile(r".*\.(?:mlp|moe|mixer)\.experts", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedTensor:
-    """A tensor of a blob, and the source tensors whose bytes, one after another, are its own."""
-
-    spec: TensorSpec
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BlobPlan:
     """One blob: its layer name and its tensors in the order of the data."""
 
     name: str
-    tensors: tuple[PlannedTensor, ...]
-    is_group: bool = False
+    tensors: tuple[Recipe, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> list[TensorSpec]:
+        """The tensors and their companions in the order of the data."""
+        return [spec for recipe in self.tensors for spec in recipe.stored]
 
 
 def plan(
-    specs: Mapping[str, TensorSpec], *, experts: ExpertForm = "packed"
+    recipes: Mapping[str, Recipe],
+    *,
+    experts: ExpertForm = "packed",
+    policy: Policy | None = None,
 ) -> tuple[BlobPlan, ...]:
     """Return the blobs for the tensors of a source: plain ones by name, then groups by prefix.
 
+    Args:
+        recipes: the logical tensors by name.
+        experts: the form of the experts.
+        policy: decides which plain tensors are quantized; None leaves all as they are.
+
     Raises:
         UnsupportedSource: the experts of a projection cannot be stacked, for they differ in type
-            or shape; or two blobs would have one name.
-        UsageError: ``experts`` is no known form.
+            or shape; or two tensors would have one name.
+        UsageError: ``experts`` is no known form, or the policy asks for what cannot be.
     """
     if experts not in EXPERT_FORMS:
         message = f"unknown form of experts {quoted(experts)}; expected packed or stacked"
         raise UsageError(message)
-    plain: list[BlobPlan] = []
-    groups: dict[str, dict[str, TensorSpec]] = {}
-    for name, spec in specs.items():
+    plain: list[Recipe] = []
+    groups: dict[str, list[Recipe]] = defaultdict(list)
+    for name, recipe in recipes.items():
         prefix = _group_prefix(name, experts)
-        if prefix is None:
-            plain.append(BlobPlan(name, (PlannedTensor(spec, (name,)),)))
+        if prefix is None or (experts == "stacked" and isinstance(recipe, Prequantized)):
+            plain.append(recipe)
         else:
-            groups.setdefault(prefix, {})[name] = spec
-    pack = _packed if experts == "packed" else _stacked
-    packed = [
-        BlobPlan(prefix, tuple(pack(members)), is_group=True)
-        for prefix, members in sorted(groups.items())
-    ]
-    plans = (*sorted(plain, key=lambda blob: blob.name), *packed)
+            groups[prefix].append(recipe)
+    plans = [_blob(recipe.spec.name, [recipe], policy) for recipe in sorted(plain, key=_BY_NAME)]
+    for prefix, members in sorted(groups.items()):
+        if experts == "packed":
+            plans.append(_blob(prefix, sorted(members, key=_BY_NAME), policy))
+        else:
+            plans.extend(_stacked_blobs(prefix, _stacked(members), policy))
     _check_unique(plans)
-    return plans
+    return tuple(plans)
 
 
 def stacks(plans: Iterable[BlobPlan]) -> dict[str, tuple[str, ...]]:
     """Return which source tensors each stacked tensor was made of, in order."""
     return {
-        tensor.spec.name: tensor.sources
+        recipe.spec.name: recipe.sources
         for blob in plans
-        for tensor in blob.tensors
-        if tensor.sources != (tensor.spec.name,)
+        for recipe in blob.tensors
+        if not isinstance(recipe, Prequantized) and recipe.spec.name not in recipe.sources
     }
+
+
+_BY_NAME = attrgetter("spec.name")
+
+
+def _blob(name: str, members: Sequence[Recipe], policy: Policy | None) -> BlobPlan:
+    recipes = tuple(_decided(recipe, policy) for recipe in members)
+    metadata = describe({recipe.spec.name: _type(recipe) for recipe in recipes})
+    return BlobPlan(name, recipes, metadata)
+
+
+def _stacked_blobs(
+    prefix: str, members: Sequence[Recipe], policy: Policy | None
+) -> Iterable[BlobPlan]:
+    whole = _blob(prefix, members, policy)
+    if len({_type(recipe) for recipe in whole.tensors}) == 1:
+        return [whole]
+    return [_blob(recipe.spec.name, [recipe], policy) for recipe in members]
+
+
+def _decided(recipe: Recipe, policy: Policy | None) -> Recipe:
+    if policy is None or isinstance(recipe, Prequantized | Quantized):
+        return recipe
+    decision = policy.decide(recipe.spec)
+    if decision.item is None:
+        return recipe
+    return Quantized(recipe, decision.item, decision.group_size)
+
+
+def _type(recipe: Recipe) -> tuple[str, int | None] | None:
+    """Return quantization type and group size, None for a plain tensor."""
+    if isinstance(recipe, Prequantized | Quantized):
+        return recipe.item.name, recipe.group_size
+    return None
 
 
 def _group_prefix(name: str, experts: ExpertForm) -> str | None:
@@ -106,38 +152,55 @@ def _group_prefix(name: str, experts: ExpertForm) -> str | None:
     return match["prefix"] if match is not None else None
 
 
-def _packed(members: Mapping[str, TensorSpec]) -> Iterable[PlannedTensor]:
-    return (PlannedTensor(spec, (name,)) for name, spec in sorted(members.items()))
-
-
-def _stacked(members: Mapping[str, TensorSpec]) -> Iterable[PlannedTensor]:
-    projections: dict[str, list[tuple[tuple[int, str], str]]] = {}
-    for name in members:
-        match = _EXPERTS.fullmatch(name)
+def _stacked(members: Iterable[Recipe]) -> list[Recipe]:
+    """Return the experts' tensors of each projection as one, by projection."""
+    projections: dict[str, list[tuple[tuple[int, str], Copied | Decoded]]] = defaultdict(list)
+    for recipe in members:
+        match = _EXPERTS.fullmatch(recipe.spec.name)
         assert match is not None  # noqa: S101 - only such names are grouped in stacked form
-        stacked = f"{match['prefix']}.{match['rest']}"
+        assert isinstance(recipe, Copied | Decoded)  # noqa: S101 - and only such recipes
         # By length, then digits: the order of the numbers, which may be too long for int().
         number = (len(match["expert"]), match["expert"])
-        projections.setdefault(stacked, []).append((number, name))
-    for stacked, numbered in sorted(projections.items()):
-        names = tuple(name for _, name in sorted(numbered))
-        first = members[names[0]]
-        for name in names:
-            if (members[name].dtype, members[name].shape) != (first.dtype, first.shape):
-                message = (
-                    f"experts {quoted(names[0])} and {quoted(name)} differ in dtype or shape and "
-                    "cannot be stacked; use --experts packed"
-                )
-                raise UnsupportedSource(message)
-        spec = TensorSpec(stacked, first.dtype, (len(names), *first.shape))
-        yield PlannedTensor(spec, names)
+        projections[f"{match['prefix']}.{match['rest']}"].append((number, recipe))
+    return [
+        _joined(name, [recipe for _, recipe in sorted(numbered, key=lambda item: item[0])])
+        for name, numbered in sorted(projections.items())
+    ]
+
+
+def _joined(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
+    first = experts[0]
+    for expert in experts:
+        if _form(expert) != _form(first):
+            message = (
+                f"experts {quoted(first.spec.name)} and {quoted(expert.spec.name)} differ in dtype "
+                "or shape and cannot be stacked; use --experts packed"
+            )
+            raise UnsupportedSource(message)
+    spec = TensorSpec(name, first.spec.dtype, (len(experts), *first.spec.shape))
+    sources = tuple(source for expert in experts for source in expert.sources)
+    if isinstance(first, Copied):
+        return Copied(spec, sources)
+    scales = tuple(
+        scale for expert in experts if isinstance(expert, Decoded) for scale in expert.scales
+    )
+    return replace(first, spec=spec, sources=sources, scales=scales)
+
+
+def _form(recipe: Copied | Decoded) -> tuple[object, ...]:
+    """Return all that experts must have in common."""
+    own = recipe.spec.dtype, recipe.spec.shape
+    if isinstance(recipe, Copied):
+        return own
+    packed = (recipe.weight.dtype, recipe.scale.dtype, recipe.scale.shape, recipe.block)
+    return (*own, *packed)
 
 
 def _check_unique(plans: Iterable[BlobPlan]) -> None:
     blobs: set[str] = set()
     tensors: set[str] = set()
     for blob in plans:
-        for name, seen in ((blob.name, blobs), *((t.spec.name, tensors) for t in blob.tensors)):
+        for name, seen in ((blob.name, blobs), *((spec.name, tensors) for spec in blob.stored)):
             if name in seen:
                 message = f"two tensors of the source would both be stored as {quoted(name)}"
                 raise UnsupportedSource(message)

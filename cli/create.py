@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from blobstore.creation import Created
     from blobstore.manifests.reference import Reference
-    from blobstore.plan import BlobPlan
+    from blobstore.planning import ModelPlan, PlannedTensor, Quantize
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
+PolicyName = Literal["recommended", "uniform"]
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
@@ -30,6 +31,32 @@ ExpertForm = Literal["packed", "stacked"]
     default="packed",
     show_default=True,
     help="Keep a layer's experts as they are in one blob, or join them to one tensor a projection.",
+)
+@click.option(
+    "--quantize",
+    "quant_type",
+    metavar="TYPE",
+    help="Quantize the weights to int4, int8, nvfp4, mxfp8 or mxfp4.",
+)
+@click.option(
+    "--group-size",
+    type=int,
+    metavar="N",
+    help="Elements that share a scale: 32, 64 or 128 for int4 and int8.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(["recommended", "uniform"]),
+    default="recommended",
+    show_default=True,
+    help="Keep or promote to 8 bits what suffers most, or give all matrices the type.",
+)
+@click.option(
+    "--quantize-override",
+    "overrides",
+    metavar="GLOB=TYPE",
+    multiple=True,
+    help="The type of the tensors that match, none to keep them; the last that matches decides.",
 )
 @click.option(
     "--weights",
@@ -47,6 +74,10 @@ def command(
     name: Reference,
     store: LocalStore,
     experts: ExpertForm,
+    quant_type: str | None,
+    group_size: int | None,
+    policy: PolicyName,
+    overrides: tuple[str, ...],
     weights: str | None,
     ignore_unindexed: bool,
     jobs: int | None,
@@ -60,7 +91,13 @@ def command(
     store has already are not written again; the name appears last, when all of it is safe on disk.
     """
     if dry_run:
-        _show_plan(source, name, store, experts, weights, ignore_unindexed, as_json)
+        from blobstore.planning import Quantize
+
+        quantize = Quantize(
+            quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
+        )
+        planned, files = _plan(source, name, store, experts, quantize, weights, ignore_unindexed)
+        _show_plan(name, planned, files, as_json)
         return
     from blobstore.creation import create
 
@@ -70,6 +107,10 @@ def command(
             name,
             store=store,
             experts=experts,
+            quantize=quant_type,
+            group_size=group_size,
+            policy=policy,
+            overrides=overrides,
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             jobs=jobs,
@@ -102,17 +143,17 @@ def _show_created(created: Created, as_json: bool) -> None:
     )
 
 
-def _show_plan(
+def _plan(
     source: str,
     name: Reference,
     store: LocalStore,
     experts: ExpertForm,
+    quantize: Quantize,
     weights: str | None,
     ignore_unindexed: bool,
-    as_json: bool,
-) -> None:
-    from blobstore.creation import plan_source
-    from blobstore.layerfile import blob_size
+) -> tuple[ModelPlan, list[str]]:
+    """Return the plan of a source and the names of its small files."""
+    from blobstore.planning import plan_source
     from blobstore.sources.open import open_source
 
     store.check_name(name)
@@ -121,46 +162,87 @@ def _show_plan(
             source, weights=weights, ignore_unindexed=ignore_unindexed, progress=progress
         )
     try:
-        planned = [(blob, blob_size(blob)) for blob in plan_source(opened, experts=experts)]
-        files = [file.name for file in opened.files]
-        notices = list(opened.notices)
+        planned = plan_source(opened, experts=experts, quantize=quantize)
+        return planned, [file.name for file in opened.files]
     finally:
         opened.close()
-    _show_notes(notices)
+
+
+def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
+    from blobstore.layerfile import blob_size
+
+    sizes = [(blob, blob_size(blob)) for blob in planned.blobs]
+    _show_notes(planned.notices)
     if as_json:
         render.show_json(
             {
                 "name": str(name),
-                "tensors": sum(len(blob.tensors) for blob, _ in planned),
-                "bytes": sum(size for _, size in planned),
+                "tensors": sum(len(blob.tensors) for blob in planned.blobs),
+                "bytes": sum(size for _, size in sizes),
                 "blobs": [
                     {
                         "name": blob.name,
-                        "tensors": [tensor.spec.name for tensor in blob.tensors],
+                        "tensors": [recipe.spec.name for recipe in blob.tensors],
                         "bytes": size,
                     }
-                    for blob, size in planned
+                    for blob, size in sizes
                 ],
+                "decisions": [_decision_json(row) for row in planned.decisions()],
                 "files": files,
-                "notices": notices,
+                "notices": list(planned.notices),
             }
         )
         return
-    render.show(_plan_text(planned, len(files)))
-
-
-def _plan_text(planned: Sequence[tuple[BlobPlan, int]], files: int) -> str:
-    rows = [
-        (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(size))
-        for blob, size in planned
-    ]
-    tensors = sum(len(blob.tensors) for blob, _ in planned)
-    return (
-        render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2))
-        + f"\n{render.count_of(tensors, 'tensor')} in {render.count_of(len(planned), 'blob')}, "
-        f"{render.human_bytes(sum(size for _, size in planned))}; {render.count_of(files, 'file')}"
-        "; nothing was written"
+    totals = (
+        f"{render.count_of(sum(len(blob.tensors) for blob in planned.blobs), 'tensor')} in "
+        f"{render.count_of(len(sizes), 'blob')}, "
+        f"{render.human_bytes(sum(size for _, size in sizes))}; "
+        f"{render.count_of(len(files), 'file')}; nothing was written"
     )
+    if planned.policy is None:
+        rows = [
+            (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(size))
+            for blob, size in sizes
+        ]
+        render.show(render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2)))
+    else:
+        _show_decisions(list(planned.decisions()))
+    render.show(totals)
+
+
+def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
+    rows = [
+        (
+            render.cell(row.name),
+            row.dtype,
+            f"{row.type} g{row.group_size}" if row.group_size else row.type,
+            render.human_bytes(row.bytes_before),
+            render.human_bytes(row.bytes_after),
+            render.cell(row.reason),
+        )
+        for row in decisions
+    ]
+    headings = ("TENSOR", "FROM", "TO", "BEFORE", "AFTER", "REASON")
+    render.show(render.table(headings, rows, right=(3, 4)))
+    before = sum(row.bytes_before for row in decisions)
+    after = sum(row.bytes_after for row in decisions)
+    bits = after * 8 / max(sum(row.elements for row in decisions), 1)
+    render.show(
+        f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits a weight"
+    )
+
+
+def _decision_json(row: PlannedTensor) -> dict[str, object]:
+    return {
+        "tensor": row.name,
+        "shape": list(row.shape),
+        "dtype": row.dtype,
+        "type": row.type,
+        "group_size": row.group_size or None,
+        "bytes_before": row.bytes_before,
+        "bytes_after": row.bytes_after,
+        "reason": row.reason,
+    }
 
 
 def _show_notes(notices: Sequence[str]) -> None:

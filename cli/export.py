@@ -32,9 +32,17 @@ if TYPE_CHECKING:
     show_default=True,
     help="Bytes of tensors a file; larger models become several files with an index.",
 )
+@click.option(
+    "--dequantize", is_flag=True, help="Write quantized weights as plain numbers, not packed."
+)
 @json_option
 def command(
-    name: Reference, folder: str, store: LocalStore, shard_size: int, as_json: bool
+    name: Reference,
+    folder: str,
+    store: LocalStore,
+    shard_size: int,
+    dequantize: bool,
+    as_json: bool,
 ) -> None:
     """Write the model NAME to the new folder DIR, as Hugging Face's libraries read it.
 
@@ -43,7 +51,14 @@ def command(
     from blobstore.export import export_model
 
     with suggesting_names(store, [name]), render.progress_bar() as progress:
-        exported = export_model(name, folder, store=store, shard_size=shard_size, progress=progress)
+        exported = export_model(
+            name,
+            folder,
+            store=store,
+            shard_size=shard_size,
+            dequantize=dequantize,
+            progress=progress,
+        )
     if as_json:
         render.show_json(
             {

@@ -33,7 +33,7 @@ Faults = dict[tuple["Digest", int], BlobstoreError]
 _CONFIG_NAME = "(config)"
 _CONFIG_FILES = ("config.json", "model_index.json")
 _HEADINGS = {
-    "tensors": ("NAME", "TYPE", "SHAPE", "SIZE", "DIGEST"),
+    "tensors": ("NAME", "TYPE", "SHAPE", "BITS", "SIZE", "DIGEST"),
     "layers": ("NAME", "MEDIA TYPE", "SIZE", "DIGEST"),
     "files": ("NAME", "SIZE", "DIGEST"),
 }
@@ -282,12 +282,12 @@ def _ordered(rows: list[_Row], order: Order | None) -> list[_Row]:
 def _as_text(model: _Model, view: View, rows: Sequence[_Row]) -> str:
     texts = [_cells(view, row) for row in rows]
     headings = _HEADINGS[view]
-    size = headings.index("SIZE")
+    numbers = [index for index, heading in enumerate(headings) if heading in ("BITS", "SIZE")]
     alarming = [index for index, row in enumerate(rows) if row.fault]
     lines = [_title(model)]
     if model.is_gguf:
         lines.append("Ollama's own: the weights are one GGUF file, not blobs of tensors")
-    lines.append(render.table(headings, texts, right=[size], alarming=alarming))
+    lines.append(render.table(headings, texts, right=numbers, alarming=alarming))
     lines.append(_totals(model, view, rows))
     return "\n".join(lines)
 
@@ -297,8 +297,18 @@ def _cells(view: View, row: _Row) -> tuple[str, ...]:
     kind = render.cell(row.type)
     end = (render.human_bytes(row.size), row.digest.short)
     if view == "tensors":
-        shape = f"[{', '.join(map(str, row.tensor.shape))}]" if row.tensor else "-"
-        return (render.cell(row.name), state if row.fault else kind, render.cell(shape), *end)
+        tensor = row.tensor
+        if tensor is None:
+            return (render.cell(row.name), state if row.fault else kind, "-", "-", *end)
+        group = f" g{tensor.group_size}" if tensor.group_size else ""
+        shape = render.cell(f"[{', '.join(map(str, tensor.shape))}]")
+        return (
+            render.cell(row.name),
+            f"{kind}{group}",
+            shape,
+            _bits(row.size, row.parameters),
+            *end,
+        )
     mark = f"{state} " if row.fault else ""
     if view == "layers":
         return (render.cell(row.name), f"{mark}{kind}", *end)
@@ -325,7 +335,12 @@ def _totals(model: _Model, view: View, rows: Sequence[_Row]) -> str:
     return (
         f"{part}{render.count_of(total, 'tensor')} in {render.count_of(blobs, 'blob')}, "
         f"{render.human_count(parameters)} parameters, {render.human_bytes(size)}"
+        + (f", {_bits(size, parameters)} bits a weight" if parameters else "")
     )
+
+
+def _bits(size: int, elements: int) -> str:
+    return f"{size * 8 / elements:.3g}" if elements else "-"
 
 
 def _as_json(model: _Model, view: View, rows: Sequence[_Row]) -> dict[str, Any]:
@@ -348,17 +363,22 @@ def _as_json(model: _Model, view: View, rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
-    quantized = {"quant_type": tensor.quant_type, "group_size": tensor.group_size}
+    quantized = {
+        "quant_type": tensor.item.name if tensor.item else None,
+        "group_size": tensor.group_size or None,
+    }
+    elements = math.prod(tensor.shape)
     return {
         "name": tensor.name,
         "type": tensor.type_name,
         "dtype": tensor.entry.spec.dtype.value,
         "shape": list(tensor.shape),
-        "parameters": math.prod(tensor.shape),
+        "parameters": elements,
         "bytes": tensor.nbytes,
+        "bits_per_weight": round(tensor.nbytes * 8 / elements, 4) if elements else None,
         "layer": tensor.layer.name,
         "digest": str(tensor.layer.digest),
-    } | (quantized if tensor.quant_type else {})
+    } | (quantized if tensor.companions else {})
 
 
 def _blob_json(row: _Row) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.digest import Digest
@@ -16,7 +15,7 @@ MAX_SIZE = 2**63 - 1
 _FIELDS = frozenset({"mediaType", "digest", "size", "from", "name"})
 
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Descriptor(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -107,3 +108,25 @@ def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> 
     specs = [TensorSpec(name, DTYPES[code], shape) for name, code, shape, _ in tensors]
     keys = {key.replace("__", "."): value for key, value in metadata.items()}
     return encode_header(specs, keys) + b"".join(data for *_, data in tensors)
+
+
+def quantizable_tensors() -> Arrays:
+    """Return bf16 tensors that the recommended policy treats in every way, experts among them."""
+    random = np.random.default_rng(3)
+    layer = "model.layers.0"
+    shapes = {
+        "lm_head.weight": (64, 128),
+        "model.embed_tokens.weight": (64, 128),
+        f"{layer}.input_layernorm.weight": (128,),
+        f"{layer}.self_attn.q_proj.weight": (128, 128),
+        f"{layer}.self_attn.q_proj.bias": (128,),
+        f"{layer}.self_attn.v_proj.weight": (64, 128),
+        f"{layer}.mlp.gate.weight": (12, 128),
+    } | {
+        f"{layer}.mlp.experts.{number}.{projection}.weight": shape
+        for number in range(12)
+        for projection, shape in (("up_proj", (64, 128)), ("down_proj", (128, 64)))
+    }
+    return {
+        name: random.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()
+    }

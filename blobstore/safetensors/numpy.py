@@ -14,6 +14,7 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     import mmap
 
+BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 _DTYPES: dict[DType, np.dtype[Any]] = {
     dtype: np.dtype(code)
     for dtype, code in {
@@ -28,7 +29,7 @@ _DTYPES: dict[DType, np.dtype[Any]] = {
         DType.I16: "<i2",
         DType.U16: "<u2",
         DType.F16: "<f2",
-        DType.BF16: ml_dtypes.bfloat16,
+        DType.BF16: BF16,
         DType.I32: "<i4",
         DType.U32: "<u4",
         DType.F32: "<f4",
@@ -63,3 +64,11 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
     except ValueError as error:  # over 64 dimensions, or none of some and too many of others
         message = f"tensor {quoted(spec.name)}: numpy cannot hold its shape: {error}"
         raise UnsupportedDType(message) from None
+
+
+def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the bytes of an array in C order, a view where that is how they lie.
+
+    By way of bytes, for numpy exports no buffer of types that are not its own, such as bfloat16.
+    """
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

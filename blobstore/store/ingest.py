@@ -84,12 +84,13 @@ class Ingest:
         for path in self._layout.temporary.glob(f"{self._prefix}*"):
             path.unlink(missing_ok=True)
 
-    def add(self, size: int, buffers: Buffers) -> Ingested:
+    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Take in a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
 
         A blob that is present already is not written again. Where the store has a blob of the same
         size, ``buffers`` is hashed first and read a second time if the blob is new; otherwise
-        hashing and writing go over the bytes once.
+        hashing and writing go over the bytes once. With ``once`` they always do, for bytes that
+        take longer to make than to write; those of a blob that is present are thrown away.
 
         Raises:
             BlobDamaged: the store has a blob of that digest with another size.
@@ -98,7 +99,7 @@ class Ingest:
             BlobstoreError: the ingest has ended.
         """
         with self._working():
-            if size in self._sizes:
+            if size in self._sizes and not once:
                 digester = Digester()
                 for buffer in buffers():
                     self._check_open()

@@ -13,7 +13,7 @@ from blobstore.store.local import LocalStore
 from tests.models import add_blobs, blob
 
 NAME = Reference.parse("m")
-WEIGHT = ("w.weight", "U32", (2, 1), bytes(8))
+WEIGHT = ("w.weight", "U32", (2, 4), bytes(32))
 SCALE = ("w.weight.scale", "BF16", (2, 1), bytes(4))
 BIAS = ("w.weight.bias", "BF16", (2, 1), bytes(4))
 
@@ -31,7 +31,7 @@ def contents(store: LocalStore, **blobs: bytes) -> Mapping[str, StoredTensor]:
 def test_a_layer_is_a_tensor(store: LocalStore) -> None:
     (found,) = contents(store, a=blob(("a", "F32", (2, 3), bytes(24)))).values()
     assert (found.name, found.type_name, found.shape, found.nbytes) == ("a", "F32", (2, 3), 24)
-    assert (found.companions, found.quant_type, found.group_size) == ({}, "", "")
+    assert (found.companions, found.item, found.group_size) == ({}, None, 0)
 
 
 def test_a_layer_is_a_group(store: LocalStore) -> None:
@@ -45,22 +45,32 @@ def test_a_quantized_weight_has_its_companions(store: LocalStore) -> None:
     (found,) = contents(store, w=data).values()
     assert found.name == "w.weight"
     assert list(found.companions) == [".scale", ".bias"]
-    assert (found.type_name, found.group_size, found.shape) == ("int4", "32", (2, 8))
-    assert found.nbytes == 16
+    assert (found.type_name, found.group_size, found.shape) == ("int4", 32, (2, 32))
+    assert found.nbytes == 40
 
 
 def test_a_global_scale_is_a_companion(store: LocalStore) -> None:
-    data = blob(WEIGHT, SCALE, ("w.weight.global_scale", "F32", (), bytes(4)), quant_type="nvfp4")
+    data = blob(
+        WEIGHT,
+        ("w.weight.scale", "U8", (2, 2), bytes(4)),
+        ("w.weight.global_scale", "F32", (), bytes(4)),
+        quant_type="nvfp4",
+    )
     (found,) = contents(store, w=data).values()
     assert set(found.companions) == {".scale", ".global_scale"}
-    assert (found.type_name, found.group_size) == ("nvfp4", "")
+    assert (found.type_name, found.group_size) == ("nvfp4", 16)
 
 
 def test_metadata_of_one_tensor_goes_before_that_of_the_blob(store: LocalStore) -> None:
-    other = [(f"x{name[1:]}", code, shape, data) for name, code, shape, data in (WEIGHT, SCALE)]
+    other = [
+        ("x.weight", "U32", (2, 16), bytes(128)),
+        ("x.weight.scale", "BF16", (2, 1), bytes(4)),
+        ("x.weight.bias", "BF16", (2, 1), bytes(4)),
+    ]
     data = blob(
         WEIGHT,
         SCALE,
+        BIAS,
         *other,
         quant_type="int4",
         group_size="32",
@@ -68,14 +78,25 @@ def test_metadata_of_one_tensor_goes_before_that_of_the_blob(store: LocalStore) 
         x__weight__group_size="64",
     )
     found = contents(store, g=data)
-    assert (found["w.weight"].quant_type, found["w.weight"].shape) == ("int4", (2, 8))
-    assert (found["x.weight"].quant_type, found["x.weight"].shape) == ("int8", (2, 4))
-    assert found["x.weight"].group_size == "64"
+    assert (found["w.weight"].type_name, found["w.weight"].shape) == ("int4", (2, 32))
+    assert (found["x.weight"].type_name, found["x.weight"].shape) == ("int8", (2, 64))
+    assert found["x.weight"].group_size == 64
 
 
 def test_without_metadata_the_type_is_unknown_and_the_shape_as_stored(store: LocalStore) -> None:
     (found,) = contents(store, w=blob(WEIGHT, SCALE)).values()
-    assert (found.type_name, found.shape) == ("unknown", (2, 1))
+    assert (found.type_name, found.item, found.shape) == ("unknown", None, (2, 4))
+
+
+def test_metadata_that_contradicts_the_shapes_is_damage(store: LocalStore) -> None:
+    whole = blob(("a", "U8", (1,), b"x"))
+    add_blobs(store, "m", {"a": whole, "w": blob(WEIGHT, SCALE, BIAS, quant_type="int8")})
+    manifest = store.resolve(NAME)
+    fault = r"layer 'w': tensor 'w\.weight': int8 cannot have a group_size of '16'"
+    with pytest.raises(BlobDamaged, match=fault):
+        read_contents(store, manifest)
+    found = read_contents(store, manifest, collect_faults=True)
+    assert (list(found.tensors), list(found.faults)) == (["a"], ["w"])
 
 
 def test_real_tensors_that_end_like_companions_are_tensors(store: LocalStore) -> None:

@@ -191,29 +191,24 @@ def test_names_tensors_by_their_layer_where_the_blob_calls_them_data(
     assert "data" not in found
 
 
-def test_exports_quantized_tensors_and_their_companions_as_stored(
+def test_exports_quantized_tensors_as_stored_under_the_names_of_mlx(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     specs = [
-        TensorSpec("x.weight", DType.U32, (1, 2)),
-        TensorSpec("x.weight.scale", DType.BF16, (1, 2)),
-        TensorSpec("x.weight.bias", DType.BF16, (1, 2)),
+        TensorSpec("x.weight", DType.U32, (1, 4)),
+        TensorSpec("x.weight.scale", DType.BF16, (1, 1)),
+        TensorSpec("x.weight.bias", DType.BF16, (1, 1)),
     ]
     header = encode_header(specs, {"quant_type": "int4", "group_size": "32"})
-    # What a list says about the tensors before they were quantized cannot be undone.
-    stacks = json.dumps({"x.weight": ["x.0.weight"]}).encode()
-    publish_with(
-        store,
-        [
-            (media_types.TENSOR, "x.weight", header + bytes(range(16))),
-            (media_types.STACKS, "", stacks),
-        ],
-    )
+    publish_with(store, [(media_types.TENSOR, "x.weight", header + bytes(range(20)))])
     export_model(NAME, tmp_path / "out", store=store)
     found = raw_tensors(tmp_path / "out" / "model.safetensors")
-    assert found["x.weight"] == ("U32", [1, 2], bytes(range(8)))
-    assert found["x.weight.scale"] == ("BF16", [1, 2], bytes(range(8, 12)))
-    assert found["x.weight.bias"] == ("BF16", [1, 2], bytes(range(12, 16)))
+    assert found["x.weight"] == ("U32", [1, 4], bytes(range(16)))
+    assert found["x.scales"] == ("BF16", [1, 1], bytes(range(16, 18)))
+    assert found["x.biases"] == ("BF16", [1, 1], bytes(range(18, 20)))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert config["quantization"] == config["quantization_config"] == expected
 
 
 def test_reads_tensors_in_whatever_order_a_foreign_blob_has_them(
@@ -228,7 +223,7 @@ def test_reads_tensors_in_whatever_order_a_foreign_blob_has_them(
     export_model(NAME, tmp_path / "out", store=store)
     found = raw_tensors(tmp_path / "out" / "model.safetensors")
     data = {name: content for name, (*_, content) in found.items() if name.startswith("x")}
-    assert data == {"x.scale": b"\0\1", "x.bias": b"\2\3", "x": b"\4\5\6\7"}
+    assert data == {"x.scales": b"\0\1", "x.biases": b"\2\3", "x": b"\4\5\6\7"}
 
 
 # Shards

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.contents import read_contents
 from blobstore.creation import create
-from blobstore.errors import ModelNotFound, UnsupportedSource
 from blobstore.export import export_model
 from blobstore.manifests import media_types
+from blobstore.manifests.model import ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 
@@ -60,9 +61,44 @@ def test_an_exported_folder_makes_them_again(form: ExpertForm, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model", ["mlx-mode", "ct-nvfp4"])
-def test_refuses_models_that_are_quantized_already(model: str, tmp_path: Path) -> None:
+def test_keeps_what_the_source_quantized_as_ollama_does(model: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    with pytest.raises(UnsupportedSource, match="quantized already, which is not supported yet"):
-        create(DATA / "hf" / model, NAME, store=store)
-    with pytest.raises(ModelNotFound):
-        store.resolve(NAME)
+    create(DATA / "hf" / model, NAME, store=store, experts="stacked")
+    assert tensor_layers(store) == golden_layers(model, "stacked")
+
+
+@pytest.mark.parametrize(
+    ("model", "quant_type", "group_size"),
+    [("dense", "int4", 64), ("dense", "nvfp4", None), ("moe", "int4", 64)],
+)
+def test_quantizes_what_ollama_quantizes_to_the_same_types(
+    model: str, quant_type: str, group_size: int | None, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(
+        DATA / "hf" / model,
+        NAME,
+        store=store,
+        experts="stacked",
+        quantize=quant_type,
+        group_size=group_size,
+    )
+    golden = json.loads(
+        (DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json").read_bytes()
+    )
+    manifest = store.resolve(NAME)
+    found = read_contents(store, manifest).tensors
+    assert {layer.name for layer in manifest.layers_of(media_types.TENSOR)} == {
+        layer["name"] for layer in golden["layers"] if layer["mediaType"] == media_types.TENSOR
+    }
+    assert {
+        name: (tensor.item.name, tensor.group_size) for name, tensor in found.items() if tensor.item
+    } == {
+        row["name"]: (row["quant_type"].lower(), row["group_size"])
+        for row in golden["quant"]
+        if "name" in row
+    }
+    for row in golden["show"]:
+        assert list(found[row["name"]].shape) == row["shape"]
+    config = ModelConfig(file_type=quant_type).to_bytes()
+    assert store.read_blob(manifest.config.digest, manifest.config.size) == config

@@ -26,9 +26,18 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
+from blobstore.quantize import reference
+from blobstore.quantize.formats import FORMATS
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType
-from tests.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.models import (
+    add_blobs,
+    blob,
+    dense_tensors,
+    moe_tensors,
+    quantizable_tensors,
+    write_folder,
+)
 from tests.ollama_store import add_gguf_model
 
 if TYPE_CHECKING:
@@ -550,3 +559,126 @@ def test_torch_tensors_are_put_on_the_device(store: LocalStore) -> None:
     with blobstore.open("m", store=store, framework="torch", device="meta") as model:
         found = model["position_ids"]
     assert (found.device.type, found.shape, found.dtype) == ("meta", (5,), torch.int64)
+
+
+# Quantized weights
+
+UP = "model.layers.0.self_attn.q_proj.weight"
+PACKED = quantizable_tensors()
+
+
+@pytest.fixture(params=["packed", "stacked"])
+def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", PACKED)
+    for name in ("int4", "nvfp4"):
+        blobstore.create(folder, f"m:{name}", store=store, quantize=name, experts=request.param)
+    return store
+
+
+def as_float32(array: Any) -> Any:
+    """Return an array of any framework as one of numpy."""
+    if isinstance(array, torch.Tensor):
+        return array.float().numpy()
+    if isinstance(array, np.ndarray):
+        return array.astype(np.float32)
+    import mlx.core as mx
+
+    return np.array(array.astype(mx.float32))
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def framework(request: pytest.FixtureRequest) -> Any:
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    return request.param
+
+
+@pytest.mark.parametrize("tag", ["int4", "nvfp4"])
+def test_quantized_weights_are_given_as_plain_numbers(
+    quantized: LocalStore, tag: str, framework: Any
+) -> None:
+    with blobstore.open(f"m:{tag}", store=quantized, framework=framework) as model:
+        item, group_size = FORMATS[tag], FORMATS[tag].group_size
+        packed = reference.quantize(PACKED[UP], item, group_size)
+        for dtype in (None, "bfloat16", "float32", "float16"):
+            found = model.dequantized(UP, dtype)
+            expected = reference.dequantize(*packed, item, group_size, dtype or "bfloat16")
+            assert str(found.dtype).rpartition(".")[2] == (dtype or "bfloat16")
+            np.testing.assert_array_equal(as_float32(found), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("tag", ["int4", "nvfp4"])
+def test_a_model_is_opened_as_if_it_were_plain(
+    quantized: LocalStore, tag: str, framework: Any
+) -> None:
+    with (
+        blobstore.open(f"m:{tag}", store=quantized, framework=framework) as packed,
+        blobstore.open(f"m:{tag}", store=quantized, framework=framework, dequantize=True) as model,
+    ):
+        state = model.state_dict()
+        assert set(state) == set(model) == set(model.specs)
+        assert not [name for name in model if name.endswith(("_scale", "_qbias"))]
+        assert f"{UP}_scale" in packed
+        assert f"{UP}_scale" not in model
+        for name, spec in model.specs.items():
+            assert tuple(state[name].shape) == spec.shape
+            assert spec.dtype is DType.BF16
+            expected = packed.dequantized(name)
+            np.testing.assert_array_equal(as_float32(state[name]), as_float32(expected))
+            assert np.abs(as_float32(model[name])).max() > 0
+        with pytest.raises(TensorNotFound):
+            model[f"{UP}_scale"]
+        assert len(model.tensors("model.layers.0.self_attn")) == 3
+
+
+def test_plain_tensors_are_given_as_they_are(quantized: LocalStore) -> None:
+    with blobstore.open("m:int4", store=quantized) as model:
+        found = model.dequantized("model.embed_tokens.weight", "float32")
+        np.testing.assert_array_equal(found, PACKED["model.embed_tokens.weight"], strict=True)
+
+
+def test_an_unknown_element_type_is_told(quantized: LocalStore) -> None:
+    with (
+        blobstore.open("m:int4", store=quantized) as model,
+        pytest.raises(UsageError, match="dtype must be bfloat16, float16 or float32, got 'int8'"),
+    ):
+        model.dequantized(UP, "int8")
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_blob_that_does_not_say_how_is_read_as_stored_only(
+    tmp_path: Path, *, index: bool
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [
+        ("w.weight", "U32", (2, 4), bytes(32)),
+        ("w.weight.scale", "BF16", (2, 1), bytes(4)),
+        ("w.weight.bias", "BF16", (2, 1), bytes(4)),
+    ]
+    add_blobs(store, "m", {"w.weight": blob(*tensors)})  # type: ignore[arg-type]
+    if index:
+        blobstore.open("m", store=store).close()
+    with blobstore.open("m", store=store) as model:
+        assert model["w.weight"].shape == (2, 4)
+        with pytest.raises(UnsupportedDType, match=r"'w\.weight' of m:latest .* does not say how"):
+            model.dequantized("w.weight")
+    with (
+        blobstore.open("m", store=store, dequantize=True) as model,
+        pytest.raises(UnsupportedDType, match="does not say how"),
+    ):
+        model.state_dict()
+
+
+def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [
+        ("w", "U32", (1, 2), bytes([0x21] * 8)),
+        ("w.scale", "U8", (1, 1), bytes([56])),
+        ("w.global_scale", "F32", (), np.float32(3).tobytes()),
+    ]
+    add_blobs(store, "m", {"w": blob(*tensors, quant_type="nvfp4")})  # type: ignore[arg-type]
+    for framework in ("numpy", "torch"):
+        with blobstore.open("m", store=store, framework=framework, dequantize=True) as model:  # type: ignore[arg-type]
+            assert list(model) == ["w"]
+            assert model["w"].tolist() == [[1.5, 3.0] * 8]

@@ -116,9 +116,10 @@ def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> Non
 
 def test_the_index_is_json_behind_a_line_that_seals_it_for_its_manifest(store: LocalStore) -> None:
     first, _, rest = index_file(store).read_bytes().partition(b"\n")
-    sealed = f"1 {Digest.of(manifest(store))}\n".encode() + rest
+    sealed = f"2 {Digest.of(manifest(store))}\n".encode() + rest
     assert first.decode() == str(Digest.of(sealed))
-    tensors, blobs = json.loads(rest)
+    tensors, blobs, quantized = json.loads(rest)
+    assert quantized == {}
     assert tensors["scalar"][:2] == ["U8", []]
     assert all(len(spelled) == 64 for spelled, _ in blobs)
 

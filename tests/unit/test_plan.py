@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan, stacks
+from blobstore.quantize.formats import FORMATS
+from blobstore.quantize.policy import Policy
+from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized, copies
 from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
@@ -20,8 +23,8 @@ SHARED = "model.layers.0.mlp.shared_experts"
 
 def specs(
     *names: str, dtype: DType = DType.F32, shape: tuple[int, ...] = (2, 3)
-) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(name, dtype, shape) for name in names}
+) -> dict[str, Copied]:
+    return copies({name: TensorSpec(name, dtype, shape) for name in names})
 
 
 def blobs(plans: tuple[BlobPlan, ...]) -> dict[str, list[str]]:
@@ -34,7 +37,6 @@ def test_a_plain_tensor_is_a_blob_of_its_own() -> None:
     assert blob.tensors[0].spec == TensorSpec("a", DType.F32, (2, 3))
     assert blob.tensors[0].sources == ("a",)
     assert blob.metadata == {}
-    assert not blob.is_group
 
 
 def test_no_tensors_are_no_blobs() -> None:
@@ -52,7 +54,6 @@ def test_packs_experts_by_name_under_their_prefix() -> None:
     ]
     plans = plan(specs(*names))
     assert blobs(plans) == {EXPERTS: sorted(names)}
-    assert plans[0].is_group
     assert stacks(plans) == {}
 
 
@@ -150,10 +151,10 @@ def test_the_order_of_the_source_does_not_matter(experts: ExpertForm) -> None:
         assert plan(specs(*names), experts=experts) == expected
 
 
-@pytest.mark.parametrize("other", [specs("x", shape=(3, 2)), specs("x", dtype=DType.I32)])
-def test_experts_that_differ_cannot_be_stacked(other: dict[str, TensorSpec]) -> None:
+@pytest.mark.parametrize("other", [{"shape": (3, 2)}, {"dtype": DType.I32}])
+def test_experts_that_differ_cannot_be_stacked(other: dict[str, Any]) -> None:
     first, second = f"{EXPERTS}.0.up.weight", f"{EXPERTS}.1.up.weight"
-    unequal = specs(first) | {second: other["x"]._replace(name=second)}
+    unequal = specs(first) | specs(second, **other)
     with pytest.raises(
         UnsupportedSource, match=f"'{first}' and '{second}' differ in dtype or shape"
     ):
@@ -218,3 +219,129 @@ def test_the_blobs_are_those_of_the_set_of_names(data: st.DataObject, experts: E
     for tensor in tensors:
         leading = () if tensor.sources == (tensor.spec.name,) else (len(tensor.sources),)
         assert tensor.spec.shape == (*leading, 2, 3)
+
+
+# Quantized tensors
+
+
+def quantized_specs() -> dict[str, Copied]:
+    """Return two experts of a layer, a shared one and a norm; down is promoted to 8 bits."""
+    names = [
+        *(f"{EXPERTS}.{number}.{part}.weight" for number in (1, 0) for part in ("up", "down_proj")),
+        f"{SHARED}.up.weight",
+    ]
+    return specs(*names, dtype=DType.BF16, shape=(64, 128)) | specs("norm.weight", shape=(128,))
+
+
+def described(blob: BlobPlan) -> dict[str, tuple[DType, tuple[int, ...]]]:
+    return {spec.name: (spec.dtype, spec.shape) for spec in blob.stored}
+
+
+def test_a_quantized_tensor_is_followed_by_its_companions() -> None:
+    (blob,) = plan(
+        specs("a.weight", dtype=DType.F16, shape=(64, 128)), policy=Policy(FORMATS["int4"])
+    )
+    assert described(blob) == {
+        "a.weight": (DType.U32, (64, 16)),
+        "a.weight.scale": (DType.F16, (64, 4)),
+        "a.weight.bias": (DType.F16, (64, 4)),
+    }
+    assert blob.metadata == {"quant_type": "int4", "group_size": "32"}
+    assert blob.tensors[0].sources == ("a.weight",)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "groups"), [("nvfp4", 16, 8), ("mxfp4", 16, 4), ("mxfp8", 32, 4)]
+)
+def test_a_type_of_floats_has_no_biases(name: str, words: int, groups: int) -> None:
+    (blob,) = plan(specs("a.weight", shape=(64, 128)), policy=Policy(FORMATS[name]))
+    assert described(blob) == {
+        "a.weight": (DType.U32, (64, words)),
+        "a.weight.scale": (DType.U8, (64, groups)),
+    }
+
+
+def test_packed_experts_of_mixed_types_say_so_one_by_one() -> None:
+    norm, group, shared = plan(quantized_specs(), policy=Policy(FORMATS["int4"]))
+    assert norm.metadata == {}
+    assert group.metadata == {
+        f"{EXPERTS}.{number}.{part}.weight.{key}": value
+        for number in (0, 1)
+        for part, quant_type, group_size in (("down_proj", "int8", "64"), ("up", "int4", "32"))
+        for key, value in (("quant_type", quant_type), ("group_size", group_size))
+    }
+    assert [spec.name.removeprefix(f"{EXPERTS}.0.") for spec in group.stored[:6]] == [
+        *("down_proj.weight", "down_proj.weight.scale", "down_proj.weight.bias"),
+        *("up.weight", "up.weight.scale", "up.weight.bias"),
+    ]
+    assert shared.metadata == {"quant_type": "int4", "group_size": "32"}
+
+
+def test_stacked_experts_of_mixed_types_are_blobs_of_their_own() -> None:
+    plans = plan(quantized_specs(), experts="stacked", policy=Policy(FORMATS["int4"]))
+    down, up = f"{EXPERTS}.down_proj.weight", f"{EXPERTS}.up.weight"
+    assert [blob.name for blob in plans] == [f"{SHARED}.up.weight", "norm.weight", down, up]
+    assert plans[2].metadata == {"quant_type": "int8", "group_size": "64"}
+    assert described(plans[2])[down] == (DType.U32, (2, 64, 32))
+    assert stacks(plans)[down] == (f"{EXPERTS}.0.down_proj.weight", f"{EXPERTS}.1.down_proj.weight")
+
+
+def test_stacked_experts_of_one_type_share_a_blob() -> None:
+    policy = Policy(FORMATS["int4"], name="uniform")
+    *_, group = plan(quantized_specs(), experts="stacked", policy=policy)
+    assert group.name == EXPERTS
+    assert group.metadata == {"quant_type": "int4", "group_size": "32"}
+    assert len(group.stored) == 6
+
+
+def test_a_tensor_must_not_have_a_companion_s_name() -> None:
+    both = specs("a.weight", shape=(64, 128)) | specs("a.weight.scale")
+    assert len(plan(both)) == 2
+    with pytest.raises(UnsupportedSource, match=r"both be stored as 'a\.weight\.scale'"):
+        plan(both, policy=Policy(FORMATS["int4"]))
+
+
+def prequantized(name: str) -> Prequantized:
+    weight = Copied(TensorSpec(name, DType.U32, (64, 16)), (name,))
+    scale = Copied(TensorSpec(f"{name}.scale", DType.U8, (64, 8)), (f"{name}s",))
+    return Prequantized((weight, scale), FORMATS["nvfp4"], None)
+
+
+def test_prequantized_experts_are_packed_but_never_stacked() -> None:
+    names = [f"{EXPERTS}.{number}.up.weight" for number in (0, 1)]
+    recipes = {name: prequantized(name) for name in names}
+    (group,) = plan(recipes)
+    assert (group.name, group.metadata) == (EXPERTS, {"quant_type": "nvfp4"})
+    plans = plan(recipes, experts="stacked")
+    assert [blob.name for blob in plans] == names
+    assert stacks(plans) == {}
+
+
+def decoded(name: str, *, block: tuple[int, int] = (128, 128)) -> Decoded:
+    return Decoded(
+        spec=TensorSpec(name, DType.BF16, (256, 128)),
+        sources=(name,),
+        scales=(f"{name}_scale_inv",),
+        weight=TensorSpec(name, DType.F8_E4M3, (256, 128)),
+        scale=TensorSpec(f"{name}_scale_inv", DType.F32, (2, 1)),
+        block=block,
+    )
+
+
+def test_decoded_experts_are_stacked_with_their_scales_and_quantized() -> None:
+    names = [f"{EXPERTS}.{number}.up.weight" for number in (1, 0)]
+    policy = Policy(FORMATS["mxfp8"])
+    (group,) = plan({name: decoded(name) for name in names}, experts="stacked", policy=policy)
+    (recipe,) = group.tensors
+    assert isinstance(recipe, Quantized)
+    assert isinstance(recipe.dense, Decoded)
+    assert recipe.spec.shape == (2, 256, 128)
+    assert recipe.sources == tuple(sorted(names))
+    assert recipe.dense.scales == tuple(f"{name}_scale_inv" for name in sorted(names))
+
+
+def test_decoded_experts_of_different_blocks_cannot_be_stacked() -> None:
+    first, second = (f"{EXPERTS}.{number}.up.weight" for number in (0, 1))
+    recipes = {first: decoded(first), second: decoded(second, block=(64, 128))}
+    with pytest.raises(UnsupportedSource, match="cannot be stacked"):
+        plan(recipes, experts="stacked")

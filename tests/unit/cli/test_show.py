@@ -69,12 +69,12 @@ def test_prints_plain_rows_when_piped(stored: LocalStore) -> None:
 
     assert done.stderr == b""
     assert lines[0] == "dense:latest: TinyForCausalLM (tiny)"
-    assert lines[1].split() == ["NAME", "TYPE", "SHAPE", "SIZE", "DIGEST"]
+    assert lines[1].split() == ["NAME", "TYPE", "SHAPE", "BITS", "SIZE", "DIGEST"]
     assert [line.split()[0] for line in lines[2:-1]] == NAMES
     row = lines[2 + NAMES.index("model.embed_tokens.weight")]
     short = layer_named(stored, "model.embed_tokens.weight").digest.short
-    assert row.split() == ["model.embed_tokens.weight", "F32", "[8,", "4]", "128", "B", short]
-    assert lines[-1] == "9 tensors in 9 blobs, 128 parameters, 450 B"
+    assert row.split() == ["model.embed_tokens.weight", "F32", "[8,", "4]", "32", "128", "B", short]
+    assert lines[-1] == "9 tensors in 9 blobs, 128 parameters, 450 B, 28.1 bits a weight"
     assert "\x1b" not in done.stdout.decode()
 
 
@@ -98,7 +98,7 @@ def test_globs_choose_tensors(stored: LocalStore) -> None:
         "scalar",
     ]
     text = run("show", "dense", "*.up_proj.*").stdout
-    assert text.endswith("\n2 of 9 tensors in 2 blobs, 80 parameters, 256 B\n")
+    assert text.endswith("\n2 of 9 tensors in 2 blobs, 80 parameters, 256 B, 25.6 bits a weight\n")
 
 
 def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None:
@@ -302,8 +302,11 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
     assert shown["parameters"] == 6 * 64
     (tensor,) = shown["tensors"]
     assert tensor["type"] == tensor["quant_type"] == "int4"
-    assert (tensor["dtype"], tensor["group_size"]) == ("U32", "32")
+    assert (tensor["dtype"], tensor["group_size"]) == ("U32", 32)
     assert tensor["shape"] == [6, 64]
     assert tensor["parameters"] == 6 * 64
     assert tensor["bytes"] == 6 * 8 * 4 + 2 * 6 * 2 * 2
-    assert "1 tensor in 1 blob, 384 parameters, 240 B" in run("show", "q").stdout
+    assert tensor["bits_per_weight"] == 5.0
+    lines = run("show", "q").stdout.splitlines()
+    assert lines[2].split()[:6] == ["w.weight", "int4", "g32", "[6,", "64]", "5"]
+    assert lines[3] == "1 tensor in 1 blob, 384 parameters, 240 B, 5 bits a weight"

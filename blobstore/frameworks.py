@@ -1,0 +1,104 @@
+"""What tensors become in numpy, torch and MLX: views of memory, and plain numbers of packed weights.
+
+The libraries are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from blobstore.errors import UsageError
+from blobstore.tensor import DType
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable
+
+    from blobstore.quantize.formats import QuantFormat
+    from blobstore.tensor import TensorSpec
+
+FloatName = Literal["bfloat16", "float16", "float32"]
+NAMES: dict[DType, FloatName] = {
+    DType.BF16: "bfloat16",
+    DType.F16: "float16",
+    DType.F32: "float32",
+}
+FLOATS = {name: dtype for dtype, name in NAMES.items()}
+"""Element types that packed weights can become, by name."""
+
+
+class Dequantize(Protocol):
+    """Computes plain numbers."""
+
+    def __call__(
+        self,
+        weight: Any,
+        scale: Any,
+        bias: Any,
+        item: QuantFormat,
+        group_size: int,
+        dtype: FloatName,
+        global_scale: float | None,
+    ) -> Any:
+        """Return an array of the logical shape and of ``dtype``; the inputs are a framework's."""
+
+
+def original_dtype(item: QuantFormat, scale: DType) -> FloatName:
+    """Return the element type before quantization, as far as the blob tells: bfloat16 if not."""
+    return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
+
+
+def checked_dtype(name: str) -> FloatName:
+    """Return the name of an element type that packed weights can become.
+
+    Raises:
+        UsageError: it is another.
+    """
+    for known in get_args(FloatName):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    message = f"dtype must be bfloat16, float16 or float32, got {quoted(name)}"
+    raise UsageError(message)
+
+
+def converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:
+    """Return what makes an array of the bytes at an offset of a map.
+
+    Raises:
+        UsageError: there is no such framework, or it has no such device.
+    """
+    if framework == "torch":
+        from blobstore.safetensors.torch import as_tensor
+
+        if device == "cpu":
+            return as_tensor
+        return lambda memory, offset, spec: as_tensor(memory, offset, spec).to(device)
+    if framework not in ("numpy", "mlx"):
+        message = f"framework must be numpy, torch or mlx, got {quoted(framework)}"
+        raise UsageError(message)
+    if device != "cpu":
+        message = f"device {quoted(device)} is for torch only; {framework} takes cpu"
+        raise UsageError(message)
+    if framework == "mlx":
+        from blobstore.safetensors.mlx import as_mlx
+
+        return as_mlx
+    from blobstore.safetensors.numpy import as_array
+
+    return as_array
+
+
+def dequantizer(framework: str) -> Dequantize:
+    """Return what dequantizes the arrays of ``numpy``, ``torch`` or ``mlx``, with their library."""
+    if framework == "torch":
+        from blobstore.quantize import torch
+
+        return torch.dequantize
+    if framework == "mlx":
+        from blobstore.quantize import mlx
+
+        return mlx.dequantize
+    from blobstore.quantize import reference
+
+    return reference.dequantize

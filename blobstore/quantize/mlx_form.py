@@ -1,0 +1,118 @@
+"""How MLX's repositories hold quantized weights: the names of tensors, and ``config.json``.
+
+Companions of ``X.weight`` are called ``X.scales`` and ``X.biases``. The experts of a projection are one
+tensor, below ``switch_mlp``. In the config, ``quantization`` has bits, group size and mode of most
+weights, and the modules that differ by name; mlx-lm writes the same under ``quantization_config``,
+for the Hub's pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import BlobstoreError
+from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from blobstore.quantize.formats import QuantFormat
+    from blobstore.tensor import TensorSpec
+
+_SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
+_KEYS = ("quantization", "quantization_config", "compression_config")
+_NESTED = "text_config"
+_EXPERT = re.compile(
+    r"(?P<place>.*\.)experts\.(?P<expert>0|[1-9]\d{0,5})\.(?P<projection>[^.]+)"
+    r"(?P<kind>\.weight|\.scales|\.biases)",
+    re.ASCII | re.DOTALL,
+)
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def mlx_name(name: str, suffix: str) -> str:
+    """Return what MLX calls a weight's companion, or for no suffix the weight.
+
+    Raises:
+        BlobstoreError: it is a global scale, which most of MLX's layers do not have.
+    """
+    if not suffix:
+        return name
+    if suffix == GLOBAL_SCALE:
+        message = (
+            f"tensor {quoted(name)} has a global scale beside its scales, which MLX's form of a "
+            "model cannot hold; export it dequantized"
+        )
+        raise BlobstoreError(message)
+    return f"{name.removesuffix('.weight')}{_SUFFIXES[suffix]}"
+
+
+def joined_experts(specs: Iterable[TensorSpec]) -> dict[str, list[str]]:
+    """Return the tensors of experts that MLX holds as one, in order, by its name.
+
+    ``specs`` are packed weights and companions under MLX's names. Experts that are not numbered from 0
+    without a gap, or that differ in type or shape, stay on their own.
+    """
+    found: dict[str, dict[int, TensorSpec]] = defaultdict(dict)
+    for spec in specs:
+        match = _EXPERT.fullmatch(spec.name)
+        if match is not None:
+            found[_joined(match) + match["kind"]][int(match["expert"])] = spec
+    return {
+        name: [experts[number].name for number in range(len(experts))]
+        for name, experts in found.items()
+        if set(experts) == set(range(len(experts)))
+        and len({(spec.dtype, spec.shape) for spec in experts.values()}) == 1
+    }
+
+
+def exported_config(
+    config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]
+) -> dict[str, Any] | None:
+    """Return the config for weights as they are exported, None if it is right as it is.
+
+    Args:
+        config: as the source had it. If it has ``quantization``, which only MLX writes, it is right
+            for weights that are exported packed.
+        types: type and group size of the weights that are exported packed, by tensor name.
+    """
+    if types:
+        if "quantization" in config:
+            return None
+        described = _described(types)
+        return {**_plain(config), "quantization": described, "quantization_config": described}
+    plain = _plain(config)
+    return None if plain == config else plain
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without a word about quantization."""
+    plain = {key: value for key, value in config.items() if key not in _KEYS}
+    nested = plain.get(_NESTED)
+    if isinstance(nested, dict):
+        plain[_NESTED] = {key: value for key, value in nested.items() if key not in _KEYS}
+    return plain
+
+
+def _described(types: Mapping[str, tuple[QuantFormat, int]]) -> dict[str, Any]:
+    # The first of those that are equally many, so that the same model gives the same file.
+    ((usual, _),) = Counter(types.values()).most_common(1)
+    others = {_module(name): _entry(*known) for name, known in types.items() if known != usual}
+    return {**_entry(*usual), **others}
+
+
+def _module(name: str) -> str:
+    match = _EXPERT.fullmatch(name)
+    return _joined(match) if match else name.removesuffix(".weight")
+
+
+def _joined(match: re.Match[str]) -> str:
+    projection = _MIXTRAL.get(match["projection"], match["projection"])
+    return f"{match['place']}switch_mlp.{projection}"
+
+
+def _entry(item: QuantFormat, group_size: int) -> dict[str, Any]:
+    return {"group_size": group_size, "bits": item.bits, "mode": item.mode}

@@ -1,0 +1,101 @@
+"""Packed weights as plain torch tensors, on any device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from blobstore.quantize.formats import QuantFormat
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PIECE = {"cpu": 1 << 20}
+"""Elements that are computed at once: on a processor few enough for its cache."""
+_DEVICE_PIECE = 1 << 26
+
+
+def dequantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    item: QuantFormat,
+    group_size: int,
+    dtype: str,
+    global_scale: float | None = None,
+) -> torch.Tensor:
+    """Return packed numbers as :func:`blobstore.quantize.reference.dequantize` does.
+
+    Args:
+        weight: uint32 words of shape ``(..., words)``.
+        scale: one a group; their own type for affine types, uint8 otherwise.
+        bias: one a group for affine types, else None.
+        item: the quantization type.
+        group_size: elements that share a scale.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        global_scale: what all numbers of an nvfp4 weight are multiplied with too.
+    """
+    known: torch.dtype = getattr(torch, dtype)
+    *rows, words = weight.shape
+    columns = item.columns(words)
+    result = torch.empty((*rows, columns), dtype=known, device=weight.device)
+    if not result.numel():
+        return result
+    groups = result.view(-1, group_size)
+    packed = weight.contiguous().view(torch.uint8).view(len(groups), -1)
+    scales = scale.reshape(-1, 1)
+    biases = None if bias is None else bias.reshape(-1, 1)
+    height = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // group_size, 1)
+    for start in range(0, len(groups), height):
+        piece = slice(start, start + height)
+        if biases is not None:
+            # Each step rounds to the type of the scales; a fused one would not.
+            numbers = _codes(packed[piece], item.bits).to(scale.dtype)
+            groups[piece] = numbers.mul_(scales[piece]).add_(biases[piece])
+            continue
+        factor = _float_scale(item.mode, weight.device)[scales[piece].int()]
+        if global_scale is None:
+            numbers = _float_values(packed[piece], item.bits, known)
+            torch.mul(numbers, factor.to(known), out=groups[piece])
+        else:
+            numbers = _float_values(packed[piece], item.bits, torch.float32)
+            groups[piece] = numbers.mul_(factor.mul_(global_scale))
+    return result
+
+
+def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes in rows of bytes, each row one little-endian stream of bits."""
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return stream
+    if bits == 4:  # noqa: PLR2004 - half a byte
+        return torch.stack((stream & 15, stream >> 4), dim=-1).flatten(1)
+    # Eight codes are as many bytes as a code has bits.
+    places = torch.arange(bits, device=stream.device) * 8
+    wide = (stream.view(len(stream), -1, bits).long() << places).sum(dim=-1, keepdim=True)
+    shifts = torch.arange(8, device=stream.device) * bits
+    return (wide >> shifts & ((1 << bits) - 1)).flatten(1)
+
+
+def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return stream.view(torch.float8_e4m3fn).to(dtype)
+    return _pairs(dtype, stream.device)[stream.int()].flatten(1)
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the two E2M1 numbers in every byte, the lower half first."""
+    single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
+
+
+@functools.cache
+def _float_scale(mode: str, device: torch.device) -> torch.Tensor:
+    """Return what every byte of a scale means, in float32."""
+    if mode == "nvfp4":
+        bits = torch.arange(256, dtype=torch.uint8, device=device)
+        return bits.view(torch.float8_e4m3fn).float()
+    powers = [2.0 ** (exponent - 127) for exponent in range(256)]
+    return torch.tensor(powers, dtype=torch.float64).float().to(device)

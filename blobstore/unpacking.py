@@ -1,0 +1,59 @@
+"""Packed weights of a mapped blob as plain numbers, a few rows at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantize.reference import dequantize
+from blobstore.safetensors.numpy import as_array
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator
+
+    import numpy as np
+
+    from blobstore.contents import StoredTensor
+    from blobstore.frameworks import FloatName
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def plain_pieces(
+    stored: StoredTensor, memory: mmap.mmap, dtype: FloatName, part: int | None = None
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the rows of a quantized tensor as plain numbers, in pieces of shape ``(rows, columns)``.
+
+    Args:
+        stored: a tensor whose blob says how it is quantized.
+        memory: its blob, from the first byte.
+        dtype: element type of the pieces.
+        part: place in the first dimension, to yield only the rows of one expert.
+    """
+    item = stored.item
+    assert item is not None  # noqa: S101 - said above
+    start = stored.header.data_start
+    arrays = {
+        suffix: as_array(memory, start + entry.begin, entry.spec)
+        for suffix, entry in {"": stored.entry, **stored.companions}.items()
+    }
+    scalar = arrays.pop(GLOBAL_SCALE, None)
+    global_scale = None if scalar is None else float(scalar.reshape(-1)[0])
+    rows = {
+        suffix: (array if part is None else array[part]).reshape(-1, array.shape[-1])
+        for suffix, array in arrays.items()
+    }
+    count = len(rows[""])
+    height = max(_PIECE_ELEMENTS // max(stored.shape[-1], 1), 1)
+    for row in range(0, count, height):
+        piece = {suffix: array[row : row + height] for suffix, array in rows.items()}
+        yield dequantize(
+            piece[""],
+            piece[SCALE],
+            piece.get(BIAS),
+            item,
+            stored.group_size,
+            dtype,
+            global_scale,
+        )
