@@ -6,7 +6,6 @@ biases of the one tensor that it quantizes, which come after the packed weight i
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,35 +20,15 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Buffer
 
-    from blobstore.quantize.formats import QuantFormat
     from blobstore.quantize.recipes import Quantized, Recipe
-    from blobstore.quantize.reference import Quantized as QuantizedArrays
     from blobstore.tensor import DType
 
     Array = np.ndarray[Any, Any]
-    Quantizer = Callable[[Array, QuantFormat, int], QuantizedArrays]
     Read = Callable[[str, memoryview], Iterator[memoryview]]
 
 _COPY_SIZE = 1 << 20
 _PIECE_SIZE = 1 << 22
 """Bytes that are quantized at once: they outweigh a call, and stay in a processor's cache."""
-
-
-def has_mlx() -> bool:
-    """Tell whether MLX is installed, without importing it."""
-    return importlib.util.find_spec("mlx") is not None
-
-
-def quantizer(item: QuantFormat) -> Quantizer:
-    """Return the fastest engine for a type that is installed; all give the same bytes."""
-    # MLX searches the nearest E2M1 number one by one.
-    if item.mode in ("affine", "mxfp8") and has_mlx():
-        from blobstore.quantize import mlx
-
-        return mlx.quantize
-    from blobstore.quantize import reference
-
-    return reference.quantize
 
 
 class Conversion:
@@ -92,9 +71,9 @@ class Conversion:
             yield from map(_reciprocal, pieces) if recipe.is_reciprocal else pieces
 
     def _quantized(self, recipe: Quantized) -> Iterator[Buffer]:
+        from blobstore.quantize.reference import quantize
         from blobstore.safetensors.numpy import as_bytes
 
-        quantize = quantizer(recipe.item)
         scales: list[Array] = []
         biases: list[Array] = []
         done = 0

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.conversion import has_mlx
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan
 from blobstore.quantize.formats import FORMATS, parse_format
@@ -125,11 +124,6 @@ def plan_source(
         _check_overrides(policy)
     if any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
         quant_type = parse_format(request.quant_type or "").name
-        if not has_mlx():
-            slow = (
-                "MLX is not installed: numpy quantizes, to the same bytes but up to twice as long"
-            )
-            notices = (*notices, slow)
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
 
 

@@ -233,14 +233,12 @@ def _float_numbers(words: Array, bits: int) -> Array:
     stream, numbers = words.view(np.uint8), _E4M3_CODES
     if bits == 8:  # noqa: PLR2004 - a byte
         return numbers.take(stream)
-    numbers = _E2M1_PAIRS.take(stream).view(np.float32)
-    return numbers
+    return _E2M1_PAIRS.take(stream).view(np.float32)
 
 
 def _float_scale(scales: Array, mode: str) -> Array:
     if mode == "nvfp4":
-        factors = _E4M3_CODES[scales]
-        return factors
+        return _E4M3_CODES.take(scales)
     factors: Array = np.ldexp(np.float32(1), scales.astype(np.int32) - _EXPONENT_BIAS)
     return factors
 
@@ -248,17 +246,17 @@ def _float_scale(scales: Array, mode: str) -> Array:
 def _pack(codes: Array, bits: int) -> Array:
     """Return the codes of each row as one little-endian stream of bits, in words."""
     if bits == 8:  # noqa: PLR2004 - a byte
-        return codes.view("<u4")
+        return codes.view(np.uint32)
     if bits == 4:  # noqa: PLR2004 - half a byte
-        pairs = codes.view("<u2")
-        return (pairs | pairs >> np.uint16(4)).astype(np.uint8).view("<u4")
+        pairs = codes.view(np.uint16)
+        return (pairs | pairs >> np.uint16(4)).astype(np.uint8).view(np.uint32)
     places = codes.reshape(-1, 8)
     stream = np.zeros((len(places), bits), np.uint8)
     for place, byte, shift in _PLACES[bits]:
         stream[:, byte] |= places[:, place] << np.uint8(shift)
         if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
             stream[:, byte + 1] |= places[:, place] >> np.uint8(8 - shift)
-    return stream.reshape(len(codes), -1).view("<u4")
+    return stream.reshape(len(codes), -1).view(np.uint32)
 
 
 def _unpack(words: Array, bits: int) -> Array:

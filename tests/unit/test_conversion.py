@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from blobstore import conversion
-from blobstore.conversion import Conversion, quantizer
+from blobstore.conversion import Conversion
 from blobstore.errors import DamagedSource
 from blobstore.quantize import reference
 from blobstore.quantize.float8 import decode
@@ -158,21 +156,3 @@ def test_quantizes_what_it_decodes() -> None:
     recipe, arrays, expected = float8(256, 128, (128, 128))
     found = converted(Quantized(recipe, FORMATS["mxfp8"], 32), arrays)
     assert found == packed_bytes(expected, "mxfp8", 32)
-
-
-def test_the_types_that_mlx_searches_slowly_are_left_to_numpy() -> None:
-    for name in ("nvfp4", "mxfp4"):
-        assert quantizer(FORMATS[name]) is reference.quantize
-
-
-def test_without_mlx_numpy_quantizes() -> None:
-    code = (
-        "import sys, importlib.util\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'mlx' else find(name, *rest)\n"
-        "from blobstore.conversion import quantizer\n"
-        "from blobstore.quantize.formats import FORMATS\n"
-        "print({quantizer(item).__module__ for item in FORMATS.values()}, 'mlx.core' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert done.stdout == "{'blobstore.quantize.reference'} False\n"

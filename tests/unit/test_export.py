@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import blobstore
 from blobstore.creation import create
 from blobstore.errors import (
     BlobDamaged,
@@ -26,10 +28,12 @@ from blobstore.export import _BlobReader, export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.quantize import reference
+from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
-from tests.models import Arrays, dense_tensors, moe_tensors, write_folder
+from tests.models import Arrays, dense_tensors, moe_tensors, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -747,3 +751,148 @@ def test_reports_progress_up_to_the_total(stacked: Path, store: LocalStore, tmp_
     size = sum(array.nbytes for array in load_file(stacked / "model.safetensors").values())
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
     assert reports[-1] == (size, size)
+
+
+# Quantized models
+
+PACKED = quantizable_tensors()
+LAYER = "model.layers.0"
+
+
+def quantized_store(tmp_path: Path, experts: ExpertForm, name: str = "int4") -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    source = write_folder(tmp_path / "model", PACKED)
+    create(source, NAME, store=store, quantize=name, experts=experts)
+    return store
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_quantized_weights_are_exported_in_the_form_of_mlx(
+    tmp_path: Path, experts: ExpertForm
+) -> None:
+    store = quantized_store(tmp_path, experts)
+    export_model(NAME, tmp_path / "out", store=store)
+    found = raw_tensors(tmp_path / "out" / "model.safetensors")
+    up = f"{LAYER}.mlp.switch_mlp.up_proj"
+    assert {name.rpartition(".")[2]: value[:2] for name, value in found.items() if up in name} == {
+        "weight": ("U32", [12, 64, 16]),
+        "scales": ("BF16", [12, 64, 4]),
+        "biases": ("BF16", [12, 64, 4]),
+    }
+    item = FORMATS["int4"]
+    expected = b"".join(
+        reference.quantize(
+            PACKED[f"{LAYER}.mlp.experts.{number}.up_proj.weight"], item, 32
+        ).weight.tobytes()
+        for number in range(12)
+    )
+    assert found[f"{up}.weight"][2] == expected
+    assert found["model.embed_tokens.weight"][:2] == ("BF16", [64, 128])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "tiny"
+    described = config["quantization"]
+    usual = {key: described[key] for key in ("bits", "group_size", "mode")}
+    types = {
+        part: described.get(f"{LAYER}.mlp.switch_mlp.{part}_proj", usual) for part in ("up", "down")
+    }
+    assert types == {
+        "up": {"bits": 4, "group_size": 32, "mode": "affine"},
+        "down": {"bits": 8, "group_size": 64, "mode": "affine"},
+    }
+    assert not [name for name in found if ".experts." in name]
+
+
+def test_both_forms_of_experts_are_exported_alike(tmp_path: Path) -> None:
+    forms: list[ExpertForm] = ["packed", "stacked"]
+    for form in forms:
+        store = quantized_store(tmp_path / form, form)
+        export_model(NAME, tmp_path / form / "out", store=store, shard_size=60_000)
+    files = sorted(path.name for path in (tmp_path / "packed" / "out").iterdir())
+    assert len(files) > 4
+    for name in files:
+        one, other = (tmp_path / form / "out" / name for form in forms)
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_quantized_weights_are_exported_as_plain_numbers(
+    tmp_path: Path, experts: ExpertForm, name: str
+) -> None:
+    store = quantized_store(tmp_path, experts, name)
+    exported = export_model(NAME, tmp_path / "out", store=store, dequantize=True, shard_size=70_000)
+    assert exported.shards > 1
+    found: dict[str, Any] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= raw_tensors(path)
+    assert found.keys() == PACKED.keys()
+    packed = create(tmp_path / "model", "one", store=store, quantize=name, experts="packed")
+    assert packed.tensors == len(PACKED)
+    with blobstore.open("one", store=store, dequantize=True) as model:
+        for tensor, (dtype, shape, data) in found.items():
+            expected = model[tensor]
+            assert (dtype, tuple(shape)) == ("BF16", PACKED[tensor].shape)
+            assert data == expected.tobytes(), tensor
+    assert (tmp_path / "out" / "config.json").read_bytes() == b'{"model_type": "tiny"}\n'
+
+
+def test_what_another_scheme_said_of_decoded_weights_is_taken_back(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors: Any = {
+        "a.weight": np.ones((128, 128), ml_dtypes.float8_e4m3fn),
+        "a.weight_scale_inv": np.full((1, 1), 2, np.float32),
+    }
+    config = {
+        "model_type": "m",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    source = write_folder(
+        tmp_path / "model", tensors, files={"config.json": json.dumps(config).encode()}
+    )
+    create(source, NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "m"}
+    found = raw_tensors(tmp_path / "out" / "model.safetensors")
+    assert found == {
+        "a.weight": ("BF16", [128, 128], np.full((128, 128), 2, ml_dtypes.bfloat16).tobytes())
+    }
+
+
+def test_a_global_scale_has_no_place_in_mlx_s_form(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    source = Path(__file__).parents[1] / "data" / "ollama" / "hf" / "ct-nvfp4"
+    create(source, NAME, store=store)
+    with pytest.raises(BlobstoreError, match="has a global scale .* export it dequantized"):
+        export_model(NAME, tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+    export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    found = raw_tensors(tmp_path / "out" / "model.safetensors")
+    assert {dtype for dtype, _, _ in found.values()} == {"BF16"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_damage_is_found_before_numbers_are_computed_from_it(tmp_path: Path) -> None:
+    store = quantized_store(tmp_path, "packed")
+    (layer,) = [item for item in store.resolve(NAME).layers if item.name == "lm_head.weight"]
+    path = Path(store.layout.blob(layer.digest))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    with pytest.raises(BlobDamaged, match=r"layer 'lm_head\.weight': blob '.*' is damaged"):
+        export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_does_not_say_how_it_is_quantized_stays_packed(
+    dense: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    specs = [
+        TensorSpec("x.weight", DType.U32, (1, 4)),
+        TensorSpec("x.weight.scale", DType.F16, (1, 1)),
+    ]
+    publish_with(store, [(media_types.TENSOR, "x.weight", encode_header(specs) + bytes(18))])
+    with pytest.raises(BlobstoreError, match=r"tensor 'x\.weight' is quantized, but its blob does"):
+        export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    export_model(NAME, tmp_path / "out", store=store)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blobstore import planning
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.planning import ModelPlan, PlannedTensor, Quantize, plan_source
 from blobstore.sources.open import open_source
@@ -129,11 +128,3 @@ def test_the_last_override_that_matches_decides(folder: Path) -> None:
 def test_a_model_of_which_nothing_is_quantized_has_no_type(folder: Path) -> None:
     found = planned(folder, quant_type="int4", overrides=("*=none",))
     assert found.quant_type == ""
-
-
-def test_a_missing_fast_engine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "has_mlx", lambda: False)
-    assert any(
-        "MLX is not installed" in text for text in planned(folder, quant_type="int4").notices
-    )
-    assert not any("MLX" in text for text in planned(folder).notices)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:
@@ -150,3 +150,92 @@ def test_a_file_in_the_place_of_the_store_is_an_error(store: LocalStore, dense: 
     assert run("create", dense, "dense").exit_code == 1
     assert run("list").exit_code == 1
     assert store.layout.root.read_bytes() == b""
+
+
+# Quantization
+
+LAYER = "model.layers.0"
+
+
+@pytest.fixture
+def bf16(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "bf16", quantizable_tensors())
+
+
+def test_quantizes_to_the_type_that_is_asked_for(store: LocalStore, bf16: Path) -> None:
+    options = ("--quantize", "Q4", "--group-size", 64, "--policy", "uniform")
+    override = ("--quantize-override", "lm_head*=none")
+    assert run("create", bf16, "m", *options, *override).exit_code == 0
+
+    tensors = {tensor["name"]: tensor for tensor in run_json("show", "m")["tensors"]}
+    weight = tensors[f"{LAYER}.self_attn.v_proj.weight"]
+    assert (weight["type"], weight["group_size"], weight["shape"]) == ("int4", 64, [64, 128])
+    assert weight["bits_per_weight"] == 4.5
+    assert tensors["lm_head.weight"]["type"] == "BF16"
+
+
+def test_a_dry_run_prints_every_decision_with_its_reason(store: LocalStore, bf16: Path) -> None:
+    printed = run("create", bf16, "m", "--quantize", "int4", "--dry-run").stdout.splitlines()
+
+    assert printed[0].split() == ["TENSOR", "FROM", "TO", "BEFORE", "AFTER", "REASON"]
+    assert len(printed) == 1 + len(quantizable_tensors()) + 2
+    rows = {line.split()[0]: line for line in printed}
+    row = f"{LAYER}.self_attn.q_proj.weight BF16 int4 g32 32.8 kB 10.2 kB requested type"
+    assert " ".join(rows[f"{LAYER}.self_attn.q_proj.weight"].split()) == row
+    assert " ".join(rows["model.embed_tokens.weight"].split()).endswith(" embedding")
+    assert printed[-2].endswith(" bits a weight")
+    assert printed[-1].endswith("; nothing was written")
+    assert not store.layout.root.exists()
+
+
+def test_a_dry_run_s_decisions_are_what_is_then_made(store: LocalStore, bf16: Path) -> None:
+    options = ("--quantize", "nvfp4", "--experts", "stacked")
+    planned = run_json("create", bf16, "m", *options, "--dry-run")
+    run_json("create", bf16, "m", *options)
+    shown = run_json("show", "m")["tensors"]
+
+    assert {row["tensor"]: row["type"] for row in planned["decisions"]} == {
+        tensor["name"]: tensor["type"] for tensor in shown
+    }
+    assert {row["tensor"]: row["bytes_after"] for row in planned["decisions"]} == {
+        tensor["name"]: tensor["bytes"] for tensor in shown
+    }
+    assert planned["bytes"] == sum(
+        layer["bytes"]
+        for layer in run_json("show", "m", "--layers")["layers"]
+        if layer["media_type"] == "application/vnd.ollama.image.tensor"
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--quantize", "fp8"], "Ollama takes it for int8"),
+        (["--quantize", "int4", "--group-size", "48"], "int4 cannot have groups of 48"),
+        (["--group-size", "32"], "means nothing without a type to quantize to"),
+        (["--quantize", "int4", "--quantize-override", "x"], "'x'"),
+        (["--quantize", "int4", "--quantize-override", "x=int4"], "matches the override 'x"),
+        (["--quantize", "int4", "--policy", "best"], "--policy"),
+    ],
+)
+def test_a_request_that_means_nothing_is_a_usage_error(
+    store: LocalStore, bf16: Path, options: list[str], what: str, more: list[str]
+) -> None:
+    result = run("create", bf16, "m", *options, *more)
+
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert not store.layout.root.exists()
+
+
+def test_numbers_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path: Path) -> None:
+    tensors = quantizable_tensors()
+    tensors["lm_head.weight"][3, 5] = float("nan")
+    folder = write_folder(tmp_path / "model", tensors)
+    result = run("create", folder, "m", "--quantize", "int4")
+
+    assert result.exit_code == 4
+    assert "tensor 'lm_head.weight': element [3, 5] is nan" in result.stderr
+    assert run("show", "m").exit_code == 3
+    assert not list(store.layout.blobs.iterdir())

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.numpy import load_file
 
-from tests.models import dense_tensors
+from tests.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,18 @@ def test_writes_the_folder_back(stored: LocalStore, tmp_path: Path) -> None:
     assert {name: array.tobytes() for name, array in arrays.items()} == {
         name: array.tobytes() for name, array in dense_tensors().items()
     }
+
+
+def test_dequantizes_when_asked(store: LocalStore, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", quantizable_tensors())
+    assert run("create", folder, "m", "--quantize", "int4").exit_code == 0
+    assert run("export", "m", tmp_path / "packed").exit_code == 0
+    assert run("export", "m", tmp_path / "plain", "--dequantize").exit_code == 0
+    names = {
+        name: set(load_file(tmp_path / name / "model.safetensors")) for name in ("packed", "plain")
+    }
+    assert names["plain"] == set(quantizable_tensors())
+    assert "lm_head.scales" in names["packed"]
 
 
 def test_takes_the_size_of_shards(stored: LocalStore, tmp_path: Path) -> None:

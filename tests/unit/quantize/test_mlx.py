@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
 import pytest
 
 from blobstore.quantize import reference
@@ -14,44 +10,12 @@ from tests.unit.quantize.test_reference import (
     assert_same,
     every_float,
     every_form,
-    patterns,
     to_mlx,
     to_numpy,
 )
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 engine = pytest.importorskip("blobstore.quantize.mlx", reason="MLX does not run on this machine")
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert_same(one, other)
-
-
-@every_form
-@every_float
-def test_quantizes_as_the_reference_does(dtype: str, item: QuantFormat, group_size: int) -> None:
-    array = patterns(dtype)["normal"]
-    expected = reference.quantize(array, item, group_size)
-    assert_equal(engine.quantize(array, item, group_size), expected)
-
-
-def test_quantizes_on_many_threads_at_once() -> None:
-    item = FORMATS["int4"]
-    random = np.random.default_rng(3)
-    arrays = [random.normal(size=(64, 512)).astype(np.float32) for _ in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda array: engine.quantize(array, item, 64), arrays))
-    for array, quantized in zip(arrays, found, strict=True):
-        assert_equal(quantized, reference.quantize(array, item, 64))
-
-
-def test_arrays_that_are_not_contiguous_are_quantized() -> None:
-    array = np.random.default_rng(3).normal(size=(64, 512)).astype(np.float32)[:, ::4]
-    item = FORMATS["int8"]
-    assert_equal(engine.quantize(array, item, 64), reference.quantize(array.copy(), item, 64))
 
 
 @every_form

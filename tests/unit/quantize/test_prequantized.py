@@ -544,6 +544,12 @@ def test_the_main_type_is_that_of_most_numbers(first: str, rows: tuple[int, int]
     assert recognised(tensors, {"quantization": section}).quant_type == first
 
 
+@pytest.mark.parametrize(("main", "rows"), [("fp8", 128), ("nvfp4", 1)])
+def test_decoded_weights_count_for_the_main_type(main: str, rows: int) -> None:
+    tensors = {**COMPRESSED, "f.weight": ("F8_E4M3", rows, 64), "f.weight_scale": ("F32",)}
+    assert recognised(tensors).quant_type == main
+
+
 PIECES = [
     "m.weight",
     "m.scales",

@@ -176,7 +176,9 @@ def test_finds_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
     assert StatedQuantization(config).sharings() == sharings
 
 
-@pytest.mark.parametrize("value", [128, [128], [128, 0], [-1, 128], [128, 128, 1], ["128", 128]])
+@pytest.mark.parametrize(
+    "value", [128, [128], [128, 0], [0, 128], [-1, 128], [128, 128, 1], ["128", 128]]
+)
 def test_refuses_blocks_that_are_not_two_numbers(value: Any) -> None:
     config = {"quantization_config": {"weight_block_size": value}}
     with pytest.raises(UnsupportedSource, match="weight_block_size cannot be .*two positive"):
@@ -193,6 +195,11 @@ def test_refuses_groups_without_a_size() -> None:
 
 def test_finds_the_group_sizes_of_small_floats() -> None:
     small = {"num_bits": 4, "type": "float"}
-    config = groups({**small, "group_size": 16}, {**small, "group_size": None}, small, FLOAT8)
+    config = groups(
+        {**small, "group_size": 16},
+        {**small, "group_size": None},
+        {**small, "group_size": "32"},
+        FLOAT8,
+    )
     assert StatedQuantization(config).group_sizes(4) == {16}
     assert StatedQuantization({}).group_sizes(4) == set()
