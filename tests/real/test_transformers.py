@@ -195,3 +195,44 @@ def test_neither_sharding_nor_threads_change_the_manifest(
         manifests.add(store.resolve(NAME).to_bytes())
     assert len(list((tmp_path / "source-2").glob("*.safetensors"))) > 4
     assert len(manifests) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "quant_type", "experts"),
+    [
+        ("llama", "int8", "packed"),
+        ("qwen3-moe", "int4", "packed"),
+        ("qwen3-moe", "mxfp8", "stacked"),
+    ],
+)
+def test_a_dequantized_export_computes_what_its_numbers_say(
+    kind: str, quant_type: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
+    model = make(kind, torch.bfloat16)
+    source = saved(model, tmp_path / "source")
+    # Every matrix of these tiny models that can be quantized is.
+    create(
+        source,
+        NAME,
+        store=store,
+        quantize=quant_type,
+        policy="uniform",
+        experts=experts,
+        overrides=["*self_attn.[qo]_proj.weight=mxfp4", "lm_head.weight=mxfp8"],
+    )
+    out = tmp_path / "out"
+    export_model(NAME, out, store=store, dequantize=True)
+    again = type(model).from_pretrained(out, dtype=torch.bfloat16).eval()
+    assert not torch.equal(logits(again), logits(model))
+    close = torch.nn.functional.cosine_similarity(logits(again), logits(model), dim=-1)
+    assert close.min() > 0.9
+    exported = all_tensors(out)
+    with blobstore.open(NAME, store=store, framework="torch", dequantize=True) as opened:
+        state = opened.state_dict()
+    joined = [name for name in state if name not in exported]
+    assert bool(joined) == (experts == "stacked")
+    for name in joined:
+        place, _, projection = name.rpartition(".experts.")
+        members = [f"{place}.experts.{number}.{projection}" for number in range(12)]
+        state |= dict(zip(members, state.pop(name), strict=True))
+    assert_equal(exported, state)
