@@ -235,6 +235,34 @@ def engines(item: QuantFormat, count: int) -> None:
     table(rounds(to_plain, count), "mx.dequantize", numbers.nbytes)
 
 
+def gpu(item: QuantFormat, count: int) -> None:
+    """Print the table of one matrix on a GPU, beside a copy of as many bytes as it reads and writes."""
+    numbers = np.random.default_rng(0).standard_normal((8192, 8192), np.float32).astype(BF16)
+    packed = reference.quantize(numbers, item, item.group_size)
+    weight, scale, bias = (None if part is None else _as_torch(part).to("cuda") for part in packed)
+    moved = numbers.nbytes + sum(part.nbytes for part in packed if part is not None)
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+
+    def finished(work: Callable[[], object]) -> float:
+        def run() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return timed(run)
+
+    def dequantize() -> object:
+        assert weight is not None
+        assert scale is not None
+        return torch_engine.dequantize(weight, scale, bias, item, item.group_size, "bfloat16")
+
+    print(f"8192 x 8192 bf16 and {item.name} on {torch.cuda.get_device_name()}\n")
+    cases = {
+        "copy of the same bytes": lambda: finished(source.clone),
+        "torch": lambda: finished(dequantize),
+    }
+    table(rounds(cases, count), "copy of the same bytes", moved)
+
+
 def _as_torch(array: Any) -> torch.Tensor:
     if array.dtype == BF16:
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
@@ -259,6 +287,8 @@ def main() -> None:
     for item in FORMATS.values():
         if item.is_target:
             engines(item, options.rounds)
+            if torch.cuda.is_available():
+                gpu(item, options.rounds)
 
 
 if __name__ == "__main__":
