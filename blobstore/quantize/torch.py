@@ -80,15 +80,17 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
 def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     if bits == 8:  # noqa: PLR2004 - a byte
         return stream.view(torch.float8_e4m3fn).to(dtype)
-    return _pairs(dtype, stream.device)[stream.int()].flatten(1)
+    pairs = _pairs(dtype, stream.device).index_select(0, stream.flatten().int())
+    return pairs.view(len(stream), -1).view(dtype)
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the two E2M1 numbers in every byte, the lower half first."""
+    """Return the two E2M1 numbers in every byte, the lower half first, as one item of both."""
     single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
-    return torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
+    pairs = torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()  # noqa: PLR2004 - bytes
 
 
 @functools.cache
