@@ -140,6 +140,7 @@ def _model_faults(
     manifest: Manifest,
     damaged: Mapping[_BlobKey, BlobstoreError],
 ) -> Iterator[Fault]:
+    told: set[str] = set()
     for layer in (manifest.config, *manifest.layers):
         error = damaged.get(_key(layer))
         if layer.media_type == media_types.TENSOR:
@@ -149,11 +150,16 @@ def _model_faults(
         else:
             found = _config_fault(store, layer) if layer is manifest.config else None
         if found is not None:
+            told.add(layer.name)
             yield Fault(str(reference), layer.name or layer.media_type, *found)
     try:
-        read_contents(store, manifest, collect_faults=True)
-    except BlobstoreError as error:  # a tensor in two layers; the message names both
-        yield Fault(str(reference), "", "", str(error))
+        contents = read_contents(store, manifest, collect_faults=True)
+    except BlobstoreError as twice:  # a tensor in two layers; the message names both
+        yield Fault(str(reference), "", "", str(twice))
+        return
+    for name, fault in contents.faults.items():  # what is said of quantized weights is not so
+        if name not in told:
+            yield Fault(str(reference), name, "", str(fault))
 
 
 # A fault of a blob: the tensor, empty where it is not known, and the message.

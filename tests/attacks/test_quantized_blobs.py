@@ -1,0 +1,94 @@
+"""Blobs whose metadata or companions lie: a clear error everywhere, never a guess."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+from blobstore.errors import BlobDamaged
+from blobstore.export import export_model
+from blobstore.store.local import LocalStore
+from tests.models import add_blobs, blob
+from tests.unit.cli.running import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Entry = tuple[str, str, tuple[int, ...], bytes]
+WEIGHT: Entry = ("w.weight", "U32", (2, 4), bytes(32))
+SCALE: Entry = ("w.weight.scale", "BF16", (2, 1), bytes(4))
+BIAS: Entry = ("w.weight.bias", "BF16", (2, 1), bytes(4))
+NVFP4: Entry = ("w.weight.scale", "U8", (2, 2), bytes(4))
+SOUND: dict[str, Any] = {"quant_type": "int4", "group_size": "32"}
+
+HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
+    "group_size 0": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "0"}),
+    "group_size -1": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "-1"}),
+    "group_size 1e9": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "1e9"}),
+    "group_size of 10,000 digits": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "9" * 10_000}),
+    "another group_size": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "64"}),
+    "an unknown type": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "int9\x1b[2J"}),
+    "another type": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "int8"}),
+    "a type of floats": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "mxfp4"}),
+    "no bias": ([WEIGHT, SCALE], SOUND),
+    "a bias of floats": ([WEIGHT, NVFP4, BIAS], {"quant_type": "nvfp4"}),
+    "more scales": ([WEIGHT, ("w.weight.scale", "BF16", (2, 2), bytes(8)), BIAS], SOUND),
+    "scales of another rank": ([WEIGHT, ("w.weight.scale", "BF16", (2,), bytes(4)), BIAS], SOUND),
+    "scales of integers": ([WEIGHT, ("w.weight.scale", "I16", (2, 1), bytes(4)), BIAS], SOUND),
+    "a bias of another type": ([WEIGHT, SCALE, ("w.weight.bias", "F16", (2, 1), bytes(4))], SOUND),
+    "two global scales": (
+        [WEIGHT, NVFP4, ("w.weight.global_scale", "F32", (2,), bytes(8))],
+        {"quant_type": "nvfp4"},
+    ),
+    "a weight without columns": (
+        [
+            ("w.weight", "U32", (2, 0), b""),
+            ("w.weight.scale", "BF16", (2, 0), b""),
+            ("w.weight.bias", "BF16", (2, 0), b""),
+        ],
+        SOUND,
+    ),
+    "a scalar weight": (
+        [("w.weight", "U32", (), bytes(4)), ("w.weight.scale", "BF16", (), bytes(2)), BIAS],
+        SOUND,
+    ),
+}
+
+
+@pytest.fixture(params=HOSTILE)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    entries, metadata = HOSTILE[request.param]
+    add_blobs(store, "m", {"w.weight": blob(*entries, **metadata)})
+    return store
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_it_is_not_opened(store: LocalStore, framework: Any) -> None:
+    for dequantize in (False, True):
+        with pytest.raises(BlobDamaged, match=r"m:latest: layer 'w\.weight': tensor 'w\.weight': "):
+            blobstore.open("m", store=store, framework=framework, dequantize=dequantize)
+    assert not store.layout.headers.exists()
+
+
+def test_it_is_shown_as_damaged(store: LocalStore) -> None:
+    shown = run("show", "m", "--store", store.layout.root)
+    assert shown.exit_code == 4
+    assert "DAMAGED" in shown.stdout
+    assert "tensor 'w.weight': " in shown.stderr
+    assert "\x1b" not in shown.stdout + shown.stderr
+
+
+def test_it_is_found_by_verify(store: LocalStore) -> None:
+    verified = run("verify", "--store", store.layout.root)
+    assert verified.exit_code == 4
+    assert "w.weight" in verified.stdout + verified.stderr
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_it_is_not_exported(store: LocalStore, tmp_path: Path, *, dequantize: bool) -> None:
+    with pytest.raises(BlobDamaged, match=r"tensor 'w\.weight': "):
+        export_model("m", tmp_path / "out", store=store, dequantize=dequantize)
+    assert not (tmp_path / "out").exists()
