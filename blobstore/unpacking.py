@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _PIECE_ELEMENTS = 1 << 20
 
 
+def rows_at_once(columns: int) -> int:
+    """Return how many rows of so many elements are in a piece; the last may have fewer."""
+    return max(_PIECE_ELEMENTS // max(columns, 1), 1)
+
+
 def plain_pieces(
     stored: StoredTensor, memory: mmap.mmap, dtype: FloatName, part: int | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
@@ -45,7 +50,7 @@ def plain_pieces(
         for suffix, array in arrays.items()
     }
     count = len(rows[""])
-    height = max(_PIECE_ELEMENTS // max(stored.shape[-1], 1), 1)
+    height = rows_at_once(stored.shape[-1])
     for row in range(0, count, height):
         piece = {suffix: array[row : row + height] for suffix, array in rows.items()}
         yield dequantize(
