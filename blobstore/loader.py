@@ -30,7 +30,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
 from blobstore.places import find_places, write_index
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
@@ -69,7 +69,8 @@ def open_model(
             (copies; MLX cannot adopt memory).
         device: where torch tensors are put; anything but ``cpu`` is a copy.
         verify: ``size`` maps every blob and so checks that it is there with its size, ``digest``
-            reads and hashes them all, ``none`` leaves mapping to the first use of each blob.
+            reads and hashes them all and takes nothing from the header index, ``none`` leaves
+            mapping to the first use of each blob.
         dequantize: give quantized weights as plain numbers, under their names alone; see
             :meth:`Model.dequantized`. They are computed at every look-up.
 
@@ -82,7 +83,15 @@ def open_model(
         reference = Reference.parse(reference)
     store = store or LocalStore()
     data = store.read_manifest(reference)
-    model = Model(reference, data, store, framework=framework, device=device, dequantize=dequantize)
+    model = Model(
+        reference,
+        data,
+        store,
+        framework=framework,
+        device=device,
+        dequantize=dequantize,
+        use_index=verify != "digest",
+    )
     model.check(verify)
     return model
 
@@ -103,6 +112,7 @@ class Model(Mapping[str, Any]):
         framework: Framework = "numpy",
         device: str = "cpu",
         dequantize: bool = False,
+        use_index: bool = True,
     ) -> None:
         self.reference = reference
         self._leave_index: weakref.finalize[Any, Model] | None = None
@@ -114,7 +124,7 @@ class Model(Mapping[str, Any]):
         self._is_writable = framework == "torch"
         reserve = functools.partial(Region, writable=self._is_writable)
         try:
-            places = find_places(store, manifest, reserve=reserve)
+            places = find_places(store, manifest, reserve=reserve, use_index=use_index)
         except Damaged as error:
             raise error.at(str(reference)) from None
         self._places, self._blobs, self._quantized, is_indexed, self._region = places
@@ -252,7 +262,7 @@ class Model(Mapping[str, Any]):
             return {}
         try:
             value = json.loads(self.read_file("config.json"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # it is kept as the source had it
             message = f"config.json of {self.reference} is not JSON: {error}"
             raise BlobDamaged(message) from None
         if not isinstance(value, dict):
@@ -316,13 +326,24 @@ class Model(Mapping[str, Any]):
 
     def _format(self, name: str) -> tuple[QuantFormat, int]:
         quant_type, group_size = self._quantized[name]
-        if not quant_type:
+        specs = {
+            suffix: self._spec(name + end)
+            for suffix, end in COMPANIONS.items()
+            if name + end in self._places
+        }
+        metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
+        known = described(self._spec(name), specs, metadata)
+        if known is None:
             message = (
                 f"tensor {quoted(name)} of {self.reference} is quantized, but its blob does not say "
                 "how; read it as it is stored"
             )
             raise UnsupportedDType(message)
-        return FORMATS[quant_type], group_size
+        return known
+
+    def _spec(self, name: str) -> TensorSpec:
+        dtype, shape, _, _ = self._places[name]
+        return TensorSpec(name, DTYPES[dtype], tuple(shape))
 
     def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
         return original_dtype(item, DTYPES[self._places[name + COMPANIONS[SCALE]][0]])

@@ -4,6 +4,9 @@ Resolving that opens and parses every blob's header, so the result is kept in th
 index: one file a model, named by the digest of the manifest's bytes. It is a cache: it vanishes
 without harm, is ignored if it is not what was written, and a blob's size is still checked against
 the file when it is mapped. :func:`create` writes it, and a loader that did not find it.
+
+Its seal finds accidents, not forgery: whoever can write to the store can seal anything. So what it
+says is checked before it becomes a path or an offset, and who asks for digests does not read it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import COMPANIONS, read_contents
@@ -18,6 +22,7 @@ from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
+from blobstore.tensor import DTYPES
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -55,11 +60,13 @@ def find_places(
     manifest: bytes,
     *,
     reserve: Callable[[list[int]], Region] | None = None,
+    use_index: bool = True,
 ) -> Places:
     """Return where the tensors of the model are whose manifest file has the bytes ``manifest``.
 
     Without an index every blob is opened for its header. A caller that wants to map them anyway
     gives ``reserve``, which makes the memory for blobs of some sizes, so that each is opened once.
+    With ``use_index`` false the headers alone decide.
 
     Raises:
         InvalidManifest: the manifest breaks the format.
@@ -67,7 +74,7 @@ def find_places(
     """
     key = Digest.of(manifest)
     with _collector_paused():
-        places = _decode(key, store.read_index(key))
+        places = _decode(key, store.read_index(key)) if use_index else None
         if places is None:
             places = _resolve(store, Manifest.from_bytes(manifest), reserve)
     return places
@@ -121,9 +128,38 @@ def _decode(key: Digest, data: bytes | None) -> Places | None:
     digest, _, text = data.partition(b"\n")
     if digest != str(_seal(key, text)).encode():
         return None
-    tensors, blobs, quantized = json.loads(text)
-    known = [(Digest(spelled), size) for spelled, size in blobs]
+    try:
+        tensors, blobs, quantized = json.loads(text)
+        known = [(Digest.parse(f"sha256:{spelled}"), size) for spelled, size in blobs]
+        _check_sizes(known)
+        _check_places(tensors, known)
+        _check_types(quantized, tensors)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
+        return None
     return Places(tensors, known, quantized, is_indexed=True)
+
+
+def _check_sizes(blobs: Sequence[tuple[Digest, int]]) -> None:
+    for _, size in blobs:
+        if type(size) is not int or size < 0:
+            raise ValueError
+
+
+def _check_places(tensors: dict[str, Place], blobs: Sequence[tuple[Digest, int]]) -> None:
+    """Check that every tensor lies inside its blob. A wrong form raises what it happens to."""
+    whole = {int}
+    for dtype, shape, blob, begin in tensors.values():
+        if not (whole.issuperset(map(type, shape)) and type(begin) is type(blob) is int):
+            raise TypeError
+        size = math.prod(shape) * DTYPES[dtype].bits // 8
+        if blob < 0 or begin < 0 or begin + size > blobs[blob][1] or (shape and min(shape) < 0):
+            raise ValueError
+
+
+def _check_types(quantized: dict[str, tuple[str, int]], tensors: dict[str, Place]) -> None:
+    for name, (quant_type, group_size) in quantized.items():
+        if name not in tensors or type(quant_type) is not str or type(group_size) is not int:
+            raise ValueError
 
 
 def _seal(key: Digest, text: bytes) -> Digest:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore import strictjson
-from blobstore.contents import read_contents
+from blobstore.contents import COMPANIONS, read_contents
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.store.check import damaged_blobs
@@ -22,6 +22,7 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.contents import Contents
     from blobstore.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
@@ -92,8 +93,13 @@ def verify_models(
     store = store or LocalStore()
     asked = tuple(dict.fromkeys(references)) or tuple(store.references())
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in asked}
-    manifests = _resolve(store, faults)
-    blobs = {_key(blob): blob for manifest in manifests.values() for blob in manifest.blobs}
+    manifests = _resolve(store, faults, must_exist=bool(references))
+    # Not by digest alone: layers of one manifest may contradict each other about the size.
+    blobs = {
+        _key(blob): blob
+        for manifest in manifests.values()
+        for blob in (manifest.config, *manifest.layers)
+    }
     bytes_read = 0
 
     def count(what: str, done: int, total: int) -> None:
@@ -107,7 +113,7 @@ def verify_models(
     for reference, manifest in manifests.items():
         faults[reference].extend(_model_faults(store, reference, manifest, damaged))
     return Verified(
-        models=len(asked),
+        models=len(faults),
         blobs=len(blobs),
         bytes_read=bytes_read,
         seconds=time.monotonic() - started,
@@ -116,17 +122,22 @@ def verify_models(
 
 
 def _resolve(
-    store: LocalStore, faults: Mapping[Reference, list[Fault]]
+    store: LocalStore, faults: dict[Reference, list[Fault]], *, must_exist: bool
 ) -> dict[Reference, Manifest]:
-    """Return the manifests that can be read; note what is wrong with the others in ``faults``."""
+    """Return the manifests that can be read; note what is wrong with the others in ``faults``.
+
+    Unless they ``must_exist``, names that are gone since they were listed leave ``faults``.
+    """
     manifests: dict[Reference, Manifest] = {}
-    for reference, found in faults.items():
+    for reference in tuple(faults):
         try:
             manifests[reference] = store.resolve(reference)
         except ModelNotFound:
-            raise
+            if must_exist:
+                raise
+            del faults[reference]
         except BlobstoreError as error:
-            found.append(Fault(str(reference), "", "", str(error)))
+            faults[reference].append(Fault(str(reference), "", "", str(error)))
     return manifests
 
 
@@ -160,6 +171,19 @@ def _model_faults(
     for name, fault in contents.faults.items():  # what is said of quantized weights is not so
         if name not in told:
             yield Fault(str(reference), name, "", str(fault))
+    yield from _clashes(str(reference), contents)
+
+
+def _clashes(reference: str, contents: Contents) -> Iterator[Fault]:
+    """Yield what no loader could tell apart: companions are called otherwise at run time."""
+    names = set(contents.tensors)
+    for tensor in contents.tensors.values():
+        for suffix in tensor.companions:
+            name = tensor.name + COMPANIONS[suffix]
+            if name in names:
+                message = f"two tensors of the model would both be called {quoted(name)}"
+                yield Fault(reference, tensor.layer.name, tensor.name, message)
+            names.add(name)
 
 
 # A fault of a blob: the tensor, empty where it is not known, and the message.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli.options import wants_json
+from blobstore.cli.options import expect_json, wants_json
 from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
 from blobstore.errors import BlobstoreError
 
@@ -45,8 +45,11 @@ Completion in bash, zsh or fish, for example:
 """
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal asks the process to end; Ctrl-C is one of several."""
+class Stopped(BaseException):
+    """A signal asks the process to end; Ctrl-C is one of several.
+
+    No KeyboardInterrupt, which click makes "Aborted!" and exit code 1 wherever we do not catch it.
+    """
 
     def __init__(self, signal_number: int) -> None:
         super().__init__()
@@ -64,6 +67,7 @@ class _Program(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        expect_json(ctx, args)
         with _printable_usage_errors():
             return super().parse_args(ctx, args)
 
@@ -74,9 +78,13 @@ class _Program(click.Group):
         except BlobstoreError as error:
             _report(error, as_json=wants_json(ctx))
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt as error:
+        except click.UsageError as error:
+            if wants_json(ctx):
+                _report_json("UsageError", error.format_message(), error.exit_code)
+            raise
+        except KeyboardInterrupt:
             click.echo("blobstore: interrupted", err=True)
-            ctx.exit(error.exit_code if isinstance(error, Stopped) else _INTERRUPTED)
+            ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
 
@@ -109,7 +117,11 @@ def main() -> None:
         # What a terminal's encoding lacks is escaped; it is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):  # None, if the caller closed it
             stream.reconfigure(errors="backslashreplace")
-    program(prog_name="blobstore")
+    try:
+        program(prog_name="blobstore")
+    except Stopped as stopped:
+        click.echo("blobstore: interrupted", err=True)
+        sys.exit(stopped.exit_code)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -134,10 +146,14 @@ def _show_version(ctx: click.Context) -> None:
 def _report(error: BlobstoreError, *, as_json: bool) -> None:
     message = str(error)
     if as_json:
-        value = {"kind": type(error).__name__, "message": message, "exit_code": error.exit_code}
-        with contextlib.suppress(BlobstoreError, OutputClosed):  # the message below says enough
-            show_json({"error": value})
+        _report_json(type(error).__name__, message, error.exit_code)
     show_error(message)
+
+
+def _report_json(kind: str, message: str, exit_code: int) -> None:
+    value = {"kind": kind, "message": message, "exit_code": exit_code}
+    with contextlib.suppress(BlobstoreError, OutputClosed):  # what is said beside it is enough
+        show_json({"error": value})
 
 
 @contextlib.contextmanager

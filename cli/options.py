@@ -57,6 +57,11 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(float(match["number"]) * unit)
 
 
+def expect_json(ctx: click.Context, args: Sequence[str]) -> None:
+    """Note whether JSON is asked for, as far as it can be told of arguments not parsed yet."""
+    ctx.meta[_JSON_KEY] = "--json" in args
+
+
 def wants_json(ctx: click.Context) -> bool:
     """Tell whether the command was asked for JSON, also when it failed."""
     return bool(ctx.meta.get(_JSON_KEY))

@@ -72,12 +72,19 @@ def show_json(value: Any) -> None:
 
 def show_note(message: str) -> None:
     """Tell something beside the result."""
-    click.echo(f"note: {printable(message)}", err=True)
+    _tell(f"note: {printable(message)}")
 
 
 def show_error(message: str) -> None:
     """Tell what went wrong."""
-    click.echo(f"blobstore: error: {printable(message)}", err=True)
+    _tell(f"blobstore: error: {printable(message)}")
+
+
+def _tell(line: str) -> None:
+    try:
+        click.echo(line, err=True)
+    except OSError:  # nobody can be told, and the exit code must stay what it is
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def is_terminal() -> bool:

@@ -43,6 +43,7 @@ def command(
     """
     from blobstore.verify import verify_models
 
+    store.check_root()
     if not store.layout.root.exists():
         message = f"there is no store at {quoted(store.layout.root)}"
         raise NotFound(message)

@@ -229,7 +229,12 @@ def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
 
 def _files_of(folder: Path, prefix: str, depth: int) -> Iterator[SourceFile]:
     for path in folder.iterdir() if depth <= MAX_FILE_DEPTH else ():
-        if path.is_file() and _is_part(path.name) and _is_kept(path.name):
+        if not _is_part(path.name) or not _is_kept(path.name):
+            continue
+        if path.is_symlink() and not path.exists():  # a cache that was pruned holds such
+            message = f"{quoted(path)} is a link to nothing; fetch the complete model"
+            raise DamagedSource(message)
+        if path.is_file():
             if path.stat().st_size > _MAX_FILE_SIZE:
                 message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
                 raise SourceError(message)

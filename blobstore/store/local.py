@@ -89,6 +89,9 @@ class LocalStore(BlobReader):
             return read_regular(path, MAX_MANIFEST_SIZE)
         except (FileNotFoundError, NotADirectoryError):
             self.check_root()
+            if path.is_symlink():
+                message = f"{quoted(path)} is a link to nothing"
+                raise InvalidManifest(message) from None
             message = f"no model {quoted(reference)} in the store {quoted(self.layout.root)}"
             raise ModelNotFound(message) from None
         except OSError as error:
@@ -107,8 +110,9 @@ class LocalStore(BlobReader):
         paths = [self.layout.manifests]
         try:
             for _ in range(4):  # not by glob, which passes over folders that cannot be read
-                paths = [found for path in paths if path.is_dir() for found in path.iterdir()]
-            files = sorted(path for path in paths if path.is_file())
+                paths = [found for path in paths if path.is_dir() for found in _entries(path)]
+            # Pipes and links to nothing too: reading them says what is wrong with that name.
+            files = sorted(path for path in paths if not path.is_dir())
         except OSError as error:
             message = f"cannot list {quoted(error.filename)}: {error.strerror}"
             raise StoreError(message) from error
@@ -188,6 +192,13 @@ class LocalStore(BlobReader):
             place = f" ({quoted(error.filename)})" if error.filename else ""
             otherwise = f"writing to the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:  # removed since it was seen, as Ollama does with empty folders
+        return []
 
 
 def _names(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import blobstore
+from blobstore.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -327,7 +328,12 @@ def test_the_config_and_files_are_there(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "what"), [(b"{", "is not JSON"), (b"[]", "is not a JSON object")]
+    ("content", "what"),
+    [
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "is not a JSON object"),
+    ],
 )
 def test_a_broken_config_is_told_when_it_is_read(tmp_path: Path, content: bytes, what: str) -> None:
     store = LocalStore(tmp_path / "store")
@@ -510,6 +516,20 @@ def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path:
     assert mine.read_bytes() == whole
 
 
+def test_who_asks_for_digests_does_not_get_what_a_forged_index_says(store: LocalStore) -> None:
+    path = index_file(store)
+    whole = path.read_bytes()
+    tensors, *others = json.loads(whole.partition(b"\n")[2])
+    one, other = "model.layers.0.norm.weight", "model.embed_tokens.weight"
+    tensors[one][2:] = tensors[other][2:]
+    text = json.dumps([tensors, *others]).encode()
+    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{seal}\n".encode() + text)
+    with blobstore.open("m", store=store, verify="digest") as model:
+        np.testing.assert_array_equal(model[one], TENSORS[one], strict=True)
+    assert path.read_bytes() == whole
+
+
 def test_an_index_does_not_hide_that_a_name_was_replaced(store: LocalStore, tmp_path: Path) -> None:
     swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
     blobstore.create(write_folder(tmp_path / "other", swapped), "m", store=store)
@@ -682,3 +702,21 @@ def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
         with blobstore.open("m", store=store, framework=framework, dequantize=True) as model:  # type: ignore[arg-type]
             assert list(model) == ["w"]
             assert model["w"].tolist() == [[1.5, 3.0] * 8]
+
+
+@pytest.mark.parametrize("known", [["int4", 64], ["nvfp4", 16], ["int8", 64]])
+def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, known: Any) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", PACKED)
+    blobstore.create(folder, "m", store=store, quantize="int4")
+    path = index_file(store)
+    tensors, blobs, quantized = json.loads(path.read_bytes().partition(b"\n")[2])
+    quantized[UP] = known
+    text = json.dumps([tensors, blobs, quantized]).encode()
+    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{seal}\n".encode() + text)
+    with (
+        blobstore.open("m", store=store) as model,
+        pytest.raises(BlobDamaged, match=f"tensor '{UP}': "),
+    ):
+        model.dequantized(UP)

@@ -97,6 +97,46 @@ def test_a_damaged_index_is_ignored(store: LocalStore, damage: object) -> None:
     assert not places.is_indexed
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "[" * 100_000,
+        "null",
+        "{}",
+        "[[], [], []]",
+        "[{}, null, {}]",
+        '[{}, [["/../../../../../../../../etc/passwd", 1]], {}]',
+        '[{}, [["DIGEST", "1"]], {}]',
+        '[{}, [["DIGEST", -1]], {}]',
+        '[{"t": null}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32"]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F33", [1], 0, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", 1, 0, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [1.0], 0, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [-1, -1], 0, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [1], 1, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [1], -1, 0]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [1], 0, -4]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [1], 0, 5]}, [["DIGEST", 8]], {}]',
+        '[{"t": ["F32", [3], 0, 0]}, [["DIGEST", 8]], {}]',
+        '[{}, [["DIGEST", 8]], {"t": ["int4", 32]}]',
+        '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": ["int4", "32"]}]',
+        '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": [4, 32]}]',
+    ],
+)
+def test_an_index_that_makes_no_sense_is_ignored_though_sealed(
+    store: LocalStore, text: str
+) -> None:
+    key = Digest.of(manifest(store))
+    data = text.replace("DIGEST", key.hex).encode()
+    seal = Digest.of(f"2 {key}\n".encode() + data)
+    index_file(store).write_bytes(f"{seal}\n".encode() + data)
+    places = find_places(store, manifest(store))
+    assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
+    assert not places.is_indexed
+
+
 def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
     places = find_places(store, manifest(store))
     digest, _ = places.blobs[0]

@@ -20,6 +20,8 @@ from blobstore.verify import Fault, verify_models
 from tests.models import dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from blobstore.plan import ExpertForm
 
 NAME = Reference.parse("m")
@@ -306,3 +308,41 @@ def test_finds_a_tensor_that_is_in_two_layers(store: LocalStore) -> None:
     publish_with(store, *layers)
     fault = only_fault(store)
     assert "'x.a' is in two layers" in fault.message
+
+
+def test_finds_a_size_that_another_layer_of_the_same_blob_contradicts(store: LocalStore) -> None:
+    right = add(store, b"{}", media_type=media_types.JSON, name="right.json")
+    path = store.layout.manifest(NAME)
+    manifest = store.resolve(NAME)
+    wrong = right._replace(size=7, name="wrong.json")
+    path.write_bytes(replace(manifest, layers=(*manifest.layers, wrong, right)).to_bytes())
+
+    fault = only_fault(store)
+    assert fault.layer == "wrong.json"
+    assert "it has 2 bytes, expected 7" in fault.message
+
+
+def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
+    specs = [
+        TensorSpec("w", DType.U32, (1,)),
+        TensorSpec("w.scale", DType.U8, (1,)),
+        TensorSpec("w_scale", DType.U8, (1,)),
+    ]
+    publish_with(store, add(store, encode_header(specs) + bytes(6), name="w"))
+
+    # The companion w.scale is called w_scale at run time.
+    messages = [fault.message for fault in verify_models(store=store).faults]
+    assert "two tensors of the model would both be called 'w_scale'" in messages
+
+
+def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
+    class Racing(LocalStore):
+        def references(self) -> Iterator[Reference]:
+            yield from super().references()
+            yield Reference.parse("gone")
+
+    racing = Racing(store.layout.root)
+    verified = verify_models(store=racing)
+    assert (verified.models, verified.faults) == (1, ())
+    with pytest.raises(ModelNotFound):
+        verify_models([Reference.parse("gone")], store=racing)

@@ -167,6 +167,10 @@ def test_an_error_is_one_line_without_a_traceback(store: LocalStore) -> None:
         (["show", "bad name"], "InvalidReference", 2),
         (["create", "/absent/source", "m"], "SourceNotFound", 3),
         (["verify"], "NotFound", 3),
+        (["show"], "UsageError", 2),
+        (["list", "--nonsense"], "UsageError", 2),
+        (["create", "s", "n", "--jobs", "0"], "UsageError", 2),
+        (["show", "--manifest", "x", "pattern"], "UsageError", 2),
     ],
 )
 def test_an_error_is_json_too_when_asked(
@@ -252,6 +256,33 @@ def test_a_full_disk_under_the_output_is_an_error(stored: LocalStore) -> None:
     )
 
 
+@pytest.mark.parametrize("command", [["list"], ["show", "dense"]])
+def test_a_full_disk_under_the_errors_leaves_the_exit_code(
+    stored: LocalStore, command: list[str]
+) -> None:
+    (manifest,) = (path for path in stored.layout.manifests.rglob("*") if path.is_file())
+    manifest.write_bytes(b"garbage")
+    with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
+        done = subprocess.run(
+            command_line(*command),
+            stdout=subprocess.DEVNULL,
+            stderr=full,
+            env=environment(),
+            check=False,
+        )
+
+    assert done.returncode == 4
+
+
+@pytest.mark.parametrize("command", [["list"], ["verify"], ["show", "m"], ["create", ".", "m"]])
+def test_a_store_that_cannot_be_looked_at_is_an_error(command: list[str]) -> None:
+    result = run(*command, "--store", "/" + "n" * 300)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("blobstore: error: ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_what_the_terminal_cannot_show_is_escaped(stored: LocalStore) -> None:
     done = run_process("show", "dense", PYTHONIOENCODING="ascii")
 
@@ -311,3 +342,22 @@ def test_an_interrupted_create_leaves_nothing(
     assert list(store.layout.blobs.iterdir()) == []
     assert list(store.references()) == []
     assert [path for path in store.layout.manifests.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_an_interrupt_outside_a_command_is_told_alike(number: int, exit_code: int) -> None:
+    code = (
+        "import os, sys\n"
+        "import blobstore.cli.main as m\n"
+        f"m._Program.parse_args = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "sys.argv = ['blobstore', 'list']\n"
+        "m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
+    )
+
+    assert done.returncode == exit_code
+    assert done.stderr == b"blobstore: interrupted\n"

@@ -395,8 +395,6 @@ def test_what_is_no_file_is_not_kept(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "dangling.json").symlink_to("gone")
-    (tmp_path / "loop.json").symlink_to("loop.json")
     assert Found(tmp_path).files == []
 
 
@@ -440,3 +438,11 @@ def test_any_tensor_name_is_only_a_name(tmp_path: Path, name: str) -> None:
     put(tmp_path / "m", model={name: np.zeros(1)})
     assert Found(tmp_path / "m").names == {name}
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("target", ["gone", "tokenizer.json"], ids=["nothing", "itself"])
+def test_rejects_a_small_file_that_is_a_link_to_nothing(tmp_path: Path, target: str) -> None:
+    put(tmp_path, model=ONE)
+    (tmp_path / "tokenizer.json").symlink_to(target)
+    with pytest.raises(DamagedSource, match=r"tokenizer\.json' is a link to nothing"):
+        Found(tmp_path)

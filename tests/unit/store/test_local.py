@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,7 +180,38 @@ def test_only_a_file_is_a_manifest(store: LocalStore, make: Callable[[Path], Non
     make(path)
     with pytest.raises(InvalidManifest, match="is not a regular file"):
         store.resolve(NAME)
-    assert list(store.references()) == []
+    assert list(store.references()) == ([] if path.is_dir() else [NAME])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
+def test_a_name_that_is_no_file_is_listed_and_damaged(
+    store: LocalStore, make: Callable[[Path], None]
+) -> None:
+    publish(store)
+    path = store.layout.manifest(NAME)
+    path.unlink()
+    make(path)
+    assert list(store.references()) == [NAME]
+    with pytest.raises(InvalidManifest, match=re.escape(str(path))):
+        store.resolve(NAME)
+
+
+def test_a_folder_that_vanishes_meanwhile_is_no_error(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store)
+    publish(store, "n/other")
+    gone = store.layout.manifest(Reference.parse("n/other")).parent.parent
+    is_dir = Path.is_dir
+
+    def seen(path: Path) -> bool:
+        found = is_dir(path)
+        if path == gone:
+            shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", seen)
+    assert list(store.references()) == [NAME]
 
 
 def test_what_spells_no_name_is_passed_over(store: LocalStore) -> None:
