@@ -12,8 +12,7 @@ import mlx.core as mx
 if TYPE_CHECKING:
     from blobstore.quantize.formats import QuantFormat
 
-_MLX_GLOBAL_SCALE = 448 * 6
-"""MLX divides a global scale by the largest product of an E4M3 scale and an E2M1 number."""
+_E4M3_ONE = 0x38
 
 
 def dequantize(
@@ -34,14 +33,15 @@ def dequantize(
         item: the quantization type.
         group_size: elements that share a scale.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        global_scale: what all numbers of an nvfp4 weight are multiplied with too.
+        global_scale: what the scales of an nvfp4 weight are multiplied with, in float32.
     """
+    options = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
     wanted = getattr(mx, dtype)
-    options: dict[str, Any] = {"dtype": wanted}
-    if global_scale is not None:
-        # MLX then gives float32, whatever it is asked for.
-        options = {"global_scale": mx.array(global_scale * _MLX_GLOBAL_SCALE, dtype=mx.float32)}
-    result = mx.dequantize(
-        weight, scale, bias, group_size=group_size, bits=item.bits, mode=item.mode, **options
-    )
-    return result if result.dtype == wanted else result.astype(wanted)
+    if global_scale is None:
+        return mx.dequantize(weight, scale, bias, dtype=wanted, **options)
+    # MLX means 2688 times as much by a global scale; divided by that it would not be the same number.
+    ones = mx.full(scale.shape, _E4M3_ONE, dtype=mx.uint8)
+    numbers = mx.dequantize(weight, ones, dtype=mx.float32, **options)
+    factors = mx.from_fp8(scale, dtype=mx.float32) * mx.array(global_scale, dtype=mx.float32)
+    groups = mx.unflatten(numbers, -1, (-1, group_size))
+    return mx.flatten(groups * factors[..., None], -2).astype(wanted)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 FLOAT8: Final = "fp8"
 """What a source of 8-bit floats is called; they are no type of ours, but decoded."""
 _FOREIGN: Final = {
-    ".qweight": "GPTQ or AWQ",
+    ".qweight": "GPTQ, AWQ or a scheme like them",
     ".q_weight": "EXL2",
     ".trellis": "EXL3",
     ".W_q": "HQQ",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PIECE = {"cpu": 1 << 20}
 """Elements that are computed at once: on a processor few enough for its cache."""
-_DEVICE_PIECE = 1 << 26
+_DEVICE_PIECE = 1 << 24
 
 
 def dequantize(
@@ -71,10 +71,15 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 4:  # noqa: PLR2004 - half a byte
         return torch.stack((stream & 15, stream >> 4), dim=-1).flatten(1)
     # Eight codes are as many bytes as a code has bits.
-    places = torch.arange(bits, device=stream.device) * 8
-    wide = (stream.view(len(stream), -1, bits).long() << places).sum(dim=-1, keepdim=True)
-    shifts = torch.arange(8, device=stream.device) * bits
-    return (wide >> shifts & ((1 << bits) - 1)).flatten(1)
+    data = stream.view(-1, bits)
+    places = torch.empty((len(data), 8), dtype=torch.uint8, device=stream.device)
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        code = data[:, byte] >> shift
+        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+            code |= data[:, byte + 1] << (8 - shift)
+        places[:, place] = code
+    return places.bitwise_and_((1 << bits) - 1).view(len(stream), -1)
 
 
 def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from blobstore.quantize import reference
@@ -35,7 +36,21 @@ def test_a_global_scale_means_what_it_means_to_the_reference(name: str) -> None:
     item = FORMATS["nvfp4"]
     weight, scale, _ = any_packed(item, 16, "float32")
     with mx.stream(mx.cpu):
-        found = engine.dequantize(to_mlx(weight), to_mlx(scale), None, item, 16, name, 0.25)
+        found = engine.dequantize(to_mlx(weight), to_mlx(scale), None, item, 16, name, 0.37)
         mx.eval(found)
-    expected = reference.dequantize(weight, scale, None, item, 16, name, 0.25)
+    expected = reference.dequantize(weight, scale, None, item, 16, name, 0.37)
     assert_same(to_numpy(found), expected)
+
+
+def test_a_global_scale_gives_what_mlx_gives_for_the_largest_magnitude_that_it_is_made_of() -> None:
+    item, largest = FORMATS["nvfp4"], np.float32(3.3)
+    weight, scale, _ = any_packed(item, 16, "float32")
+    with mx.stream(mx.cpu):
+        theirs = mx.dequantize(
+            to_mlx(weight), to_mlx(scale), mode="nvfp4", global_scale=mx.array(largest)
+        )
+        mx.eval(theirs)
+    ours = reference.dequantize(
+        weight, scale, None, item, 16, "float32", float(largest / np.float32(448 * 6))
+    )
+    assert_same(ours, to_numpy(theirs))

@@ -477,7 +477,7 @@ def test_refuses_other_8_bit_weights(tensors: Tensors, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "scheme"),
     [
-        ("m.qweight", "I32", "GPTQ or AWQ"),
+        ("m.qweight", "I32", "GPTQ, AWQ or a scheme like them"),
         ("m.SCB", "F32", "bitsandbytes"),
         ("m.weight.absmax", "U8", "bitsandbytes"),
         ("m.weight.quant_map", "F32", "bitsandbytes"),
