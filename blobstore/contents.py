@@ -22,6 +22,7 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from blobstore.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.mapping import Region
@@ -77,8 +78,8 @@ class Contents:
     """The tensors of a model by name, in the manifest's order."""
 
     tensors: Mapping[str, StoredTensor]
-    faults: Mapping[str, BlobstoreError]
-    """What is wrong with a tensor layer, by the layer's name; their tensors are not listed."""
+    faults: Mapping[tuple[Digest, int], BlobstoreError]
+    """What is wrong with a tensor layer, by its digest and size; their tensors are not listed."""
 
 
 def read_contents(
@@ -102,7 +103,7 @@ def read_contents(
             two blobs hold a tensor of one name.
     """
     layers = manifest.layers_of(media_types.TENSOR)
-    faults: dict[str, BlobstoreError] = {}
+    faults: dict[tuple[Digest, int], BlobstoreError] = {}
     tensors: dict[str, StoredTensor] = {}
     headers = store.read_headers([(layer.digest, layer.size) for layer in layers], region)
     for layer, header in zip(layers, headers, strict=True):
@@ -111,7 +112,7 @@ def read_contents(
             if not collect_faults:
                 where = f"layer {quoted(layer.name)}"
                 raise found.at(where)
-            faults[layer.name] = found
+            faults[layer.digest, layer.size] = found
             continue
         for tensor in found:
             earlier = tensors.setdefault(tensor.name, tensor)

@@ -15,6 +15,7 @@ from blobstore import strictjson
 from blobstore.contents import COMPANIONS, read_contents
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests import media_types
+from blobstore.stacks import read_stacks
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
@@ -151,26 +152,29 @@ def _model_faults(
     manifest: Manifest,
     damaged: Mapping[_BlobKey, BlobstoreError],
 ) -> Iterator[Fault]:
-    told: set[str] = set()
+    told: set[_BlobKey] = set()
     for layer in (manifest.config, *manifest.layers):
         error = damaged.get(_key(layer))
         if layer.media_type == media_types.TENSOR:
             found = _tensor_fault(store, layer, error)
         elif error is not None:
             found = ("", str(error))
+        elif layer.media_type == media_types.STACKS:
+            found = _stacks_fault(store, manifest)
         else:
             found = _config_fault(store, layer) if layer is manifest.config else None
         if found is not None:
-            told.add(layer.name)
+            told.add(_key(layer))
             yield Fault(str(reference), layer.name or layer.media_type, *found)
     try:
         contents = read_contents(store, manifest, collect_faults=True)
     except BlobstoreError as twice:  # a tensor in two layers; the message names both
         yield Fault(str(reference), "", "", str(twice))
         return
-    for name, fault in contents.faults.items():  # what is said of quantized weights is not so
-        if name not in told:
-            yield Fault(str(reference), name, "", str(fault))
+    for layer in manifest.layers_of(media_types.TENSOR):
+        fault = contents.faults.get(_key(layer))
+        if fault is not None and _key(layer) not in told:  # what metadata says is not so
+            yield Fault(str(reference), layer.name, "", str(fault))
     yield from _clashes(str(reference), contents)
 
 
@@ -187,6 +191,14 @@ def _clashes(reference: str, contents: Contents) -> Iterator[Fault]:
 
 
 # A fault of a blob: the tensor, empty where it is not known, and the message.
+
+
+def _stacks_fault(store: LocalStore, manifest: Manifest) -> tuple[str, str] | None:
+    try:
+        read_stacks(store, manifest)
+    except BlobstoreError as error:
+        return "", str(error)
+    return None
 
 
 def _config_fault(store: LocalStore, layer: Descriptor) -> tuple[str, str] | None:

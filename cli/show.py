@@ -173,7 +173,7 @@ def _faults(store: LocalStore, manifest: Manifest, contents: Contents) -> Faults
     faults: Faults = {}
     for blob in (manifest.config, *manifest.layers):
         if blob.media_type == media_types.TENSOR:
-            error = contents.faults.get(blob.name)
+            error = contents.faults.get((blob.digest, blob.size))
             if error is not None:
                 faults[blob.digest, blob.size] = error.at(f"layer {quoted(blob.name)}")
             continue
@@ -230,14 +230,17 @@ def _rows(model: _Model, view: View) -> list[_Row]:
         return blobs
     if view == "files":
         return [row for row in blobs if row.type in (media_types.JSON, media_types.FILE)]
-    by_layer: dict[str, list[StoredTensor]] = {}
+    # By digest too: several layers may have no name.
+    by_layer: dict[tuple[str, Digest], list[StoredTensor]] = {}
     for tensor in model.contents.tensors.values():
-        by_layer.setdefault(tensor.layer.name, []).append(tensor)
+        by_layer.setdefault((tensor.layer.name, tensor.layer.digest), []).append(tensor)
     rows = [
         row
         for blob in blobs
         if blob.type == media_types.TENSOR
-        for row in ([blob] if blob.fault else map(_tensor_row, by_layer.get(blob.name, ())))
+        for row in (
+            [blob] if blob.fault else map(_tensor_row, by_layer.get((blob.name, blob.digest), ()))
+        )
     ]
     return rows + [row for row in blobs if row.fault and row.type != media_types.TENSOR]
 

@@ -35,7 +35,7 @@ def dequantize(
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         global_scale: what the scales of an nvfp4 weight are multiplied with, in float32.
     """
-    options = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
+    options: dict[str, Any] = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
     wanted = getattr(mx, dtype)
     if global_scale is None:
         return mx.dequantize(weight, scale, bias, dtype=wanted, **options)
@@ -43,5 +43,5 @@ def dequantize(
     ones = mx.full(scale.shape, _E4M3_ONE, dtype=mx.uint8)
     numbers = mx.dequantize(weight, ones, dtype=mx.float32, **options)
     factors = mx.from_fp8(scale, dtype=mx.float32) * mx.array(global_scale, dtype=mx.float32)
-    groups = mx.unflatten(numbers, -1, (-1, group_size))
+    groups = mx.unflatten(numbers, -1, (scale.shape[-1], group_size))
     return mx.flatten(groups * factors[..., None], -2).astype(wanted)

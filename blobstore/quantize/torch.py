@@ -83,10 +83,14 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    if bits == 8:  # noqa: PLR2004 - a byte
-        return stream.view(torch.float8_e4m3fn).to(dtype)
-    pairs = _pairs(dtype, stream.device).index_select(0, stream.flatten().int())
-    return pairs.view(len(stream), -1).view(dtype)
+    table = _numbers(dtype, stream.device) if bits == 8 else _pairs(dtype, stream.device)  # noqa: PLR2004 - a byte
+    return table.index_select(0, stream.flatten().int()).view(len(stream), -1).view(dtype)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the E4M3 number in every byte; conversion by torch takes longer than looking up."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(dtype)
 
 
 @functools.cache
@@ -102,7 +106,6 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _float_scale(mode: str, device: torch.device) -> torch.Tensor:
     """Return what every byte of a scale means, in float32."""
     if mode == "nvfp4":
-        bits = torch.arange(256, dtype=torch.uint8, device=device)
-        return bits.view(torch.float8_e4m3fn).float()
+        return _numbers(torch.float32, device)
     powers = [2.0 ** (exponent - 127) for exponent in range(256)]
     return torch.tensor(powers, dtype=torch.float64).float().to(device)

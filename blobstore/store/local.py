@@ -42,7 +42,8 @@ class LocalStore(BlobReader):
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(Layout(default_root() if root is None else Path(root)))
+        # Absolute, for the program may change its working directory while a model is open.
+        super().__init__(Layout((default_root() if root is None else Path(root)).absolute()))
 
     def __repr__(self) -> str:
         return f"LocalStore({quoted(self.layout.root)})"

@@ -130,7 +130,9 @@ def test_takes_the_weights_that_a_pattern_chooses(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(fracast(), NAME, store=store, weights="model.s*")
     assert_loads_as(store, fracast() / "model.safetensors")
-    with pytest.raises(UnsupportedSource, match=r"qweight' .* quantized by GPTQ, AWQ or a scheme like them"):
+    with pytest.raises(
+        UnsupportedSource, match=r"qweight' .* quantized by GPTQ, AWQ or a scheme like them"
+    ):
         create(fracast(), NAME, store=store, weights="*.int8.*")
     with pytest.raises(SourceError, match=r"no file in .* matches --weights 'nothing'"):
         create(fracast(), NAME, store=store, weights="nothing")

@@ -346,3 +346,9 @@ def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
     assert (verified.models, verified.faults) == (1, ())
     with pytest.raises(ModelNotFound):
         verify_models([Reference.parse("gone")], store=racing)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"x": "y"}', b'{"x": []}'])
+def test_finds_a_list_of_stacked_tensors_that_is_none(store: LocalStore, content: bytes) -> None:
+    publish_with(store, add(store, content, media_type=media_types.STACKS, name=""))
+    assert "the list of stacked tensors" in only_fault(store).message

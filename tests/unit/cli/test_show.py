@@ -13,7 +13,7 @@ from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
 from blobstore.tensor import DType, TensorSpec
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.models import blob, dense_tensors, moe_tensors, write_folder
 from tests.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json, run_process
 
@@ -310,3 +310,22 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
     lines = run("show", "q").stdout.splitlines()
     assert lines[2].split()[:6] == ["w.weight", "int4", "g32", "[6,", "64]", "5"]
     assert lines[3] == "1 tensor in 1 blob, 384 parameters, 240 B, 5 bits a weight"
+
+
+def test_layers_without_a_name_are_told_apart(stored: LocalStore) -> None:
+    base = stored.resolve(Reference.parse("dense"))
+    with stored.ingest() as ingest:
+        data = {name: blob((name, "U8", (1,), b"x")) for name in ("one", "two")}
+        added = [ingest.add(len(item), lambda item=item: [item]) for item in data.values()]  # type: ignore[misc]
+        ingest.publish()
+    layers = tuple(
+        Descriptor(media_type=media_types.TENSOR, digest=item.digest, size=item.size)
+        for item in added
+    )
+    stored.publish(Reference.parse("nameless"), Manifest(config=base.config, layers=layers))
+
+    assert [tensor["name"] for tensor in run_json("show", "nameless")["tensors"]] == ["one", "two"]
+    remove_blob(stored, layers[0])
+    shown = run_json("show", "nameless", exit_code=4)
+    assert [tensor["name"] for tensor in shown["tensors"]] == ["two"]
+    assert [fault["digest"] for fault in shown["faults"]] == [str(layers[0].digest)]

@@ -98,6 +98,7 @@ def patterns(dtype: str) -> dict[str, Array]:
         "small": normal * 1e-7,
         "outliers": outliers,
         "largest": np.where(normal > 0, top, -top),
+        "constant largest": np.full((8, 256), top),
         "one largest": np.where(np.arange(256) % 64 == 3, top, normal),
         "halves": np.round(ramp * 4) / 4,
         "one sign": np.abs(normal),
