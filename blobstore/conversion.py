@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Read = Callable[[str, memoryview], Iterator[memoryview]]
 
 _COPY_SIZE = 1 << 20
+_LAST_EXPONENT = 224
+"""The largest E8M0 byte that cannot come from the least float32, 2^-149, over 448."""
 _PIECE_SIZE = 1 << 22
 """Bytes that are quantized at once: they outweigh a call, and stay in a processor's cache."""
 
@@ -85,6 +87,7 @@ class Conversion:
             _check_finite(rows, recipe, done)
             done += rows.size
             weight, scale, bias = quantize(rows, recipe.item, recipe.group_size)
+            _check_exponents(scale, recipe)
             yield as_bytes(weight)
             scales.append(scale)
             if bias is not None:
@@ -146,6 +149,19 @@ def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
         message = (
             f"element {place} is {array.flat[index]}, which cannot be quantized; keep the tensor "
             "with an override to none"
+        )
+        raise DamagedSource(message)
+
+
+def _check_exponents(scale: Array, recipe: Quantized) -> None:
+    """Refuse exponents that may have overflowed their byte, as MLX lets them.
+
+    Those of groups below about 1e-36 do, and so come back as 1e38; no weight is of either size.
+    """
+    if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _LAST_EXPONENT:
+        message = (
+            f"the numbers of a group are too small or too large for {recipe.item.name}; keep the "
+            "tensor with an override to none"
         )
         raise DamagedSource(message)
 

@@ -156,3 +156,21 @@ def test_quantizes_what_it_decodes() -> None:
     recipe, arrays, expected = float8(256, 128, (128, 128))
     found = converted(Quantized(recipe, FORMATS["mxfp8"], 32), arrays)
     assert found == packed_bytes(expected, "mxfp8", 32)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("value", [1e-38, 1e-40, 1e36, 3e38])
+def test_numbers_whose_exponent_does_not_fit_a_byte_are_told(name: str, value: float) -> None:
+    array = np.zeros((4, 64), np.float32)
+    array[2, 5] = value
+    dense = Copied(TensorSpec("w", DType.F32, array.shape), ("w",))
+    recipe = Quantized(dense, FORMATS[name], 32)
+    with pytest.raises(DamagedSource, match=f"^tensor 'w': .* too small or too large for {name}"):
+        converted(recipe, {"w": array})
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e28])
+def test_numbers_of_any_reasonable_size_are_quantized(name: str, value: float) -> None:
+    array = np.full((4, 64), value, ml_dtypes.bfloat16)
+    assert converted(quantized(array, name, 32), {"w": array}) == packed_bytes(array, name, 32)
