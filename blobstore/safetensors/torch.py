@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,7 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         return _pairs(memory, offset, spec)
-    elements = spec.elements
+    elements = math.prod(spec.shape)  # not by the property: a model has thousands
     if not elements:
         try:
             return torch.empty(spec.shape, dtype=dtype)
