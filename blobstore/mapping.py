@@ -20,10 +20,10 @@ from blobstore.errors import BlobstoreError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
-_MAP_OVER = mmap.MAP_PRIVATE | 0x10
 # Python exports it from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
+_MAP_OVER = mmap.MAP_PRIVATE | 0x10 | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 

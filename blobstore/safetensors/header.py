@@ -9,6 +9,7 @@ liberal where the bytes stay unambiguous: any alignment, ``"__metadata__":null``
 
 from __future__ import annotations
 
+import math
 import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ MAX_HEADER_SIZE = 100_000_000
 """Largest N that is read or written, the reference library's bound."""
 METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8
+_DTYPES = {code.encode(): dtype for code, dtype in DTYPES.items()}
 _MAX_U64 = 2**64 - 1
 _INTEGER = rb"(?:0|[1-9][0-9]{0,18})"
 _PLAIN = re.compile(
@@ -104,15 +106,17 @@ def parse_start(start: bytes, file_size: int) -> Header | None:
         return None
     spelled, code, dims, size = match.groups()
     try:
-        name = spelled.decode()
-        shape = tuple(map(int, dims.split(b","))) if dims else ()
-        spec = TensorSpec(name, DTYPES[code.decode()], shape)
-        is_sound = _checked_nbytes(spec) == int(size) == file_size - data_start
-    except (InvalidHeader, KeyError, UnicodeDecodeError):
+        name, dtype = spelled.decode(), _DTYPES[code]
+    except (KeyError, UnicodeDecodeError):
         return None
-    if not is_sound or name == METADATA_KEY:
+    shape = tuple(map(int, dims.split(b","))) if dims else ()
+    data_size = file_size - data_start
+    # Nothing overflows that has the size of a file, if no dimension is 0.
+    is_sound = math.prod(shape) * dtype.bits == int(size) << 3 == data_size << 3
+    if not is_sound or not data_size or name == METADATA_KEY:
         return None
-    return Header({name: TensorEntry(spec, 0, int(size))}, {}, data_start)
+    entry = TensorEntry(TensorSpec(name, dtype, shape), 0, data_size)
+    return Header({name: entry}, {}, data_start)
 
 
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
