@@ -29,7 +29,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
-from blobstore.places import find_places, write_index
+from blobstore.places import collector_paused, find_places, write_index
 from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.store.check import damaged_blobs
@@ -240,12 +240,13 @@ class Model(Mapping[str, Any]):
             return {name: self[name] for name in places}
         region = self._mapped([blob for _, _, blob, _ in places.values()])
         memory, offsets, convert = region.memory, region.offsets, self._convert
-        return {
-            name: convert(
-                memory, offsets[blob] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
-            )
-            for name, (dtype, shape, blob, begin) in places.items()
-        }
+        with collector_paused():
+            return {
+                name: convert(
+                    memory, offsets[blob] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
+                )
+                for name, (dtype, shape, blob, begin) in places.items()
+            }
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors. Raises as :meth:`__getitem__`."""

@@ -74,7 +74,7 @@ def find_places(
         BlobMissing, BlobDamaged: a blob is not whole, or two tensors have one name.
     """
     key = Digest.of(manifest)
-    with _collector_paused():
+    with collector_paused():
         places = _decode(key, store.read_index(key)) if use_index else None
         if places is None:
             places = _resolve(store, Manifest.from_bytes(manifest), reserve)
@@ -178,7 +178,8 @@ def _seal(key: Digest, text: bytes) -> Digest:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
+    """Put off garbage collection while many objects are made that live on."""
     # Tens of thousands of new objects start full collections, which in a process with torch
     # loaded take several times as long as the work itself. None of the objects is in a cycle.
     was_enabled = gc.isenabled()
