@@ -20,12 +20,11 @@ from blobstore.tensor import DType
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.mapping import Region
     from blobstore.quantize.formats import QuantFormat
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
@@ -83,11 +82,7 @@ class Contents:
 
 
 def read_contents(
-    store: LocalStore,
-    manifest: Manifest,
-    *,
-    collect_faults: bool = False,
-    region: Region | None = None,
+    store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
 ) -> Contents:
     """Return the tensors of a model, from the headers of its blobs.
 
@@ -95,8 +90,6 @@ def read_contents(
         store: the store of the manifest.
         manifest: the model.
         collect_faults: go on after a missing or damaged blob and list it in ``faults``.
-        region: memory with a slot for every tensor layer; the blobs, open for their headers, are
-            mapped into it.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is not there, has another size or a broken header, or
@@ -105,14 +98,14 @@ def read_contents(
     layers = manifest.layers_of(media_types.TENSOR)
     faults: dict[tuple[Digest, int], BlobstoreError] = {}
     tensors: dict[str, StoredTensor] = {}
-    headers = store.read_headers([(layer.digest, layer.size) for layer in layers], region)
+    headers = store.read_headers((layer.digest, layer.size) for layer in layers)
     for layer, header in zip(layers, headers, strict=True):
-        found = _tensors_of(layer, header) if isinstance(header, Header) else header
-        if isinstance(found, BlobstoreError):
+        try:
+            found = tensors_of(layer, header)
+        except BlobstoreError as error:
             if not collect_faults:
-                where = f"layer {quoted(layer.name)}"
-                raise found.at(where)
-            faults[layer.digest, layer.size] = found
+                raise at_layer(error, layer) from None
+            faults[layer.digest, layer.size] = error
             continue
         for tensor in found:
             earlier = tensors.setdefault(tensor.name, tensor)
@@ -125,16 +118,30 @@ def read_contents(
     return Contents(tensors, faults)
 
 
-def _tensors_of(layer: Descriptor, header: Header) -> Iterable[StoredTensor] | BlobDamaged:
-    entries = header.tensors
-    if len(entries) == 1:
-        ((name, entry),) = entries.items()
-        known = layer.name if name == _CONSTANT_KEY else name
-        return (StoredTensor(known, layer, header, entry),)
-    try:
+def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[StoredTensor]:
+    """Return the tensors of a blob, in the order of its data.
+
+    Raises:
+        BlobstoreError: what is there in place of the header.
+        BlobDamaged: the blob's metadata contradicts its tensors.
+    """
+    if not isinstance(header, Header):
+        raise header
+    if len(header.tensors) != 1:
         return tuple(_grouped(layer, header))
-    except BlobDamaged as error:
-        return error
+    name, entry = only_tensor(layer, header)
+    return (StoredTensor(name, layer, header, entry),)
+
+
+def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
+    """Return the name and the entry of the tensor of a blob that holds just one."""
+    ((name, entry),) = header.tensors.items()
+    return (layer.name if name == _CONSTANT_KEY else name), entry
+
+
+def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
+    """Return the error with the layer whose blob it tells of in front of its message."""
+    return error.at(f"layer {quoted(layer.name)}")
 
 
 def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:

@@ -29,7 +29,8 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
-from blobstore.places import collector_paused, find_places, write_index
+from blobstore.memory import collector_paused
+from blobstore.places import find_places, write_index
 from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.store.check import damaged_blobs

@@ -11,24 +11,25 @@ says is checked before it becomes a path or an offset, and who asks for digests 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.contents import COMPANIONS, read_contents
+from blobstore.contents import COMPANIONS, at_layer, only_tensor, read_contents, tensors_of
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
+from blobstore.memory import collector_paused
+from blobstore.safetensors.header import Header
 from blobstore.tensor import DTYPES
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.mapping import Region
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
@@ -90,31 +91,47 @@ def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
 def _resolve(
     store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], Region] | None
 ) -> Places:
-    blobs = [(layer.digest, layer.size) for layer in manifest.layers_of(media_types.TENSOR)]
-    slots = {digest.hex: slot for slot, (digest, _) in enumerate(blobs)}
+    layers = manifest.layers_of(media_types.TENSOR)
+    blobs = [(layer.digest, layer.size) for layer in layers]
     try:
         region = reserve([size for _, size in blobs]) if reserve is not None else None
     except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file will tell
         region = None
     tensors: dict[str, Place] = {}
     quantized: dict[str, tuple[str, int]] = {}
-
-    def add(name: str, entry: TensorEntry, slot: int, start: int) -> None:
-        spec, begin, _ = entry
-        if name in tensors:
-            message = f"two tensors of the model would both be called {quoted(name)}"
-            raise BlobDamaged(message)
-        tensors[name] = (_NAMES[spec.dtype], spec.shape, slot, start + begin)
-
-    contents = read_contents(store, manifest, region=region)
-    for name, layer, header, entry, companions, item, group_size in contents.tensors.values():
-        slot, start = slots[layer.digest.hex], header.data_start
-        add(name, entry, slot, start)
-        if companions:
-            for suffix, companion in companions.items():
-                add(name + COMPANIONS[suffix], companion, slot, start)
-            quantized[name] = (item.name, group_size) if item else ("", 0)
+    headers = store.read_headers(blobs, region)
+    for slot, (layer, header) in enumerate(zip(layers, headers, strict=True)):
+        if not isinstance(header, Header):
+            raise at_layer(header, layer)
+        for name, (spec, begin, _) in _named(layer, header, quantized):
+            if name in tensors:
+                raise _clash(store, manifest, name)
+            tensors[name] = (_NAMES[spec.dtype], spec.shape, slot, header.data_start + begin)
     return Places(tensors, blobs, quantized, is_indexed=False, region=region)
+
+
+def _named(
+    layer: Descriptor, header: Header, quantized: dict[str, tuple[str, int]]
+) -> Sequence[tuple[str, TensorEntry]]:
+    """Return a blob's tensors by their runtime names; note in ``quantized`` which of them are."""
+    if len(header.tensors) == 1:
+        return (only_tensor(layer, header),)
+    try:
+        group = tensors_of(layer, header)
+    except BlobDamaged as error:
+        raise at_layer(error, layer) from None
+    named: list[tuple[str, TensorEntry]] = []
+    for name, _, _, entry, companions, item, group_size in group:
+        named.append((name, entry))
+        if companions:
+            named += [(name + COMPANIONS[suffix], other) for suffix, other in companions.items()]
+            quantized[name] = (item.name, group_size) if item else ("", 0)
+    return named
+
+
+def _clash(store: LocalStore, manifest: Manifest, name: str) -> BlobDamaged:
+    read_contents(store, manifest)  # tells the layers, where the blobs too have that name twice
+    return BlobDamaged(f"two tensors of the model would both be called {quoted(name)}")
 
 
 def _encode(key: Digest, places: Places) -> bytes:
@@ -175,17 +192,3 @@ def _check(
 def _seal(key: Digest, text: bytes) -> Digest:
     # With the key, so that the index of another model does not pass for this one's.
     return Digest.of(f"{_FORM} {key}\n".encode() + text)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Put off garbage collection while many objects are made that live on."""
-    # Tens of thousands of new objects start full collections, which in a process with torch
-    # loaded take several times as long as the work itself. None of the objects is in a cycle.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ class TensorSpec(NamedTuple):
         return self.elements * self.dtype.bits // 8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
+class TensorView(NamedTuple):
     """A tensor's bytes: C order, little endian, packed. Owns nothing but keeps its memory alive."""
 
     spec: TensorSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.digest import Digest
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 2**63 - 1
 _FIELDS = frozenset({"mediaType", "digest", "size", "from", "name"})
+_TEXT = r'"([^"\\\x00-\x1f]*)"'
+_PLAIN = re.compile(
+    r'\{"mediaType":' + _TEXT + r',"digest":"sha256:([0-9a-f]{64})",'
+    r'"size":(0|[1-9][0-9]{0,17})(?:,"name":' + _TEXT + r")?\}"
+)
 
 
 _NOTHING: Mapping[str, Any] = {}
@@ -65,6 +71,20 @@ class Descriptor(NamedTuple):
         known = {"mediaType": self.media_type, "digest": str(self.digest), "size": self.size}
         optional = {"from": self.from_, "name": self.name}
         return known | {key: text for key, text in optional.items() if text} | dict(self.extra)
+
+
+def split_plain(text: str) -> tuple[list[str], list[Descriptor]]:
+    """Split JSON ``text`` at its descriptors of the plain form: what lies around them, and they.
+
+    That is the form of :meth:`Descriptor.to_json` written without spaces, but for an origin,
+    unknown fields, escapes, and sizes near the limit.
+    """
+    parts = _PLAIN.split(text)
+    fields = zip(parts[1::5], parts[2::5], parts[3::5], parts[4::5], strict=True)
+    return parts[::5], [
+        Descriptor(media_type, Digest(spelled), int(size), name or "")
+        for media_type, spelled, size, name in fields
+    ]
 
 
 def text_field(value: dict[str, Any], key: str, default: str | None = None) -> str:

@@ -9,6 +9,7 @@ liberal where the bytes stay unambiguous: any alignment, ``"__metadata__":null``
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from operator import attrgetter
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore import strictjson
 from blobstore.errors import InvalidHeader
-from blobstore.tensor import DTYPES, TensorSpec
+from blobstore.tensor import DTYPES, DType, TensorSpec
 from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8
 _DTYPES = {code.encode(): dtype for code, dtype in DTYPES.items()}
 _MAX_U64 = 2**64 - 1
-_INTEGER = rb"(?:0|[1-9][0-9]{0,18})"
-_PLAIN = re.compile(
-    rb'\{"([^"\\\x00-\x1f]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[((?:%s(?:,%s)*)?)\],'
-    rb'"data_offsets":\[0,(%s)\]\}\} *' % (_INTEGER, _INTEGER, _INTEGER)
+_POSITIVE = rb"[1-9][0-9]{0,18}"
+_PLAIN = re.compile(rb'\{"([^"\\\x00-\x1f]+)":(\{[^{}]*\})\} *')
+_PLAIN_FIELDS = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]+)","shape":\[((?:%s(?:,%s)*)?)\],"data_offsets":\[0,(%s)\]\}'
+    % (_POSITIVE, _POSITIVE, _POSITIVE)
 )
 
 
@@ -95,28 +97,37 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
 def parse_start(start: bytes, file_size: int) -> Header | None:
     """Return the header that the first bytes of a file hold, if it is of the plain form.
 
-    That is the canonical header of one sound tensor, which most blobs of a store have. It takes a
-    fifth of the time of :func:`parse_header`, which remains the judge of everything else.
+    That is the canonical header of one sound tensor, which most blobs of a store have. It takes
+    about a third of the time of :func:`parse_header`, which remains the judge of all else.
     """
     data_start = PREFIX_SIZE + int.from_bytes(start[:PREFIX_SIZE], "little")
     if data_start > len(start):
         return None
     match = _PLAIN.fullmatch(start, PREFIX_SIZE, data_start)
-    if match is None:
+    fields = _plain_fields(match[2]) if match else None
+    if not match or not fields:
         return None
-    spelled, code, dims, size = match.groups()
+    dtype, shape, nbytes = fields
     try:
-        name, dtype = spelled.decode(), _DTYPES[code]
-    except (KeyError, UnicodeDecodeError):
+        name = match[1].decode()
+    except UnicodeDecodeError:
         return None
-    shape = tuple(map(int, dims.split(b","))) if dims else ()
-    data_size = file_size - data_start
-    # Nothing overflows that has the size of a file, if no dimension is 0.
-    is_sound = math.prod(shape) * dtype.bits == int(size) << 3 == data_size << 3
-    if not is_sound or not data_size or name == METADATA_KEY:
+    if nbytes != file_size - data_start or name == METADATA_KEY:
         return None
-    entry = TensorEntry(TensorSpec(name, dtype, shape), 0, data_size)
-    return Header({name: entry}, {}, data_start)
+    return Header({name: TensorEntry(TensorSpec(name, dtype, shape), 0, nbytes)}, {}, data_start)
+
+
+@functools.lru_cache(maxsize=1024)  # a model repeats a few shapes from layer to layer
+def _plain_fields(text: bytes) -> tuple[DType, tuple[int, ...], int] | None:
+    """Return type, shape and bytes of the tensor whose header has the fields ``text``, if plain."""
+    match = _PLAIN_FIELDS.fullmatch(text)
+    dtype = _DTYPES.get(match[1]) if match else None
+    if not match or not dtype:
+        return None
+    shape = tuple(map(int, match[2].split(b","))) if match[2] else ()
+    nbytes = int(match[3])
+    # Nothing overflows that has the size of a file.
+    return (dtype, shape, nbytes) if math.prod(shape) * dtype.bits == nbytes << 3 else None
 
 
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:

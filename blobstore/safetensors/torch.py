@@ -58,7 +58,7 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
             message = f"tensor {quoted(spec.name)}: torch cannot hold its shape"
             raise UnsupportedDType(message) from None
     flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
-    return flat if len(spec.shape) == 1 else flat.view(spec.shape)
+    return flat if len(spec.shape) == 1 else torch.reshape(flat, spec.shape)
 
 
 def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:

@@ -15,12 +15,11 @@ from blobstore.digest import Digest, Digester
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
-    BlobstoreError,
     Damaged,
     InvalidHeader,
     StoreError,
 )
-from blobstore.files import open_regular, read_exactly
+from blobstore.files import read_exactly
 from blobstore.safetensors.file import read_header
 from blobstore.safetensors.header import Header
 from blobstore.text import quoted
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from blobstore.mapping import Region
     from blobstore.store.layout import Layout
 
+# A link is refused; opening a pipe returns at once.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _READ_SIZE = 1 << 20
 _MAX_SMALL_BLOB = 256 * 2**20
 
@@ -65,10 +66,8 @@ class BlobReader:
             found = os.lstat(path)
         except OSError as error:
             raise self._blob_error(digest, error) from None
-        if not stat.S_ISREG(found.st_mode):
-            raise _not_a_file(path)
-        if found.st_size != size:
-            raise _wrong_size(path, size, found.st_size)
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            raise _damage(path, size, found)
 
     def open_blob(self, digest: Digest, size: int) -> int:
         """Open a blob of ``size`` bytes; return its descriptor, which the caller closes.
@@ -79,13 +78,14 @@ class BlobReader:
         """
         path = self.layout.blob(digest)
         try:
-            descriptor, found = open_regular(path, follow=False)
-        except (OSError, BlobstoreError) as error:
+            descriptor = os.open(path, _OPEN_FLAGS)
+            found = os.fstat(descriptor)
+        except OSError as error:
             raise self._blob_error(digest, error) from None
-        if found != size:
-            os.close(descriptor)
-            raise _wrong_size(path, size, found)
-        return descriptor
+        if found.st_size == size and stat.S_ISREG(found.st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise _damage(path, size, found)
 
     def map_blobs(
         self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: Region
@@ -212,9 +212,9 @@ class BlobReader:
             message = f"the store {quoted(root)} is not a folder"
             raise StoreError(message)
 
-    def _blob_error(self, digest: Digest, error: OSError | BlobstoreError) -> Damaged | StoreError:
+    def _blob_error(self, digest: Digest, error: OSError) -> Damaged | StoreError:
         path = quoted(self.layout.blob(digest))
-        if not isinstance(error, OSError) or error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP:
             return _not_a_file(self.layout.blob(digest))
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return BlobMissing(f"blob {path} is missing")
@@ -228,9 +228,11 @@ def _not_a_file(path: str) -> BlobDamaged:
     )
 
 
-def _wrong_size(path: str, expected: int, found: int) -> BlobDamaged:
+def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
+    if not stat.S_ISREG(found.st_mode):
+        return _not_a_file(path)
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it has {found} bytes, expected {expected}; "
+        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}; "
         "remove it and create the model again"
     )
 

@@ -10,13 +10,18 @@ import pytest
 
 import blobstore
 from blobstore.digest import Digest
-from blobstore.errors import BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
-from tests.models import dense_tensors, moe_tensors, write_folder
+from blobstore.store.local import LocalStore
+from tests.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
+    from collections.abc import Mapping
+
+WEIGHT = ("w", "U32", (2, 4), bytes(32))
+SCALE = ("w.scale", "BF16", (2, 1), bytes(4))
+BIAS = ("w.bias", "BF16", (2, 1), bytes(4))
 
 
 @pytest.fixture
@@ -162,6 +167,47 @@ def test_the_index_is_json_behind_a_line_that_seals_it_for_its_manifest(store: L
     assert quantized == {}
     assert tensors["scalar"][:2] == ["U8", []]
     assert all(len(spelled) == 64 for spelled, _ in blobs)
+
+
+def test_a_quantized_weight_is_placed_with_its_companions_by_their_runtime_names(
+    tmp_path: Path,
+) -> None:
+    quantized = blob(WEIGHT, SCALE, BIAS, quant_type="int4", group_size="32")
+    plain = blob(("data", "U8", (1,), b"x"))
+    store = LocalStore(tmp_path)
+    add_blobs(store, "tiny", {"x": plain, "w": quantized})
+    places = find_places(store, manifest(store))
+    assert list(places.tensors) == ["x", "w", "w_scale", "w_qbias"]
+    assert [slot for _, _, slot, _ in places.tensors.values()] == [0, 1, 1, 1]
+    assert places.quantized == {"w": ("int4", 32)}
+
+
+@pytest.mark.parametrize(
+    ("blobs", "message"),
+    [
+        (
+            {"a": blob(("t", "U8", (1,), b"1")), "b": blob(("t", "U8", (1,), b"2"))},
+            "tensor 't' is in two layers, 'a' and 'b'",
+        ),
+        (
+            {"w": blob(WEIGHT, SCALE), "s": blob(("w_scale", "U8", (1,), b"x"))},
+            "two tensors of the model would both be called 'w_scale'",
+        ),
+        (
+            {"w": blob(WEIGHT, SCALE, BIAS, quant_type="int8")},
+            "layer 'w': tensor 'w': int8 cannot have",
+        ),
+        ({"n": b"no header"}, "layer 'n': blob '.*': header"),
+    ],
+    ids=["one name", "one runtime name", "contradiction", "no header"],
+)
+def test_an_error_names_tensor_or_layer(
+    tmp_path: Path, blobs: Mapping[str, bytes], message: str
+) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "tiny", blobs)
+    with pytest.raises(BlobDamaged, match=f"^{message}"):
+        find_places(store, manifest(store))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blobstore import strictjson
 from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
@@ -150,12 +152,16 @@ def test_a_manifest_over_the_limit_is_not_parsed() -> None:
         Manifest.from_bytes(b"\xff" * (MAX_MANIFEST_SIZE + 1))
 
 
-def test_refuses_two_layers_of_one_type_and_name() -> None:
-    with pytest.raises(InvalidManifest) as caught:
-        read(layers=[layer(name="b"), layer(name="a\n"), layer(B, name="a\n")])
-    assert str(caught.value) == (
-        "$.layers[2].name: 'a\\n' is already the name of $.layers[1], of the same media type"
-    )
+@pytest.mark.parametrize("name", ["a", "a\n"])
+def test_refuses_two_layers_of_one_type_and_name(name: str) -> None:
+    layers = [layer(name="b"), layer(name=name), layer(B, name=name)]
+    for separators in (None, (",", ":")):
+        data = json.dumps(document(layers=layers), separators=separators).encode() + b"\n"
+        with pytest.raises(InvalidManifest) as caught:
+            Manifest.from_bytes(data)
+        assert str(caught.value) == (
+            f"$.layers[2].name: {name!r} is already the name of $.layers[1], of the same media type"
+        )
 
 
 def test_layers_of_different_types_may_share_a_name() -> None:
@@ -219,3 +225,62 @@ def test_any_unknown_field_survives_anywhere(
         assert found.config.extra == config
         assert [item.extra for item in found.layers] == [{}, of_layer]
     assert again.to_bytes() == manifest.to_bytes()
+
+
+# The short cut for manifests of the plain form
+
+
+def test_the_short_cut_is_taken_for_what_we_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer(name="é {}"), layer(B, 0), layer(C, 10**18 - 1, name="config.json")]
+    manifest = read(layers=layers)
+    monkeypatch.setattr(strictjson, "loads", lambda _: pytest.fail("parsed as JSON"))
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def check_short_cut(data: bytes) -> None:
+    """Check that the short cut leaves the manifest to the parser or tells the same."""
+    quick = Manifest._plain(data)
+    assert quick is None or quick == Manifest._parse(data)
+
+
+PIECES = [
+    *(b"", b'"', b"\\", b",", b":", b"{", b"}", b"[", b"]", b" ", b"\n", b"\0", b"\x1f", b"\x7f"),
+    *(b"\xff", b"\xc3\xa9", b"\xef\xbb\xbf", b"\\u0061", b"\\ud800", b"null", b"true", b"x"),
+    *(b"-", b"-0", b"0", b"00", b"2", b"2.0", b"1e3", b"9" * 18, b"9" * 19, b"\xd9\xa1"),
+    *(b"a" * 63, b"A" * 64, b"sha512", b',"name":""', b',"from":"x"', b',"x":[]', b',"size":1'),
+]
+
+
+def tokens(manifest: Manifest) -> list[bytes]:
+    return re.findall(rb"\w+|\W", manifest.to_bytes())
+
+
+def test_no_change_of_a_token_gets_past_the_parser_by_the_short_cut() -> None:
+    whole = tokens(read(layers=[layer(name="a"), layer(B)]))
+    for place in range(len(whole) + 1):
+        for piece in PIECES:
+            for end in (place, place + 1):
+                check_short_cut(b"".join([*whole[:place], piece, *whole[end:]]))
+
+
+DESCRIPTORS = st.builds(
+    Descriptor,
+    st.sampled_from([media_types.TENSOR, media_types.JSON, ""]),
+    st.sampled_from([Digest(letter * 64) for letter in "abc"]),
+    st.sampled_from([0, 1, 10**18 - 1, 10**18, 2**63 - 1, 2**63]),
+    st.sampled_from(["", "a", "a.weight"]) | st.text(max_size=3),
+)
+
+
+@given(DESCRIPTORS, st.lists(DESCRIPTORS, max_size=3), st.data())
+def test_no_change_of_some_tokens_gets_past_the_parser_by_the_short_cut(
+    config: Descriptor, layers: list[Descriptor], data: st.DataObject
+) -> None:
+    changed = tokens(Manifest(config=config, layers=tuple(layers)))
+    places = st.integers(0, len(changed))
+    for _ in range(data.draw(st.integers(0, 2))):
+        start, source = data.draw(places), data.draw(places)
+        end, source_end = (place + data.draw(st.integers(0, 3)) for place in (start, source))
+        pieces = st.lists(st.sampled_from(PIECES), max_size=1)
+        changed[start:end] = data.draw(st.just(changed[source:source_end]) | pieces)
+    check_short_cut(b"".join(changed))

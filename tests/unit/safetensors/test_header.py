@@ -298,6 +298,13 @@ def test_the_short_cut_is_taken_for_a_canonical_header_of_one_tensor(padding: in
     assert header == Header({"a.weight": TensorEntry(item, 0, 12)}, {}, len(start))
 
 
+def test_the_short_cut_holds_the_size_of_every_file_against_fields_it_has_seen() -> None:
+    start = encode_header([spec("a", DType.U8, 4)])
+    assert parse_start(start, len(start) + 4) is not None
+    assert parse_start(start, len(start) + 3) is None
+    assert parse_start(start, len(start) + 5) is None
+
+
 def test_the_short_cut_leaves_a_cut_or_endless_header_to_the_parser() -> None:
     start = encode_header([spec("a", DType.U8, 4)])
     assert parse_start(start[:-1], len(start) + 4) is None
