@@ -95,6 +95,10 @@ class DamagedSource(Damaged):
     """A source is incomplete, cut short, or contradicts itself."""
 
 
+class CheckpointRefused(DamagedSource):
+    """A PyTorch checkpoint is damaged, asks for code to be run, or is of a kind that is not read."""
+
+
 class BlobMissing(Damaged):
     """A blob that a manifest names is not in the store."""
 
