@@ -76,13 +76,16 @@ def create(
     overrides: Sequence[str] = (),
     weights: str | None = None,
     ignore_unindexed: bool = False,
+    subtree: str | None = None,
+    keep_names: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Created:
     """Import a model under a name.
 
     Args:
-        source: a Hugging Face model folder, a ``.safetensors`` file, or a Hub id.
+        source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
+            of Meta's, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``.
         store: where to; by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         experts: ``packed`` keeps experts as they are, one blob a layer; ``stacked`` joins them.
@@ -93,6 +96,9 @@ def create(
         overrides: ``GLOB=TYPE``, the last that matches a tensor deciding; ``none`` keeps it.
         weights: pattern of file names, where a folder holds several sets of weights.
         ignore_unindexed: leave out tensors that the weight index does not name.
+        subtree: the part of a PyTorch checkpoint, by its keys with dots between; ``.`` is all of it.
+            By default it is the model, found by the names that training programs use.
+        keep_names: keep the names and the order of rows of Meta's Llamas.
         jobs: threads; by default the machine's processors.
         progress: called with what is being done, bytes done and bytes in all.
 
@@ -113,7 +119,12 @@ def create(
     store = store or LocalStore()
     store.check_name(reference)
     opened = open_source(
-        source, weights=weights, ignore_unindexed=ignore_unindexed, progress=progress
+        source,
+        weights=weights,
+        ignore_unindexed=ignore_unindexed,
+        subtree=subtree,
+        keep_names=keep_names,
+        progress=progress,
     )
     try:
         planned = plan_source(opened, experts=experts, quantize=request)
@@ -241,6 +252,8 @@ def _small_layers(
 
 
 def _content(file: SourceFile) -> bytes:
+    if file.content is not None:
+        return file.content
     try:
         return read_regular(file.path, _MAX_FILE_SIZE)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -10,7 +10,7 @@ from blobstore.cli import render
 from blobstore.cli.options import jobs_option, json_option, parse_name, store_option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.creation import Created
     from blobstore.manifests.reference import Reference
@@ -66,6 +66,18 @@ PolicyName = Literal["recommended", "uniform"]
 @click.option(
     "--ignore-unindexed", is_flag=True, help="Leave out tensors that the index does not name."
 )
+@click.option(
+    "--subtree", metavar="PATH", help="The part of a PyTorch checkpoint; '.' is all of it."
+)
+@click.option(
+    "--list",
+    "is_list",
+    is_flag=True,
+    help="Print the parts of a PyTorch checkpoint that --subtree can choose; write nothing.",
+)
+@click.option(
+    "--keep-names", is_flag=True, help="Keep the names and the order of rows of Meta's Llamas."
+)
 @jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @json_option
@@ -80,23 +92,37 @@ def command(
     overrides: tuple[str, ...],
     weights: str | None,
     ignore_unindexed: bool,
+    subtree: str | None,
+    is_list: bool,
+    keep_names: bool,
     jobs: int | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Import SOURCE into the store under NAME.
 
-    SOURCE is a Hugging Face model folder, a .safetensors file, or the id of a Hub repository
-    (org/name, or hf://org/name@revision). NAME is [host/][namespace/]model[:tag]. Blobs that the
+    SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
+    Meta's Llamas, or the id of a Hub repository (org/name, or hf://org/name@revision). NAME is [host/][namespace/]model[:tag]. Blobs that the
     store has already are not written again; the name appears last, when all of it is safe on disk.
     """
+    if is_list:
+        from blobstore.cli.inspect import show_parts
+
+        show_parts(source, as_json=as_json)
+        return
     if dry_run:
         from blobstore.planning import Quantize
 
         quantize = Quantize(
             quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
         )
-        planned, files = _plan(source, name, store, experts, quantize, weights, ignore_unindexed)
+        options: dict[str, Any] = {
+            "weights": weights,
+            "ignore_unindexed": ignore_unindexed,
+            "subtree": subtree,
+            "keep_names": keep_names,
+        }
+        planned, files = _plan(source, name, store, experts, quantize, options)
         _show_plan(name, planned, files, as_json)
         return
     from blobstore.creation import create
@@ -113,6 +139,8 @@ def command(
             overrides=overrides,
             weights=weights,
             ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
             jobs=jobs,
             progress=progress,
         )
@@ -149,8 +177,7 @@ def _plan(
     store: LocalStore,
     experts: ExpertForm,
     quantize: Quantize,
-    weights: str | None,
-    ignore_unindexed: bool,
+    options: Mapping[str, Any],
 ) -> tuple[ModelPlan, list[str]]:
     """Return the plan of a source and the names of its small files."""
     from blobstore.planning import plan_source
@@ -158,9 +185,7 @@ def _plan(
 
     store.check_name(name)
     with render.progress_bar() as progress:
-        opened = open_source(
-            source, weights=weights, ignore_unindexed=ignore_unindexed, progress=progress
-        )
+        opened = open_source(source, **options, progress=progress)
     try:
         planned = plan_source(opened, experts=experts, quantize=quantize)
         return planned, [file.name for file in opened.files]

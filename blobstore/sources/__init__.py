@@ -1,1 +1,19 @@
-"""Where tensors come from: files, folders and repositories, behind one protocol."""
+"""Where tensors come from: model folders, weight files of several kinds, the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blobstore.sources.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        message = f"module 'blobstore.sources' has no attribute {name!r}"
+        raise AttributeError(message)
+    from blobstore.sources import checkpoint
+
+    return getattr(checkpoint, name)

@@ -36,6 +36,25 @@ class SourceFile:
 
     name: str
     path: Path
+    content: bytes | None = None
+    """Its content if it was made, and ``path`` is what from."""
+
+
+class Shard(Protocol):
+    """One weight file, open for reading from any number of threads."""
+
+    path: Path
+    notices: Sequence[str]
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors, in the order in which their bytes lie in the file."""
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :meth:`TensorSource.read`."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 class TensorSource(Protocol):

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
 from blobstore.progress import Meter
@@ -27,7 +27,6 @@ from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import Self
 
     from blobstore.progress import Progress
 
@@ -38,10 +37,8 @@ _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": _COMMIT}
-_MAX_REPO = 96  # the client's own bound
 _WANTED = ("*.safetensors", *KEPT_FILES)
-_DOWNLOADS = 4
-_CHECKS = 2
+_MAX_REPO, _DOWNLOADS, _CHECKS = 96, 4, 2  # the first is the client's own bound
 _CHUNK = 1 << 20
 # By name, as the client is not imported yet; the nearest base of an error decides.
 _TEXTS = {
@@ -162,10 +159,12 @@ def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
 
 
 def _wanted(tree: Iterable[Any]) -> list[_Listed]:
-    """Return the files of a listing that a store keeps; the listing has folders too."""
+    """Return the files of a listing that a store keeps: checkpoints where nothing better is."""
     from huggingface_hub import RepoFile
 
-    return [_listed(it) for it in tree if isinstance(it, RepoFile) and _is_wanted(it.path)]
+    files = [item for item in tree if isinstance(item, RepoFile)]
+    safe = {os.path.dirname(it.path) for it in files if it.path.endswith(".safetensors")}  # noqa: PTH120
+    return [_listed(item) for item in files if _is_wanted(item.path, safe)]
 
 
 def _listed(item: Any) -> _Listed:
@@ -179,11 +178,12 @@ def _listed(item: Any) -> _Listed:
     return _Listed(item.path, size, algorithm, digest)
 
 
-def _is_wanted(path: str) -> bool:
-    parts = path.split("/")
-    if len(parts) > MAX_FILE_DEPTH or any(part in ("", ".", "..") for part in parts):
+def _is_wanted(path: str, safe: set[str]) -> bool:
+    *folders, name = path.split("/")
+    if len(folders) >= MAX_FILE_DEPTH or not {"", ".", ".."}.isdisjoint((*folders, name)):
         return False
-    return any(fnmatch.fnmatchcase(parts[-1], pattern) for pattern in _WANTED)
+    wanted = _WANTED if "/".join(folders) in safe else (*_WANTED, "*pytorch_model*.bin")
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
 
 
 def _fetch(

@@ -16,50 +16,68 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.files import read_regular
-from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH, SourceFile
-from blobstore.sources.safetensors import ShardSet
-from blobstore.sources.sharded import add_indexed, read_weight_map
+from blobstore.sources.base import MAX_FILE_DEPTH
+from blobstore.sources.kept import files_of, is_kept, is_part
+from blobstore.sources.sharded import (
+    CHECKPOINTS,
+    SAFETENSORS,
+    ShardSet,
+    add_indexed,
+    read_weight_map,
+)
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
+    from blobstore.sources.base import SourceFile
     from blobstore.tensor import TensorSpec
 
-_STEMS = ("model", "diffusion_pytorch_model")
-"""What the libraries call the weights of a component, without suffixes."""
-_PART = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
+_STEMS = {
+    SAFETENSORS: ("model", "diffusion_pytorch_model"),
+    ".bin": ("pytorch_model", "diffusion_pytorch_model"),
+}
+"""What the libraries call the weights of a component, by ending and without suffixes."""
 _MAX_FILE_SIZE = 64 * 2**20
-_WEIGHT_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 _EXTRA_FOLDERS = ("additional_chat_templates",)
-_FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*")
+"""Checkpoints beside the weights that hold no model."""
+_OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class HuggingFaceFolder:
-    """A :class:`TensorSource` over a folder, or over a single ``.safetensors`` file."""
+    """A :class:`TensorSource` over a folder, or over a single weight file."""
 
     def __init__(
-        self, path: Path, *, weights: str | None = None, ignore_unindexed: bool = False
+        self,
+        path: Path,
+        *,
+        weights: str | None = None,
+        ignore_unindexed: bool = False,
+        subtree: str | None = None,
     ) -> None:
         """Open all weight files of ``path`` and check that they are whole and agree.
 
-        ``weights`` is a pattern of file names that chooses among several sets of weights.
+        ``weights`` is a pattern of file names that chooses among several sets of weights,
+        ``subtree`` a part of a PyTorch checkpoint.
 
         Raises:
             DamagedSource: a file is missing, cut short or breaks the format, or files and index
                 contradict each other.
-            UnsupportedSource: there are weights, but none in safetensors files.
             SourceError: there are no weights, or more than one set and nothing chooses.
+            UsageError: there is no such subtree.
         """
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
-        self._shards = ShardSet()
+        self._shards = ShardSet(subtree)
         try:
             if path.is_dir():
                 self._open_folder(path, weights, ignore_unindexed)
             else:
                 self._shards.add(path)
+            self.notices.extend(self._shards.notices)
         except BaseException:
             self._shards.close()
             raise
@@ -87,11 +105,12 @@ class HuggingFaceFolder:
             raise _no_weights(folder, weights)
         kept = _kept_files(folder, components)
         self.files = sorted(kept, key=lambda file: file.name)
-        self.notices.extend(_left_out(folder, components))
+        told = set(_weight_files(folder, weights))
+        self.notices.extend(_left_out(folder, components, told))
 
     def _add_weights(self, folder: Path, prefix: str, weights: str | None, ignore: bool) -> bool:
         """Add the weights of one component; tell whether it has any."""
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = _weight_files(folder, weights)
         index, chosen = _choose(folder, names, weights)
         if index is not None:
             weight_map = read_weight_map(index)
@@ -110,37 +129,55 @@ class HuggingFaceFolder:
         return bool(chosen)
 
 
+def _weight_files(folder: Path, weights: str | None) -> list[str]:
+    """Return the names of the weight files: safetensors, else checkpoints; both for a pattern."""
+    every = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = [name for name in every if name.endswith(SAFETENSORS)]
+    if names and weights is None:
+        return names
+    return names + [
+        name
+        for name in every
+        if name.endswith(CHECKPOINTS)
+        and (weights is not None or not _TRAINING_STATE.fullmatch(name))
+    ]
+
+
 def _choose(
     folder: Path, names: Sequence[str], weights: str | None
 ) -> tuple[Path | None, Sequence[str]]:
     """Return the index to follow, or the files to read, of one component."""
-    indexes = sorted(folder.glob("*.safetensors.index*.json"))
+    indexes = {
+        ending: sorted(folder.glob(f"*{ending}.index*.json")) for ending in (SAFETENSORS, ".bin")
+    }
     if weights is not None:
-        return _choose_by(weights, indexes, names)
+        return _choose_by(weights, [*indexes[SAFETENSORS], *indexes[".bin"]], names)
+    is_safetensors = indexes[SAFETENSORS] or any(name.endswith(SAFETENSORS) for name in names)
+    ending = SAFETENSORS if is_safetensors else ".bin"
     if _read_object(folder / "model_index.json"):
         # Beside its components, a pipeline's folder often holds all of them again in one file.
-        names = [name for name in names if name.startswith("model")]
-    for stem in _STEMS:
-        single = f"{stem}.safetensors"
+        names = [name for name in names if name.startswith(("model", "pytorch_model"))]
+    for stem in _STEMS[ending]:
+        single = f"{stem}{ending}"
         index = folder / f"{single}.index.json"
-        if index in indexes and (mapped := set(read_weight_map(index).values())):
+        if index in indexes[ending] and (mapped := set(read_weight_map(index).values())):
             if single in names and single not in mapped:
                 message = (
                     f"{quoted(folder)} has both {single} and the shards of {index.name}; "
-                    f"choose with --weights '{single}' or --weights '{stem}-*.safetensors'"
+                    f"choose with --weights '{single}' or --weights '{stem}-*{ending}'"
                 )
                 raise SourceError(message)
             return index, ()
         if single in names:
             return None, [single]
-        shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", name)]
+        shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+\{ending}", name)]
         if shards:
             _check_numbers(folder, shards)
             return None, shards
     if len(names) > 1:
         message = (
             f"{quoted(folder)} holds several weight files ({', '.join(map(quoted, names[:5]))}"
-            f"{', …' if len(names) > 5 else ''}) and none is called model.safetensors; "  # noqa: PLR2004
+            f"{', …' if len(names) > 5 else ''}) and none is called {_STEMS[ending][0]}{ending}; "  # noqa: PLR2004
             "choose with --weights PATTERN"
         )
         raise SourceError(message)
@@ -201,18 +238,14 @@ def _components(folder: Path) -> list[str]:
 
 
 def _checked_part(folder: Path, name: str) -> str:
-    if not _is_part(name):
+    if not is_part(name):
         message = f"{quoted(folder)} lists a component {quoted(name)}, which is no folder name"
         raise DamagedSource(message)
     return name
 
 
-def _is_part(name: str) -> bool:
-    return _PART.fullmatch(name) is not None and name not in (".", "..")
-
-
 def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]:
-    yield from _files_of(folder, "", depth=1)
+    yield from files_of(folder)
     for name in (*components, *_EXTRA_FOLDERS):
         if (folder / name).is_dir():
             yield from _files_below(folder / name, name)
@@ -220,42 +253,23 @@ def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]
 
 def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
     depth = len(PurePosixPath(name).parts) + 1
-    yield from _files_of(folder, f"{name}/", depth)
+    if depth <= MAX_FILE_DEPTH:
+        yield from files_of(folder, f"{name}/")
     if depth < MAX_FILE_DEPTH:
         for path in folder.iterdir():
-            if path.is_dir() and _is_part(path.name):
+            if path.is_dir() and is_part(path.name):
                 yield from _files_below(path, f"{name}/{path.name}")
 
 
-def _files_of(folder: Path, prefix: str, depth: int) -> Iterator[SourceFile]:
-    for path in folder.iterdir() if depth <= MAX_FILE_DEPTH else ():
-        if not _is_part(path.name) or not _is_kept(path.name):
-            continue
-        if path.is_symlink() and not path.exists():  # a cache that was pruned holds such
-            message = f"{quoted(path)} is a link to nothing; fetch the complete model"
-            raise DamagedSource(message)
-        if path.is_file():
-            if path.stat().st_size > _MAX_FILE_SIZE:
-                message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
-                raise SourceError(message)
-            yield SourceFile(prefix + path.name, path)
-
-
-def _is_kept(name: str) -> bool:
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHT_INDEXES):
-        return False
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT_FILES)
-
-
-def _left_out(folder: Path, components: Sequence[str]) -> Iterator[str]:
+def _left_out(folder: Path, components: Sequence[str], told: AbstractSet[str]) -> Iterator[str]:
     known = {*components, *_EXTRA_FOLDERS}
     for path in sorted(folder.iterdir()):
         is_hidden = path.name.startswith(".")
         if path.is_dir() and path.name not in known and not is_hidden:
             yield f"left out: folder {quoted(path)}"
-        elif path.suffix in _FOREIGN_WEIGHTS:
-            yield f"left out: {quoted(path)}, not safetensors"
-        elif _is_kept(path.name) and not _is_part(path.name):
+        elif path.suffix in _OTHER_WEIGHTS and path.name not in told:
+            yield f"left out: {quoted(path)}, which is not of the model's weights"
+        elif is_kept(path.name) and not is_part(path.name):
             yield f"left out: {quoted(path)}, for a store's names are letters, digits, '_', '.', '-'"
 
 
@@ -263,13 +277,13 @@ def _no_weights(folder: Path, weights: str | None) -> SourceError:
     if weights is not None:
         return SourceError(f"no file in {quoted(folder)} matches --weights {quoted(weights)}")
     names = sorted(path.name for path in folder.iterdir())
-    foreign = [name for name in names if name.endswith(_FOREIGN_WEIGHTS)]
-    if foreign:
+    other = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+    if other:
         return UnsupportedSource(
-            f"{quoted(folder)} holds weights only in files like {quoted(foreign[0])}, which is not "
-            "supported yet; use a safetensors version of the model"
+            f"{quoted(folder)} holds weights only in files like {quoted(other[0])}, which hold no "
+            "model or are not read; use a version of the model in safetensors files"
         )
-    what = "is empty" if not names else "holds no .safetensors files"
+    what = "holds no weight files" if names else "is empty"
     return SourceError(f"{quoted(folder)} {what}; expected a Hugging Face model folder")
 
 

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.errors import SourceError, SourceNotFound, UnsupportedSource
+from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
+from blobstore.sources.checkpoint import open_checkpoint
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.meta import MetaFolder, is_meta_folder
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -24,9 +26,11 @@ def open_source(
     *,
     weights: str | None = None,
     ignore_unindexed: bool = False,
+    subtree: str | None = None,
+    keep_names: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> TensorSource:
-    """Open a model folder, a ``.safetensors`` file, or a Hub repository by its id.
+    """Open a model folder, a weight file, or a Hub repository by its id.
 
     An existing path wins over a Hub id of the same spelling; ``hf://`` forces the Hub. ``progress``
     gets what is being done, bytes done and bytes in all while a repository is fetched.
@@ -34,6 +38,7 @@ def open_source(
     Raises:
         SourceNotFound: there is neither such a path nor such a repository.
         SourceError: the source cannot be read; see :class:`HuggingFaceFolder` for the kinds.
+        UsageError: an option does not fit the source.
     """
     name = os.fspath(text)
     path = Path(name)
@@ -44,21 +49,46 @@ def open_source(
         message = f"cannot look at {quoted(name)}: {error}"
         raise SourceNotFound(message) from None
     if exists:
-        if path.is_file() and path.suffix != ".safetensors":
-            message = (
-                f"{quoted(name)} is not a folder or a .safetensors file; other checkpoint files "
-                "are not supported yet"
-            )
-            raise UnsupportedSource(message)
-        try:
-            return HuggingFaceFolder(path, weights=weights, ignore_unindexed=ignore_unindexed)
-        except OSError as error:
-            message = f"cannot read {quoted(error.filename or name)}: {error.strerror}"
-            raise SourceError(message) from error
+        return _open_path(
+            path,
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+        )
     if not hub.is_hub_id(name):
         message = f"no such folder or file: {quoted(name)}"
         raise SourceNotFound(message)
     snapshot = hub.download(name, progress=progress)
-    source = HuggingFaceFolder(snapshot.folder, weights=weights, ignore_unindexed=ignore_unindexed)
+    source = HuggingFaceFolder(
+        snapshot.folder, weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree
+    )
     source.notices.extend(snapshot.notices)
     return source
+
+
+def _open_path(
+    path: Path,
+    *,
+    weights: str | None,
+    ignore_unindexed: bool,
+    subtree: str | None,
+    keep_names: bool,
+) -> TensorSource:
+    try:
+        if path.is_dir() and weights is None and is_meta_folder(path):
+            if subtree is not None:
+                message = (
+                    f"{quoted(path)} has no parts to choose with --subtree: it is Meta's Llama"
+                )
+                raise UsageError(message)
+            return MetaFolder(path, open_checkpoint, keep_names=keep_names)
+        if keep_names:
+            message = f"{quoted(path)} is no folder of Meta's, whose names --keep-names would keep"
+            raise UsageError(message)
+        return HuggingFaceFolder(
+            path, weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree
+        )
+    except OSError as error:
+        message = f"cannot read {quoted(error.filename or path)}: {error.strerror}"
+        raise SourceError(message) from error

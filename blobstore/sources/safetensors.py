@@ -1,48 +1,36 @@
-"""A set of safetensors files read as one source."""
+"""One safetensors file read as a shard."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError, DamagedSource, InvalidHeader, SourceError
 from blobstore.files import open_regular
 from blobstore.safetensors.file import read_header
-from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.safetensors.header import Header
+    from blobstore.tensor import TensorSpec
 
 
-class _Place(NamedTuple):
-    shard: Shard
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
+class SafetensorsShard:
     """One open file. The descriptor stays open, so that a rename cannot swap the bytes."""
 
-    path: Path
-    header: Header
-    descriptor: int
+    notices: Sequence[str] = ()
 
-    @classmethod
-    def open(cls, path: Path) -> Shard:
+    def __init__(self, path: Path) -> None:
         """Open a file and check its header and size.
 
         Raises:
             DamagedSource: the file breaks the format, is missing, or cannot be read.
         """
+        self.path = path
         try:
-            descriptor, size = open_regular(path)
+            self._descriptor, size = open_regular(path)
         except FileNotFoundError:
             message = f"weight file {quoted(path)} is missing"
             raise DamagedSource(message) from None
@@ -52,68 +40,41 @@ class Shard:
         except BlobstoreError as error:
             raise SourceError(str(error)) from None
         try:
-            return cls(path, read_header(descriptor, size), descriptor)
+            self._header = read_header(self._descriptor, size)
         except InvalidHeader as error:
-            os.close(descriptor)
+            self.close()
             message = f"{quoted(path)}: {error}"
             raise DamagedSource(message) from None
         except OSError as error:
-            os.close(descriptor)
+            self.close()
             message = f"cannot read {quoted(path)}: {error.strerror}"
             raise SourceError(message) from error
         except BaseException:
-            os.close(descriptor)
+            self.close()
             raise
 
-
-class ShardSet:
-    """The tensors of some shards, under their own names or below a prefix."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, TensorSpec] = {}
-        self._places: dict[str, _Place] = {}
-        self._shards: list[Shard] = []
-
-    def add(self, path: Path, *, prefix: str = "", names: AbstractSet[str] | None = None) -> None:
-        """Take in the tensors of a file, or those called ``names``, as ``prefix`` and the name.
-
-        Raises:
-            DamagedSource: the file is not whole, or a tensor is in an earlier file too.
-        """
-        shard = Shard.open(path)
-        self._shards.append(shard)
-        for name, (spec, begin, end) in shard.header.tensors.items():
-            if names is not None and name not in names:
-                continue
-            full = prefix + name
-            if full in self.specs:
-                message = (
-                    f"tensor {quoted(full)} is in both {quoted(self._places[full].shard.path)} "
-                    f"and {quoted(path)}"
-                )
-                raise DamagedSource(message)
-            self.specs[full] = TensorSpec(full, spec.dtype, spec.shape) if prefix else spec
-            self._places[full] = _Place(shard, shard.header.data_start + begin, end - begin)
-
-    def names_in(self, path: Path) -> AbstractSet[str]:
-        """Return the names of all tensors of a file that was added, without prefix."""
-        return next(shard for shard in self._shards if shard.path == path).header.tensors.keys()
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See :class:`Shard`."""
+        return {name: entry.spec for name, entry in self._header.tensors.items()}
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
-        shard, offset, left = self._places[name]
+        """See :class:`Shard`."""
+        entry = self._header.tensors[name]
+        offset = self._header.data_start + entry.begin
+        left = entry.end - entry.begin
         while left:
             try:
-                count = os.preadv(shard.descriptor, [buffer[:left]], offset)
+                count = os.preadv(self._descriptor, [buffer[:left]], offset)
             except OSError as error:
                 message = (
-                    f"cannot read {quoted(shard.path)} at byte {offset}, in tensor "
+                    f"cannot read {quoted(self.path)} at byte {offset}, in tensor "
                     f"{quoted(name)}: {error.strerror}"
                 )
                 raise DamagedSource(message) from error
             if not count:
                 message = (
-                    f"{quoted(shard.path)} ended at byte {offset}, in tensor {quoted(name)} with "
+                    f"{quoted(self.path)} ended at byte {offset}, in tensor {quoted(name)} with "
                     f"{left} bytes to come: the file was cut short while it was read"
                 )
                 raise DamagedSource(message)
@@ -122,6 +83,5 @@ class ShardSet:
             left -= count
 
     def close(self) -> None:
-        """Close the files."""
-        while self._shards:
-            os.close(self._shards.pop().descriptor)
+        """See :class:`Shard`."""
+        os.close(self._descriptor)

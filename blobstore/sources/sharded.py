@@ -1,21 +1,96 @@
-"""Weight indexes: the JSON that says which shard holds which tensor."""
+"""Several weight files read as one source, by the index that says which holds which tensor."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore import strictjson
-from blobstore.errors import BlobstoreError, DamagedSource
+from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
 from blobstore.files import read_regular
+from blobstore.sources.checkpoint import Checkpoint
+from blobstore.sources.safetensors import SafetensorsShard
+from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
-    from blobstore.sources.safetensors import ShardSet
+    from blobstore.sources.base import Shard
 
 _MAX_INDEX_SIZE = 256 * 2**20
+SAFETENSORS = ".safetensors"
+CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of the files that PyTorch's checkpoints are found in."""
+
+
+class _Place(NamedTuple):
+    shard: Shard
+    name: str
+
+
+class ShardSet:
+    """The tensors of some weight files, under their own names or below a prefix.
+
+    ``subtree`` chooses among the parts of PyTorch checkpoints.
+    """
+
+    def __init__(self, subtree: str | None = None) -> None:
+        self.specs: dict[str, TensorSpec] = {}
+        self.notices: list[str] = []
+        self._subtree = subtree
+        self._places: dict[str, _Place] = {}
+        self._shards: dict[Path, Shard] = {}
+
+    def add(self, path: Path, *, prefix: str = "", names: AbstractSet[str] | None = None) -> None:
+        """Take in the tensors of a file, or those called ``names``, as ``prefix`` and the name.
+
+        Raises:
+            DamagedSource: the file is not whole, or a tensor is in an earlier file too.
+        """
+        shard = self._shards[path] = self._open(path)
+        self.notices.extend(f"{quoted(path)}: {notice}" for notice in shard.notices)
+        for name, spec in shard.specs.items():
+            if names is not None and name not in names:
+                continue
+            full = prefix + name
+            if full in self.specs:
+                message = (
+                    f"tensor {quoted(full)} is in both {quoted(self._places[full].shard.path)} "
+                    f"and {quoted(path)}"
+                )
+                raise DamagedSource(message)
+            self.specs[full] = TensorSpec(full, spec.dtype, spec.shape) if prefix else spec
+            self._places[full] = _Place(shard, name)
+
+    def names_in(self, path: Path) -> AbstractSet[str]:
+        """Return the names of all tensors of a file that was added, without prefix."""
+        return self._shards[path].specs.keys()
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
+        shard, inner = self._places[name]
+        return shard.read(inner, buffer)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._shards:
+            self._shards.popitem()[1].close()
+
+    def _open(self, path: Path) -> Shard:
+        if path.suffix != SAFETENSORS:
+            try:
+                checkpoint = Checkpoint(path, subtree=self._subtree)
+            except SourceNotFound:
+                message = f"weight file {quoted(path)} is missing"
+                raise DamagedSource(message) from None
+            checkpoint.check_readable()
+            return checkpoint
+        if self._subtree is not None:
+            message = f"{quoted(path)} has no parts to choose with --subtree: it is no checkpoint"
+            raise UsageError(message)
+        return SafetensorsShard(path)
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -23,7 +98,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
     Raises:
         DamagedSource: the index is not JSON of that form, or names a file with a path separator
-            or without the ending ``.safetensors``.
+            or without the ending of the files that it is an index of.
     """
     try:
         value: Any = strictjson.loads(read_regular(index, _MAX_INDEX_SIZE))
@@ -36,11 +111,12 @@ def read_weight_map(index: Path) -> dict[str, str]:
     ):
         message = f"weight index {quoted(index)} has no 'weight_map' from tensor to file names"
         raise DamagedSource(message)
+    ending = ".bin" if ".bin.index" in index.name else SAFETENSORS
     for name, file in weight_map.items():
-        if "/" in file or "\\" in file or "\0" in file or not file.endswith(".safetensors"):
+        if "/" in file or "\\" in file or "\0" in file or not file.endswith(ending):
             message = (
                 f"weight index {quoted(index)}: file {quoted(file)} of tensor {quoted(name)} is "
-                "not the plain name of a .safetensors file"
+                f"not the plain name of a {ending} file"
             )
             raise DamagedSource(message)
     return weight_map

@@ -147,7 +147,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     other = write_folder(path / "other", dense_tensors(), files={"LICENSE": b"another"})
     only_bin = path / "bin"
     only_bin.mkdir()
-    (only_bin / "pytorch_model.bin").write_bytes(b"never fetched")
+    for name in ("pytorch_model-00001-of-00001.bin", "training_args.bin", "x.pt"):
+        (only_bin / name).write_bytes(b"bytes")
     (only_bin / "config.json").write_bytes(b"{}")
     nothing = path / "nothing"
     nothing.mkdir()
@@ -317,9 +318,11 @@ def test_fetches_the_revision_that_was_named(outcome: Outcome) -> None:
     assert found["folder"] != outcome.results["org/branched"]["folder"]
 
 
-def test_fetches_no_weights_that_are_not_safetensors(outcome: Outcome) -> None:
-    assert outcome.results["org/bin"]["files"] == ["config.json"]
-    assert not [path for path in outcome.server.requests if path.endswith((".bin", ".onnx"))]
+def test_fetches_checkpoints_only_where_no_safetensors_are(outcome: Outcome) -> None:
+    shard = "pytorch_model-00001-of-00001.bin"
+    assert outcome.results["org/bin"]["files"] == ["config.json", shard]
+    asked = [path for path in outcome.server.requests if path.endswith((".bin", ".onnx", ".pt"))]
+    assert {path.rpartition("/")[2] for path in asked} == {shard}
 
 
 @pytest.mark.parametrize("text", ["org/cut", "org/flaky"])

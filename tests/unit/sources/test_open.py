@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from blobstore.errors import SourceError, SourceNotFound, UnsupportedSource
+from blobstore.errors import SourceError, SourceNotFound, CheckpointRefused
 from blobstore.sources import hub
 from blobstore.sources.open import open_source
 from tests import sandbox
@@ -36,9 +36,9 @@ def test_hands_its_options_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model", "model.safetensors.bak"])
-def test_other_files_are_not_supported_yet(tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_ending_is_taken_for_a_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(UnsupportedSource, match="is not a folder or a .safetensors file"):
+    with pytest.raises(CheckpointRefused, match=f"'{tmp_path}/{name}': this is an empty file"):
         open_source(tmp_path / name)
 
 
@@ -85,7 +85,9 @@ def test_what_may_not_be_read_says_so() -> None:
             sandbox.call(lambda name=name: open_source(folder / name), unprivileged=True)  # type: ignore[misc]
             for name in ("closed", "file", "closed/deeper")
         ]
-    assert outcomes[0] == f"SourceError: cannot read '{folder}/closed': Permission denied"
+    assert (
+        outcomes[0] == f"SourceError: cannot read '{folder}/closed/params.json': Permission denied"
+    )
     assert outcomes[1] == (
         f"SourceError: cannot open '{folder}/file/model.safetensors': Permission denied"
     )

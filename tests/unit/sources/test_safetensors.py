@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource, SourceError
-from blobstore.sources.safetensors import ShardSet
+from blobstore.sources.sharded import ShardSet
 from tests import sandbox
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ def shards() -> Iterator[ShardSet]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    save_file({"a": np.arange(100, dtype=np.uint8), "b": np.arange(3.0)}, tmp_path / "x")
-    return tmp_path / "x"
+    save_file(
+        {"a": np.arange(100, dtype=np.uint8), "b": np.arange(3.0)}, tmp_path / "x.safetensors"
+    )
+    return tmp_path / "x.safetensors"
 
 
 def read(shards: ShardSet, name: str, room: int = 7) -> bytes:
@@ -63,7 +65,7 @@ def test_takes_only_the_names_that_are_asked_for(shards: ShardSet, path: Path) -
 
 
 def test_a_tensor_in_two_files_is_an_error(shards: ShardSet, path: Path) -> None:
-    other = path.with_name("y")
+    other = path.with_name("y.safetensors")
     save_file({"a": np.zeros(1)}, other)
     shards.add(path)
     with pytest.raises(DamagedSource, match=f"tensor 'a' is in both '{path}' and '{other}'"):
@@ -72,8 +74,8 @@ def test_a_tensor_in_two_files_is_an_error(shards: ShardSet, path: Path) -> None
 
 def test_a_rename_does_not_swap_the_bytes(shards: ShardSet, path: Path) -> None:
     shards.add(path)
-    save_file({"a": np.zeros(100, np.uint8), "b": np.zeros(3)}, path.with_name("y"))
-    path.with_name("y").replace(path)
+    save_file({"a": np.zeros(100, np.uint8), "b": np.zeros(3)}, path.with_name("y.safetensors"))
+    path.with_name("y.safetensors").replace(path)
     assert read(shards, "a") == bytes(range(100))
 
 
@@ -92,19 +94,22 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
 
 
 def test_a_missing_file_is_an_incomplete_source(shards: ShardSet, tmp_path: Path) -> None:
-    with pytest.raises(DamagedSource, match=f"weight file '{tmp_path}/none' is missing"):
-        shards.add(tmp_path / "none")
+    with pytest.raises(
+        DamagedSource, match=f"weight file '{tmp_path}/none.safetensors' is missing"
+    ):
+        shards.add(tmp_path / "none.safetensors")
 
 
 def test_a_dangling_link_is_an_incomplete_source(shards: ShardSet, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "link.safetensors").symlink_to("gone")
     with pytest.raises(DamagedSource, match="is missing"):
-        shards.add(tmp_path / "link")
+        shards.add(tmp_path / "link.safetensors")
 
 
 def test_links_are_followed(shards: ShardSet, path: Path) -> None:
-    path.with_name("link").symlink_to("x")
-    shards.add(path.with_name("link"))
+    link = path.with_name("link.safetensors")
+    link.symlink_to(path.name)
+    shards.add(link)
     assert read(shards, "a") == bytes(range(100))
 
 
@@ -112,23 +117,25 @@ def test_links_are_followed(shards: ShardSet, path: Path) -> None:
 def test_only_files_are_read(
     shards: ShardSet, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    make(tmp_path / "x")
+    make(tmp_path / "x.safetensors")
     with pytest.raises(SourceError, match="is not a regular file"):
-        shards.add(tmp_path / "x")
+        shards.add(tmp_path / "x.safetensors")
 
 
 def test_a_damaged_header_names_the_file(shards: ShardSet, tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"\xff" * 20)
-    with pytest.raises(DamagedSource, match=f"^'{tmp_path}/x': header of .* is over the limit"):
-        shards.add(tmp_path / "x")
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(
+        DamagedSource, match=f"^'{tmp_path}/x.safetensors': header of .* is over the limit"
+    ):
+        shards.add(tmp_path / "x.safetensors")
 
 
 def test_an_unreadable_file_is_no_damage() -> None:
     with sandbox.common_folder() as folder:
-        save_file({"a": np.zeros(1)}, folder / "x")
-        (folder / "x").chmod(0)
-        outcome = sandbox.call(lambda: ShardSet().add(folder / "x"), unprivileged=True)
-    assert outcome == f"SourceError: cannot open '{folder}/x': Permission denied"
+        save_file({"a": np.zeros(1)}, folder / "x.safetensors")
+        (folder / "x.safetensors").chmod(0)
+        outcome = sandbox.call(lambda: ShardSet().add(folder / "x.safetensors"), unprivileged=True)
+    assert outcome == f"SourceError: cannot open '{folder}/x.safetensors': Permission denied"
 
 
 def test_a_file_that_fails_while_it_is_read_is_told_with_byte_and_tensor(
@@ -137,7 +144,7 @@ def test_a_file_that_fails_while_it_is_read_is_told_with_byte_and_tensor(
     shards.add(path)
     start = path.stat().st_size - 100
     folder = os.open(path.parent, os.O_RDONLY)
-    os.dup2(folder, shards._shards[0].descriptor)  # reading a folder fails, as a bad disk does
+    os.dup2(folder, shards._shards[path]._descriptor)  # reading a folder fails, as a bad disk does
     os.close(folder)
     with pytest.raises(
         DamagedSource,

@@ -9,8 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource
-from blobstore.sources.safetensors import ShardSet
-from blobstore.sources.sharded import add_indexed, read_weight_map
+from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

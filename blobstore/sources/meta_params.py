@@ -1,0 +1,288 @@
+"""``params.json``, as Meta ships it with a Llama, and the ``config.json`` that says the same.
+
+What the file does not say is taken from the tensors' shapes where they tell it, and otherwise from
+what Meta's published models have; each such assumption becomes a notice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from blobstore import strictjson
+from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
+from blobstore.files import read_regular
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from blobstore.tensor import DType
+
+PARAMS_FILE = "params.json"
+_MAX_PARAMS_SIZE = 2**20
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e12
+
+_LLAMA_3_VOCABULARY = 128256
+_LLAMA_3_BEGIN = 128000
+_LLAMA_3_ENDS = [128001, 128008, 128009]
+"""End of text, of a message, of a turn; a base model never gives the latter two."""
+_LLAMA_3_THETA = 500_000.0
+_USUAL_THETA = 10_000.0
+_SMALL_LLAMAS = frozenset({(2048, 16), (3072, 28)})
+"""Width and layers of Llama 3.2 1B and 3B, whose positions are scaled by 32 and not by 8."""
+
+_READ = frozenset(
+    {
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "vocab_size",
+        "norm_eps",
+        "rope_theta",
+        "use_scaled_rope",
+        "rope_scaling_factor",
+        "multiple_of",
+        "ffn_dim_multiplier",
+    }
+)
+_WITHOUT_EFFECT = frozenset({"max_batch_size", "max_seq_len"})
+"""Sizes of a cache at run time."""
+_OTHER_MODELS = ("sliding_window", "moe", "moe_args", "lora_args", "quantization_args")
+"""Keys of models that calculate otherwise than a plain Llama."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """The checked content of ``params.json``; None where it does not say."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int | None
+    norm_eps: float
+    rope_theta: float | None
+    use_scaled_rope: bool
+    rope_scaling_factor: float | None
+    multiple_of: int | None
+    ffn_dim_multiplier: float | None
+    unknown: tuple[str, ...] = ()
+    """Keys that mean nothing here."""
+
+    @property
+    def head_dim(self) -> int:
+        """Rows of one attention head."""
+        return self.dim // self.n_heads
+
+    @classmethod
+    def read(cls, folder: Path) -> Params:
+        """Read the file of a folder.
+
+        Raises:
+            DamagedSource: it is missing or no JSON object, a key is missing, or a value is none
+                that a Llama can have.
+            UnsupportedSource: it describes a model that is not a plain Llama.
+        """
+        path = folder / PARAMS_FILE
+        try:
+            value = strictjson.loads(read_regular(path, _MAX_PARAMS_SIZE))
+        except OSError as error:
+            message = f"cannot read {quoted(path)}: {error.strerror}"
+            raise DamagedSource(message) from error
+        except (ValueError, BlobstoreError) as error:
+            message = f"{quoted(path)}: {error}"
+            raise DamagedSource(message) from None
+        if isinstance(value, dict) and "model" in value:
+            value = value["model"]
+        if not isinstance(value, dict):
+            message = f"{quoted(path)} holds no JSON object of parameters"
+            raise DamagedSource(message)
+        return _Reader(path, value).params()
+
+
+class _Reader:
+    """Takes checked values out of the decoded file."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def params(self) -> Params:
+        self._refuse_other_models()
+        n_heads = self._integer("n_heads")
+        params = Params(
+            dim=self._integer("dim"),
+            n_layers=self._integer("n_layers"),
+            n_heads=n_heads,
+            n_kv_heads=self._integer("n_kv_heads") if self._states("n_kv_heads") else n_heads,
+            vocab_size=self._vocabulary(),
+            norm_eps=self._number("norm_eps"),
+            rope_theta=self._optional("rope_theta"),
+            use_scaled_rope=self._flag("use_scaled_rope"),
+            rope_scaling_factor=self._optional("rope_scaling_factor"),
+            multiple_of=self._integer("multiple_of") if self._states("multiple_of") else None,
+            ffn_dim_multiplier=self._optional("ffn_dim_multiplier"),
+            unknown=tuple(sorted(self._values.keys() - _READ - _WITHOUT_EFFECT)),
+        )
+        if params.dim % n_heads or params.head_dim % 2:
+            problem = f"dim {params.dim} is not n_heads {n_heads} times an even number"
+            raise self._damaged(problem)
+        if n_heads % params.n_kv_heads:
+            problem = f"n_heads {n_heads} is not a multiple of n_kv_heads {params.n_kv_heads}"
+            raise self._damaged(problem)
+        return params
+
+    def _refuse_other_models(self) -> None:
+        for key in _OTHER_MODELS:
+            if self._values.get(key):
+                message = f"{quoted(self._path)} has key {quoted(key)}: this is not a plain Llama"
+                raise UnsupportedSource(message)
+
+    def _states(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def _integer(self, key: str) -> int:
+        value = self._value(key)
+        if type(value) is not int or not 1 <= value <= _MAX_INTEGER:
+            raise self._wrong(key, f"an integer of 1 to {_MAX_INTEGER}")
+        return value
+
+    def _number(self, key: str) -> float:
+        value = self._value(key)
+        if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
+            raise self._wrong(key, f"a number above 0, up to {_MAX_NUMBER:g}")
+        return float(value)
+
+    def _optional(self, key: str) -> float | None:
+        return self._number(key) if self._states(key) else None
+
+    def _flag(self, key: str) -> bool:
+        value = self._values.get(key, False)
+        if type(value) is not bool:
+            raise self._wrong(key, "true or false")
+        return value
+
+    def _vocabulary(self) -> int | None:
+        # Llama 1 and 2 leave it to the tokenizer, and say -1.
+        value = self._values.get("vocab_size")
+        is_unknown = value is None or (type(value) is int and value == -1)
+        return None if is_unknown else self._integer("vocab_size")
+
+    def _value(self, key: str) -> Any:
+        if key not in self._values:
+            raise self._damaged(f"key {quoted(key)} is missing")
+        return self._values[key]
+
+    def _wrong(self, key: str, expected: str) -> DamagedSource:
+        found = quoted(repr(self._values[key])[:100])
+        return self._damaged(f"{quoted(key)} is {found}, expected {expected}")
+
+    def _damaged(self, problem: str) -> DamagedSource:
+        return DamagedSource(f"{quoted(self._path)}: {problem}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the tensors' shapes say of a model."""
+
+    vocab_size: int
+    intermediate_size: int
+    is_tied: bool
+    """Whether the embedding is the output's matrix too."""
+    dtype: DType
+
+
+def make_config(params: Params, measured: Measured) -> Mapping[str, Any]:
+    """Return the content of ``config.json`` in the form that every runtime reads."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": params.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": params.dim,
+        "intermediate_size": measured.intermediate_size,
+        "max_position_embeddings": _positions(params),
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": params.n_heads,
+        "num_hidden_layers": params.n_layers,
+        "num_key_value_heads": params.n_kv_heads,
+        "rms_norm_eps": params.norm_eps,
+        "rope_scaling": _rope_scaling(params),
+        "rope_theta": _theta(params),
+        "tie_word_embeddings": measured.is_tied,
+        "torch_dtype": DTYPE_NAMES[measured.dtype.value],
+        "vocab_size": measured.vocab_size,
+    }
+    if measured.vocab_size == _LLAMA_3_VOCABULARY:
+        config |= {"bos_token_id": _LLAMA_3_BEGIN, "eos_token_id": _LLAMA_3_ENDS}
+    return config
+
+
+DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Element types of a plain Llama, and what a config calls them."""
+
+
+def notices(params: Params, measured: Measured) -> Iterator[str]:
+    """Yield what the config assumes, and what of ``params.json`` it does not say."""
+    yield f"config.json: assumed max_position_embeddings {_positions(params)}"
+    if params.rope_theta is None:
+        yield f"config.json: assumed rope_theta {_USUAL_THETA:g}"
+    if params.use_scaled_rope and params.rope_scaling_factor is None:
+        yield f"config.json: assumed rope scaling by {_factor(params):g}, as in Meta's models"
+    if measured.vocab_size == _LLAMA_3_VOCABULARY:
+        yield "config.json: assumed the special tokens of Llama 3, for the vocabulary has its size"
+    usual = _usual_intermediate_size(params)
+    if usual is not None and usual != measured.intermediate_size:
+        yield (
+            f"config.json: intermediate_size is {measured.intermediate_size}, as the tensors have "
+            f"it; {PARAMS_FILE} would give {usual}"
+        )
+    for key in params.unknown:
+        yield f"{PARAMS_FILE}: key {quoted(key)} is unknown and was not taken over"
+
+
+def _theta(params: Params) -> float:
+    return _USUAL_THETA if params.rope_theta is None else params.rope_theta
+
+
+def _positions(params: Params) -> int:
+    if params.use_scaled_rope:
+        return 131072
+    theta = _theta(params)
+    if theta == _LLAMA_3_THETA:
+        return 8192
+    return 16384 if theta > _USUAL_THETA else 4096  # Code Llama; Llama 2
+
+
+def _factor(params: Params) -> float:
+    if params.rope_scaling_factor is not None:
+        return params.rope_scaling_factor
+    return 32.0 if (params.dim, params.n_layers) in _SMALL_LLAMAS else 8.0
+
+
+def _rope_scaling(params: Params) -> Mapping[str, Any] | None:
+    if not params.use_scaled_rope:
+        return None
+    return {
+        "factor": _factor(params),
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+def _usual_intermediate_size(params: Params) -> int | None:
+    """Return what Meta's code calculates, or None where the file does not say enough."""
+    if params.multiple_of is None:
+        return None
+    size = 8 * params.dim // 3
+    if params.ffn_dim_multiplier is not None:
+        size = int(params.ffn_dim_multiplier * size)
+    return params.multiple_of * math.ceil(size / params.multiple_of)

@@ -1,0 +1,43 @@
+"""Tensors whose elements do not lie in order, put in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blobstore.safetensors.numpy import as_array, as_bytes
+from blobstore.tensor import DType
+
+if TYPE_CHECKING:
+    from blobstore.sources.torch_tensors import Storage, StridedTensor
+
+
+def swapped(data: bytearray, storage: Storage) -> bytearray:
+    """Turn round the bytes of every number in a storage; a complex one is two."""
+    size = storage.itemsize // 2 if storage.dtype is DType.C64 else storage.itemsize
+    numbers = np.frombuffer(data, f"u{size}")
+    numbers.byteswap(inplace=True)
+    return data
+
+
+def gathered(tensor: StridedTensor, data: bytearray) -> memoryview:
+    """Return a tensor's bytes in C order, of those from its first to its last element.
+
+    The caller has checked that sizes and strides stay within ``data``.
+    """
+    itemsize = tensor.itemsize
+    elements: np.ndarray[Any, Any] = np.frombuffer(data, f"u{itemsize}")
+    shape = tensor.spec.shape
+    if tensor.spec.dtype is DType.F4:
+        shape = (*shape[:-1], shape[-1] // 2)
+    strided = np.lib.stride_tricks.as_strided(
+        elements, shape, [step * itemsize for step in tensor.stride], writeable=False
+    )
+    ordered = as_bytes(strided)
+    if not tensor.is_conjugated and not tensor.is_negated:
+        return ordered
+    numbers = as_array(ordered, 0, tensor.spec)
+    if tensor.is_conjugated:
+        numbers = np.conjugate(numbers)
+    return as_bytes(-numbers if tensor.is_negated else numbers)

@@ -1,0 +1,68 @@
+"""``blobstore convert``: a checkpoint as a safetensors file, without a store."""
+
+from __future__ import annotations
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import json_option
+from blobstore.text import printable
+
+
+@click.command("convert", short_help="Write a checkpoint as a safetensors file.")
+@click.argument("source")
+@click.argument("out", metavar="OUT.safetensors")
+@click.option(
+    "--subtree", metavar="PATH", help="The part of a PyTorch checkpoint; '.' is all of it."
+)
+@click.option(
+    "--weights",
+    metavar="PATTERN",
+    help="File names of the weights, where a folder holds several sets.",
+)
+@click.option(
+    "--keep-names", is_flag=True, help="Keep the names and the order of rows of Meta's Llamas."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@json_option
+def command(
+    source: str,
+    out: str,
+    subtree: str | None,
+    weights: str | None,
+    keep_names: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the tensors of SOURCE, a checkpoint or a model folder, to the file OUT.
+
+    Nothing of the source is run. The file appears complete or not at all.
+    """
+    from blobstore.copying import copy_to_safetensors
+
+    with render.progress_bar() as progress:
+        copied = copy_to_safetensors(
+            source,
+            out,
+            subtree=subtree,
+            weights=weights,
+            keep_names=keep_names,
+            overwrite=force,
+            progress=progress,
+        )
+    for notice in copied.notices:
+        render.show_note(notice)
+    if as_json:
+        render.show_json(
+            {
+                "file": str(copied.path),
+                "tensors": copied.tensors,
+                "bytes_written": copied.bytes_written,
+                "notices": list(copied.notices),
+            }
+        )
+        return
+    render.show(
+        f"wrote {printable(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "
+        f"{render.human_bytes(copied.bytes_written)}"
+    )

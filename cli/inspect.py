@@ -1,0 +1,143 @@
+"""``blobstore inspect``: what a PyTorch checkpoint contains and asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import json_option
+from blobstore.errors import CheckpointRefused
+from blobstore.text import printable, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.inspection import Inspection
+    from blobstore.sources.torch_tree import Subtree
+
+
+@click.command("inspect", short_help="Tell what is in a PyTorch checkpoint, running none of it.")
+@click.argument("file")
+@click.option("--subtree", metavar="PATH", help="List the tensors below these keys.")
+@click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, file: str, subtree: str | None, with_tensors: bool, as_json: bool
+) -> None:
+    """Tell what the PyTorch checkpoint FILE contains, and every global that its pickles ask for.
+
+    Nothing of the file is run, and a file that create would refuse is told about too; the exit code
+    is then 4.
+    """
+    from blobstore.inspection import inspect_checkpoint
+
+    inspected = inspect_checkpoint(file, subtree=subtree)
+    if as_json:
+        render.show_json(_as_json(inspected))
+    else:
+        render.show("\n\n".join(_sections(inspected, with_tensors=with_tensors)))
+    if inspected.refusal is not None:
+        ctx.exit(CheckpointRefused.exit_code)
+
+
+def show_parts(file: str, *, as_json: bool) -> None:
+    """Print the parts of a checkpoint that ``--subtree`` can choose."""
+    from blobstore.sources.checkpoint import open_checkpoint
+
+    with open_checkpoint(file) as checkpoint:
+        parts = checkpoint.subtrees
+    if as_json:
+        render.show_json(_parts_json(parts))
+    else:
+        render.show(_parts_table(parts))
+
+
+def _sections(inspected: Inspection, *, with_tensors: bool) -> Iterator[str]:
+    yield _summary(inspected)
+    if inspected.globals:
+        rows = [
+            (
+                render.cell(item.name),
+                item.use or "REFUSED",
+                f"{render.cell(item.pickle)}:{item.offset}" if item.pickle else str(item.offset),
+            )
+            for item in inspected.globals
+        ]
+        alarming = [index for index, item in enumerate(inspected.globals) if item.use is None]
+        yield render.table(("ASKS FOR", "USE", "AT BYTE"), rows, alarming=alarming)
+    if inspected.subtrees:
+        yield _parts_table(inspected.subtrees)
+    if with_tensors and inspected.tensors:
+        yield _tensor_table(inspected)
+
+
+def _parts_table(subtrees: Sequence[Subtree]) -> str:
+    """Return the parts of a checkpoint that ``--subtree`` can choose."""
+    rows = [(render.cell(part.path), f"{part.tensors:,}") for part in subtrees]
+    return render.table(("PART", "TENSORS"), rows, right=(1,))
+
+
+def _parts_json(subtrees: Sequence[Subtree]) -> list[dict[str, object]]:
+    return [{"path": part.path, "tensors": part.tensors} for part in subtrees]
+
+
+def _summary(inspected: Inspection) -> str:
+    what = inspected.kind or "refused"
+    lines = [
+        f"{printable(str(inspected.path))}: {what}, {render.human_bytes(inspected.size)}",
+    ]
+    if inspected.refusal is None:
+        total = sum(spec.nbytes for spec in inspected.tensors)
+        lines.append(
+            f"would import {render.count_of(len(inspected.tensors), 'tensor')}, "
+            f"{render.human_bytes(total)}"
+        )
+    else:
+        lines.append(f"refused: {printable(inspected.refusal)}")
+    lines += [
+        f"cannot read {quoted(name)}: {printable(reason)}"
+        for name, reason in inspected.unreadable.items()
+    ]
+    lines += map(printable, inspected.notices)
+    return "\n".join(lines)
+
+
+def _tensor_table(inspected: Inspection) -> str:
+    rows = [
+        (
+            render.cell(spec.name),
+            spec.dtype.value,
+            "x".join(map(str, spec.shape)) or "scalar",
+            render.human_bytes(spec.nbytes),
+        )
+        for spec in inspected.tensors
+    ]
+    return render.table(("TENSOR", "TYPE", "SHAPE", "SIZE"), rows, right=(3,))
+
+
+def _as_json(inspected: Inspection) -> dict[str, object]:
+    return {
+        "file": str(inspected.path),
+        "bytes": inspected.size,
+        "kind": inspected.kind,
+        "refusal": inspected.refusal,
+        "globals": [
+            {"name": item.name, "use": item.use, "pickle": item.pickle, "offset": item.offset}
+            for item in inspected.globals
+        ],
+        "parts": _parts_json(inspected.subtrees),
+        "tensors": [
+            {
+                "name": spec.name,
+                "dtype": spec.dtype.value,
+                "shape": list(spec.shape),
+                "bytes": spec.nbytes,
+            }
+            for spec in inspected.tensors
+        ],
+        "unreadable": inspected.unreadable,
+        "notices": list(inspected.notices),
+    }
