@@ -178,7 +178,9 @@ def _reciprocal(piece: memoryview) -> memoryview:
     from blobstore.safetensors.numpy import as_bytes
 
     value = np.frombuffer(piece, "<f4")
-    if not (np.isfinite(value) & (value != 0)).all():
+    with np.errstate(all="ignore"):
+        result = np.float32(1) / value
+    if not (np.isfinite(value) & np.isfinite(result)).all():  # that of the smallest is infinite
         message = f"a global scale of {value[0]} has no reciprocal"
         raise DamagedSource(message)
-    return as_bytes(np.float32(1) / value)
+    return as_bytes(result)

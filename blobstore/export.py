@@ -232,12 +232,16 @@ def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
     """Yield the bytes of a tensor of a mapped blob, of a quantized one as plain numbers."""
     from blobstore.frameworks import NAMES
     from blobstore.safetensors.numpy import as_bytes
-    from blobstore.unpacking import plain_pieces
+    from blobstore.unpacking import plain_pieces, transposed_pieces
 
     if tensor.packed is None:
         yield memoryview(region.memory)[tensor.begin : tensor.begin + tensor.spec.nbytes]
         return
     name = NAMES[tensor.spec.dtype]
+    if tensor.is_transposed:
+        for array in transposed_pieces(tensor.packed, region.memory, name, tensor.part):
+            yield as_bytes(array)
+        return
     for array in plain_pieces(tensor.packed, region.memory, name, tensor.part):
         yield as_bytes(array)
 

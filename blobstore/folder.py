@@ -18,6 +18,7 @@ from blobstore.contents import read_contents
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.manifests import media_types
+from blobstore.quantize import gpt_oss
 from blobstore.quantize.mlx_form import exported_config, joined_experts, mlx_name
 from blobstore.quantize.recipes import BIAS, SCALE
 from blobstore.safetensors.header import encode_header
@@ -54,6 +55,8 @@ class FolderTensor(NamedTuple):
     """What it is to be computed from, if it is quantized and shall be plain."""
     part: int | None = None
     """Its place in the first dimension of ``packed``, if it was stacked."""
+    is_transposed: bool = False
+    """Whether its matrices are those computed from ``packed``, transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,11 @@ def lay_out(
     """
     _check_kind(manifest)
     contents, stacks = read_contents(store, manifest), read_stacks(store, manifest)
-    tensors = _source_tensors(contents, stacks, dequantize=dequantize)
-    types = {} if dequantize else _packed_types(contents, stacks)
     files = _small_files(manifest)
+    packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
+    is_gpt_oss = gpt_oss.is_form_of(_decoded(store, files, "config.json"), packed)
+    tensors = _source_tensors(contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss)
+    types = {} if dequantize or is_gpt_oss else _packed_types(contents, stacks)
     stems = _stems(store, files)
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
@@ -125,13 +130,16 @@ def lay_out(
         # The index is reserved even where there is none: a foreign one would mislead readers.
         reserved += [index, *(shard.name for shard in shards)]
     _check_paths(reserved)
-    written |= _changed_configs(store, files, stems, types)
+    renamed = {member: name for name, members in joins.items() for member in members}
+    types = {renamed.get(name, name): known for name, known in types.items()}
+    if dequantize or not is_gpt_oss:  # or its config is right as it is
+        written |= _changed_configs(store, files, stems, types)
     kept = {name: file for name, file in files.items() if name not in written}
     return FolderLayout(tensors, weights, written, kept)
 
 
 def _source_tensors(
-    contents: Contents, stacks: Mapping[str, Sequence[str]], *, dequantize: bool
+    contents: Contents, stacks: Mapping[str, Sequence[str]], *, dequantize: bool, is_gpt_oss: bool
 ) -> list[FolderTensor]:
     """Return the tensors as the source had them, in the order of the layers and their bytes."""
     found: dict[str, FolderTensor] = {}
@@ -140,7 +148,8 @@ def _source_tensors(
     for stored in contents.tensors.values():
         sources = stacks.get(stored.name)
         unused.discard(stored.name)
-        for tensor in make(stored, sources):
+        made = make(stored, sources)
+        for tensor in map(_as_gpt_oss, made) if is_gpt_oss and stored.companions else made:
             if found.setdefault(tensor.spec.name, tensor) is not tensor:
                 message = f"two tensors would both be exported as {quoted(tensor.spec.name)}"
                 raise BlobDamaged(message)
@@ -163,6 +172,12 @@ def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iter
         for number, name in enumerate(sources):
             part = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
             yield FolderTensor(part, stored.layer, start + number * size)
+
+
+def _as_gpt_oss(tensor: FolderTensor) -> FolderTensor:
+    """Return a quantized weight, plain or packed, or its scales as gpt-oss has them."""
+    is_plain = tensor.packed is not None
+    return tensor._replace(spec=gpt_oss.folder_spec(tensor.spec), is_transposed=is_plain)
 
 
 def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
@@ -215,13 +230,14 @@ def _changed_configs(
     changed: dict[str, bytes] = {}
     for prefix in stems:
         name = f"{prefix}config.json"
-        config = _decoded(store, files, name)
+        # A lone file has none, and then nothing else would tell the types of its weights.
+        config = _decoded(store, files, name) if name in files else {}
         own = {
             tensor.removeprefix(prefix): known
             for tensor, known in types.items()
             if _prefix(tensor, stems) == prefix
         }
-        value = exported_config(config, own) if isinstance(config, dict) else None
+        value = exported_config(config, own, name)
         if value is not None:
             changed[name] = f"{json.dumps(value, indent=2)}\n".encode()
     return changed
@@ -319,7 +335,9 @@ def _joined(
     """Return the tensors of the files, and which of them hold several of the model's, by name."""
     found = {spec.name: spec for spec in specs}
     packed = {mlx_name(name, suffix) for name in types for suffix in ("", SCALE, BIAS)}
-    joins = joined_experts(spec for name, spec in found.items() if name in packed)
+    joins = joined_experts(
+        (spec for name, spec in found.items() if name in packed), found.keys() - packed
+    )
     joins = {name: members for name, members in joins.items() if name not in found}
     for name, members in joins.items():
         first = found[members[0]]

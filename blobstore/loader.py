@@ -131,7 +131,7 @@ class Model(Mapping[str, Any]):
         self._places, self._blobs, self._quantized, is_indexed, self._region = places
         self._names: Mapping[str, Place] = self._places
         if dequantize:
-            hidden = {name + end for name in self._quantized for end in COMPANIONS.values()}
+            hidden = {end for name in self._quantized for end in self._companions(name).values()}
             self._names = {name: at for name, at in self._places.items() if name not in hidden}
         if (
             not is_indexed
@@ -206,14 +206,14 @@ class Model(Mapping[str, Any]):
             return self._array(name, place)
         item, group_size = self._format(name)
         chosen = self._original_dtype(name, item) if dtype is None else checked_dtype(dtype)
+        names = self._companions(name)
         scale, bias = (
-            self._array(end, self._places[end]) if end in self._places else None
-            for end in (name + COMPANIONS[SCALE], name + COMPANIONS[BIAS])
+            self._array(names[suffix], self._places[names[suffix]]) if suffix in names else None
+            for suffix in (SCALE, BIAS)
         )
-        scalar = name + COMPANIONS[GLOBAL_SCALE]
         global_scale = None
-        if scalar in self._places:
-            (global_scale,) = struct.unpack("<f", self.view(scalar).data)
+        if GLOBAL_SCALE in names:
+            (global_scale,) = struct.unpack("<f", self.view(names[GLOBAL_SCALE]).data)
         weight = self._array(name, place)
         dequantize = dequantizer(self._framework)
         return dequantize(weight, scale, bias, item, group_size, chosen, global_scale)
@@ -328,11 +328,7 @@ class Model(Mapping[str, Any]):
 
     def _format(self, name: str) -> tuple[QuantFormat, int]:
         quant_type, group_size = self._quantized[name]
-        specs = {
-            suffix: self._spec(name + end)
-            for suffix, end in COMPANIONS.items()
-            if name + end in self._places
-        }
+        specs = {suffix: self._spec(end) for suffix, end in self._companions(name).items()}
         metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
         known = described(self._spec(name), specs, metadata)
         if known is None:
@@ -342,6 +338,12 @@ class Model(Mapping[str, Any]):
             )
             raise UnsupportedDType(message)
         return known
+
+    def _companions(self, name: str) -> dict[str, str]:
+        """Return the names of a weight's companions by suffix; another blob's are none."""
+        places, blob = self._places, self._places[name][2]
+        ends = {suffix: name + end for suffix, end in COMPANIONS.items()}
+        return {key: end for key, end in ends.items() if end in places and places[end][2] == blob}
 
     def _spec(self, name: str) -> TensorSpec:
         dtype, shape, _, _ = self._places[name]

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Literal
 
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantize.metadata import describe
-from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized
+from blobstore.quantize.recipes import (
+    BIAS,
+    GLOBAL_SCALE,
+    SCALE,
+    Copied,
+    Decoded,
+    Prequantized,
+    Quantized,
+)
 from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from blobstore.quantize.policy import Policy
     from blobstore.quantize.recipes import Recipe
@@ -43,6 +51,8 @@ _SHARED = re.compile(
     rf"(?P<prefix>{_LAYER}\.(?:mlp|mixer)\.shared_experts)\.(?P<rest>.+\.weight)", re.ASCII
 )
 _STACKED_PREFIXES = re.compile(r".*\.(?:mlp|moe|mixer)\.experts", re.ASCII)
+_COMPANION_ENDS = (SCALE, BIAS, GLOBAL_SCALE, "_scale", "_qbias")
+"""What companions of a quantized weight end in, in blobs and at run time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +215,18 @@ def _check_unique(plans: Iterable[BlobPlan]) -> None:
                 message = f"two tensors of the source would both be stored as {quoted(name)}"
                 raise UnsupportedSource(message)
             seen.add(name)
+    _check_companions([recipe for blob in plans for recipe in blob.tensors], tensors)
+
+
+def _check_companions(recipes: Iterable[Recipe], names: Collection[str]) -> None:
+    """Check that no other tensor would pass for a quantized weight's companion."""
+    for recipe in filter(_type, recipes):
+        own = {spec.name for spec in recipe.stored}
+        for name in (recipe.spec.name + end for end in _COMPANION_ENDS):
+            if name in names and name not in own:
+                message = (
+                    f"tensor {quoted(name)} has the name of a companion of "
+                    f"{quoted(recipe.spec.name)}, which is quantized; keep that one with an override "
+                    "to none, or rename the tensor"
+                )
+                raise UnsupportedSource(message)

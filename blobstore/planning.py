@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan
+from blobstore.quantize import gpt_oss
 from blobstore.quantize.formats import FORMATS, parse_format
 from blobstore.quantize.policy import Policy, parse_override
 from blobstore.quantize.prequantized import recognise
 from blobstore.quantize.recipes import Prequantized, Quantized
+from blobstore.quantize.stated import StatedQuantization
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -117,6 +119,13 @@ def plan_source(
                     "create from the unquantized weights, or without quantizing"
                 )
                 raise UnsupportedSource(message)
+        if StatedQuantization(source.config).method == gpt_oss.METHOD:
+            # Stored with this config, plain weights would pass for those of gpt-oss.
+            message = (
+                f"config.json says quant_method {quoted(gpt_oss.METHOD)}, and no tensor is so; remove "
+                "'quantization_config' from it, if the weights are plain"
+            )
+            raise UnsupportedSource(message)
     # 8-bit floats are decoded, so that nothing of the model is of their type any more.
     quant_type = quant_type if quant_type in FORMATS else ""
     blobs = plan(recipes, experts=experts, policy=policy)

@@ -62,3 +62,18 @@ def plain_pieces(
             dtype,
             global_scale,
         )
+
+
+def transposed_pieces(
+    stored: StoredTensor, memory: mmap.mmap, dtype: FloatName, part: int | None = None
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the matrices of a quantized tensor as plain numbers, each transposed as a whole.
+
+    Args: as those of :func:`plain_pieces`.
+    """
+    import numpy as np
+
+    is_stack = part is None and len(stored.shape) > 2  # noqa: PLR2004 - more than a matrix
+    for place in range(stored.shape[0]) if is_stack else (part,):
+        pieces = list(plain_pieces(stored, memory, dtype, place))
+        yield np.ascontiguousarray(np.concatenate(pieces).T)

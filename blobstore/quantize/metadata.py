@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TYPE, GROUP_SIZE = "quant_type", "group_size"
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
+_MAX_COLUMNS = 2**48
 _AFFINE_SCALES = (DType.BF16, DType.F16, DType.F32)
 
 
@@ -70,6 +71,8 @@ def described(
     if not words or not words[0] or words[0] * WORD_BITS % bits:
         _fail(name, f"{list(weight.shape)} packed words are no rows of {item.name}")
     columns = item.columns(words[0])
+    if columns > _MAX_COLUMNS:  # only without rows; the arithmetic of libraries would overflow
+        _fail(name, f"rows of {columns} elements are too long")
     scale = companions[SCALE]
     text = metadata.get(f"{name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE)
     if text is None:  # then the shapes must tell

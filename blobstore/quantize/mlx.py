@@ -37,6 +37,11 @@ def dequantize(
     """
     options: dict[str, Any] = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
     wanted = getattr(mx, dtype)
+    if not weight.size:  # MLX reshapes it, and cannot
+        return mx.zeros((*weight.shape[:-1], item.columns(weight.shape[-1])), dtype=wanted)
+    if weight.ndim == 1:
+        row = None if bias is None else bias[None]
+        return dequantize(weight[None], scale[None], row, item, group_size, dtype, global_scale)[0]
     if global_scale is None:
         return mx.dequantize(weight, scale, bias, dtype=wanted, **options)
     # MLX means 2688 times as much by a global scale; divided by that it would not be the same number.

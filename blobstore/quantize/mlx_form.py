@@ -12,8 +12,9 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, UnsupportedSource
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantize.stated import StatedQuantization
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -50,42 +51,74 @@ def mlx_name(name: str, suffix: str) -> str:
     return f"{name.removesuffix('.weight')}{_SUFFIXES[suffix]}"
 
 
-def joined_experts(specs: Iterable[TensorSpec]) -> dict[str, list[str]]:
+def joined_experts(specs: Iterable[TensorSpec], plain: Iterable[str] = ()) -> dict[str, list[str]]:
     """Return the tensors of experts that MLX holds as one, in order, by its name.
 
-    ``specs`` are packed weights and companions under MLX's names. Experts that are not numbered from 0
-    without a gap, or that differ in type or shape, stay on their own.
+    ``specs`` are packed weights and companions under MLX's names, ``plain`` the names of the other
+    tensors. Experts that are not numbered from 0 without a gap, or that differ in type or shape, be
+    it of a companion, stay on their own, and so do those of which some are plain.
     """
-    found: dict[str, dict[int, TensorSpec]] = defaultdict(dict)
+    found: dict[str, dict[int, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
     for spec in specs:
         match = _EXPERT.fullmatch(spec.name)
         if match is not None:
-            found[_joined(match) + match["kind"]][int(match["expert"])] = spec
+            found[_joined(match)][int(match["expert"])][match["kind"]] = spec
+    for match in filter(None, map(_EXPERT.fullmatch, plain)):
+        found.pop(_joined(match), None)
     return {
-        name: [experts[number].name for number in range(len(experts))]
-        for name, experts in found.items()
-        if set(experts) == set(range(len(experts)))
-        and len({(spec.dtype, spec.shape) for spec in experts.values()}) == 1
+        module + kind: [experts[number][kind].name for number in range(len(experts))]
+        for module, experts in found.items()
+        if set(experts) == set(range(len(experts))) and len(set(map(_form, experts.values()))) == 1
+        for kind in experts[0]
     }
 
 
+def _form(kinds: Mapping[str, TensorSpec]) -> frozenset[tuple[Any, ...]]:
+    return frozenset((kind, spec.dtype, spec.shape) for kind, spec in kinds.items())
+
+
 def exported_config(
-    config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]
+    config: Any, types: Mapping[str, tuple[QuantFormat, int]], name: str = "config.json"
 ) -> dict[str, Any] | None:
     """Return the config for weights as they are exported, None if it is right as it is.
 
     Args:
-        config: as the source had it. If it has ``quantization``, which only MLX writes, it is right
-            for weights that are exported packed.
-        types: type and group size of the weights that are exported packed, by tensor name.
+        config: as the source had it, of whatever form. It is right for weights that are exported
+            packed if its ``quantization``, which only MLX writes, says their types.
+        types: type and group size of the weights that are exported packed, by their names in the
+            folder: of experts that are joined, that of the whole.
+        name: of the file, for the message.
+
+    Raises:
+        BlobstoreError: weights are exported packed, and the config is no object that could say so.
     """
+    if not isinstance(config, dict):
+        if not types:
+            return None
+        message = (
+            f"{quoted(name)} is no JSON object, and cannot say how weights are quantized; export "
+            "the model dequantized"
+        )
+        raise BlobstoreError(message)
     if types:
-        if "quantization" in config:
+        if _tells(config, types):
             return None
         described = _described(types)
         return {**_plain(config), "quantization": described, "quantization_config": described}
     plain = _plain(config)
     return None if plain == config else plain
+
+
+def _tells(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:
+    """Return whether a config says the types of all these weights where MLX looks for them."""
+    section = config.get(_KEYS[0])
+    if not isinstance(section, dict) or not section.get("bits"):
+        return False
+    stated = StatedQuantization({_KEYS[0]: section})
+    try:
+        return all(stated.mlx_type(name, _module(name)) == known for name, known in types.items())
+    except UnsupportedSource:  # it says what cannot be
+        return False
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +138,7 @@ def _described(types: Mapping[str, tuple[QuantFormat, int]]) -> dict[str, Any]:
 
 
 def _module(name: str) -> str:
-    match = _EXPERT.fullmatch(name)
-    return _joined(match) if match else name.removesuffix(".weight")
+    return name.removesuffix(".weight")
 
 
 def _joined(match: re.Match[str]) -> str:

@@ -32,7 +32,7 @@ from blobstore.quantize.packed import (
     mxfp8_weight,
     refuse,
 )
-from blobstore.quantize.recipes import Copied, Decoded, Prequantized
+from blobstore.quantize.recipes import SCALE, Copied, Decoded, Prequantized
 from blobstore.quantize.stated import StatedQuantization
 from blobstore.tensor import DType, TensorSpec
 from blobstore.text import quoted
@@ -162,6 +162,9 @@ def _packed_words(
     if scale is None:
         if f"{module}.biases" in specs:
             fail(spec.name, f"lacks its scales, {quoted(f'{module}.scales')}")
+        if f"{spec.name}{SCALE}" in specs:
+            # Its type is in the metadata of the blob, which is none of a source's.
+            fail(spec.name, "is packed as in a blob of a store; create from an export of the model")
         return None
     if f"{module}.global_scale" in specs:
         # MLX's is no factor of the scales, but the largest magnitude that they stand for.

@@ -126,8 +126,9 @@ def _plain_fields(text: bytes) -> tuple[DType, tuple[int, ...], int] | None:
         return None
     shape = tuple(map(int, match[2].split(b","))) if match[2] else ()
     nbytes = int(match[3])
-    # Nothing overflows that has the size of a file.
-    return (dtype, shape, nbytes) if math.prod(shape) * dtype.bits == nbytes << 3 else None
+    # Nothing overflows on the way to a size whose bits do not, as no dimension is 0.
+    is_sound = math.prod(shape) * dtype.bits == nbytes << 3 <= _MAX_U64
+    return (dtype, shape, nbytes) if is_sound else None
 
 
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:

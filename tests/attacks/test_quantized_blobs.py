@@ -50,6 +50,14 @@ HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
         ],
         SOUND,
     ),
+    "rows longer than any memory": (
+        [
+            ("w.weight", "U32", (0, 2**60), b""),
+            ("w.weight.scale", "BF16", (0, 2**58), b""),
+            ("w.weight.bias", "BF16", (0, 2**58), b""),
+        ],
+        SOUND,
+    ),
     "a scalar weight": (
         [("w.weight", "U32", (), bytes(4)), ("w.weight.scale", "BF16", (), bytes(2)), BIAS],
         SOUND,

@@ -114,9 +114,11 @@ def test_a_reciprocal_is_rounded_once() -> None:
     assert reciprocal(3) == (np.float32(1) / np.float32(3)).tobytes()
 
 
-@pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("value", [1e-45, 2.9e-39, -1e-39, 0.0, np.inf, np.nan])
 def test_a_global_scale_without_a_reciprocal_is_damage(value: float) -> None:
-    with pytest.raises(DamagedSource, match=f"a global scale of {value} has no reciprocal"):
+    with pytest.raises(
+        DamagedSource, match=f"a global scale of {np.float32(value)} has no reciprocal"
+    ):
         reciprocal(value)
 
 

@@ -896,3 +896,64 @@ def test_a_weight_that_does_not_say_how_it_is_quantized_stays_packed(
     with pytest.raises(BlobstoreError, match=r"tensor 'x\.weight' is quantized, but its blob does"):
         export_model(NAME, tmp_path / "out", store=store, dequantize=True)
     export_model(NAME, tmp_path / "out", store=store)
+
+
+def test_a_lone_file_s_export_tells_the_types_of_its_weights(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    source = write_folder(tmp_path / "model", {"a.weight": PACKED["lm_head.weight"]})
+    create(source / "model.safetensors", NAME, store=store, quantize="int8")
+    export_model(NAME, tmp_path / "out", store=store)
+    described = {"group_size": 64, "bits": 8, "mode": "affine"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "quantization": described,
+        "quantization_config": described,
+    }
+    create(tmp_path / "out", "again", store=store)
+    layers = [
+        store.resolve(Reference.parse(name)).layers_of(media_types.TENSOR)
+        for name in ("m", "again")
+    ]
+    assert layers[0] == layers[1]
+
+
+def test_a_lone_file_of_plain_weights_is_exported_without_a_config(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    source = write_folder(tmp_path / "model", dense_tensors())
+    create(source / "model.safetensors", NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("config", [b"[1]", b'{"a":', b"null"])
+def test_refuses_packed_weights_beside_a_config_that_cannot_tell_their_types(
+    config: bytes, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    source = write_folder(tmp_path / "model", PACKED, files={"config.json": config})
+    create(source, NAME, store=store, quantize="int4")
+    with pytest.raises(BlobstoreError, match=r"'config\.json' is no JSON object.*dequantized"):
+        export_model(NAME, tmp_path / "out", store=store)
+    export_model(NAME, tmp_path / "plain", store=store, dequantize=True)
+    assert (tmp_path / "plain" / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "none"])
+def test_experts_of_several_types_are_exported_so_that_they_can_be_imported(
+    kind: str, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    source = write_folder(tmp_path / "model", PACKED)
+    overrides = [f"*.experts.11.up_proj.weight={kind}"]
+    create(source, NAME, store=store, quantize="int4", overrides=overrides)
+    export_model(NAME, tmp_path / "out", store=store)
+    create(tmp_path / "out", "again", store=store)
+    with (
+        blobstore.open("m", store=store, dequantize=True) as ours,
+        blobstore.open("again", store=store, dequantize=True) as again,
+    ):
+        for number in range(12):
+            name = f"model.layers.0.mlp.experts.{number}.up_proj.weight"
+            assert np.array_equal(ours[name], again[name]), name
+        joined = "model.layers.0.mlp.switch_mlp.down_proj.weight"
+        down = ours["model.layers.0.mlp.experts.11.down_proj.weight"]
+        assert np.array_equal(again[joined][11], down)

@@ -704,6 +704,22 @@ def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
             assert model["w"].tolist() == [[1.5, 3.0] * 8]
 
 
+@pytest.mark.parametrize("end", ["_qbias", ".global_scale"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_tensor_of_another_blob_is_no_companion(tmp_path: Path, end: str, *, index: bool) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [("w", "U32", (1, 2), bytes([0x21] * 8)), ("w.scale", "U8", (1, 1), bytes([56]))]
+    other = blob((f"w{end}", "F32", (1,), np.float32(3).tobytes()))
+    blobs = {"w": blob(*tensors, quant_type="nvfp4"), f"w{end}": other}  # type: ignore[arg-type]
+    add_blobs(store, "m", blobs)
+    if index:
+        blobstore.open("m", store=store).close()
+    with blobstore.open("m", store=store, dequantize=True) as model:
+        assert set(model) == set(model.specs) == {"w", f"w{end}"}
+        assert model["w"].tolist() == [[0.5, 1.0] * 8]
+        assert model[f"w{end}"].tolist() == [3]
+
+
 @pytest.mark.parametrize("known", [["int4", 64], ["nvfp4", 16], ["int8", 64]])
 def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, known: Any) -> None:
     store = LocalStore(tmp_path / "store")

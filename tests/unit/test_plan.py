@@ -301,6 +301,17 @@ def test_a_tensor_must_not_have_a_companion_s_name() -> None:
         plan(both, policy=Policy(FORMATS["int4"]))
 
 
+@pytest.mark.parametrize("end", [".bias", ".global_scale", "_scale", "_qbias"])
+@pytest.mark.parametrize("quant_type", ["int4", "nvfp4"])
+def test_a_tensor_must_not_pass_for_a_companion(quant_type: str, end: str) -> None:
+    both = specs("a.weight", shape=(64, 128)) | specs(f"a.weight{end}")
+    assert len(plan(both)) == 2
+    with pytest.raises(UnsupportedSource, match=rf"'a\.weight{end}'"):
+        plan(both, policy=Policy(FORMATS[quant_type]))
+    kept = Policy(FORMATS[quant_type], overrides=[("a.weight", None)])
+    assert len(plan(both, policy=kept)) == 2
+
+
 def prequantized(name: str) -> Prequantized:
     weight = Copied(TensorSpec(name, DType.U32, (64, 16)), (name,))
     scale = Copied(TensorSpec(f"{name}.scale", DType.U8, (64, 8)), (f"{name}s",))

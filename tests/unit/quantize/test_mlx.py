@@ -54,3 +54,21 @@ def test_a_global_scale_gives_what_mlx_gives_for_the_largest_magnitude_that_it_i
         weight, scale, None, item, 16, "float32", float(largest / np.float32(448 * 6))
     )
     assert_same(ours, to_numpy(theirs))
+
+
+@every_form
+def test_rows_alone_and_no_rows_at_all_are_dequantized_too(
+    item: QuantFormat, group_size: int
+) -> None:
+    packed = any_packed(item, group_size, "float32")
+    for place in ((0,), (slice(0, 0),), (slice(0, 0), np.newaxis)):
+        arrays = [None if array is None else array[place] for array in packed]
+        with mx.stream(mx.cpu):
+            given = [None if array is None else to_mlx(array) for array in arrays]
+            found = engine.dequantize(*given, item, group_size, "float32")
+            mx.eval(found)
+        weight, scale, bias = arrays
+        assert weight is not None
+        assert scale is not None
+        expected = reference.dequantize(weight, scale, bias, item, group_size, "float32")
+        assert_same(to_numpy(found), expected)

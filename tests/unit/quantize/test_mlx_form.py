@@ -92,12 +92,22 @@ def test_the_config_says_what_most_weights_are_and_which_differ() -> None:
     }
 
 
-def test_joined_experts_that_differ_are_said_once() -> None:
-    types = {"a.weight": (INT4, 64), "b.weight": (INT4, 64), "c.weight": (INT4, 64)}
-    types |= {f"{EXPERTS}.{number}.down_proj.weight": (INT8, 64) for number in (0, 1)}
-    config = exported_config({}, types)
-    assert config is not None
-    assert config["quantization"]["model.layers.0.mlp.switch_mlp.down_proj"]["bits"] == 8
+@pytest.mark.parametrize("kind", ["scales", "biases"])
+def test_experts_whose_companions_differ_stay_on_their_own(kind: str) -> None:
+    weights = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
+    companions = [
+        *specs(f"{EXPERTS}.0.up_proj.{kind}", shape=(4, 2)),
+        *specs(f"{EXPERTS}.1.up_proj.{kind}", shape=(4, 1)),
+    ]
+    assert joined_experts([*weights, *companions]) == {}
+    assert joined_experts([*weights, companions[0]]) == {}
+
+
+def test_experts_of_which_one_is_plain_stay_on_their_own() -> None:
+    packed = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
+    other = specs(f"{EXPERTS}.0.down_proj.weight")
+    joined = joined_experts([*packed, *other], [f"{EXPERTS}.2.up_proj.weight", "a.weight"])
+    assert list(joined) == ["model.layers.0.mlp.switch_mlp.down_proj.weight"]
 
 
 def test_what_another_scheme_said_is_taken_back() -> None:
@@ -119,3 +129,25 @@ def test_of_types_that_are_equally_many_the_first_is_the_usual() -> None:
     config = exported_config({}, types)
     assert config is not None
     assert config["quantization"]["bits"] == 8
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        None,
+        {},
+        [4],
+        {"bits": 4},
+        {"bits": 8, "group_size": 32},
+        {"bits": 8, "group_size": 64, "mode": "mxfp8"},
+        {"bits": 8, "group_size": 64, "mode": "unknown"},
+        {"bits": 8, "group_size": 64, "a": {"bits": 4, "group_size": 64}},
+        {"bits": 8, "group_size": 64, "a": False},
+    ],
+)
+def test_a_config_that_says_something_else_of_the_weights_is_made_anew(stale: Any) -> None:
+    types = {"a.weight": (INT8, 64)}
+    described = {"group_size": 64, "bits": 8, "mode": "affine"}
+    expected = {"quantization": described, "quantization_config": described}
+    assert exported_config({"quantization": stale}, types) == expected
+    assert exported_config({"quantization": described}, types) is None

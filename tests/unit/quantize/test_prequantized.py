@@ -609,3 +609,10 @@ def test_the_order_of_the_tensors_makes_no_difference() -> None:
     tensors = specs(PACKED | {f"x{name}": known for name, known in COMPRESSED.items()})
     backwards = dict(reversed(tensors.items()))
     assert recognise(tensors, MLX) == recognise(backwards, MLX)
+
+
+def test_refuses_packed_weights_of_a_blob_whose_type_would_be_lost() -> None:
+    words: Tensors = {"a.weight": ("U32", 64, 8)}
+    assert isinstance(recognised(words).recipes["a.weight"], Copied)
+    with pytest.raises(UnsupportedSource, match=r"'a\.weight' is packed as in a blob of a store"):
+        recognised(words | {"a.weight.scale": ("U8", 64, 2)})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blobstore.errors import InvalidHeader
@@ -605,6 +605,8 @@ def nearly_canonical(draw: st.DrawFn) -> tuple[str, int]:
 
 @settings(max_examples=400)
 @given(nearly_canonical())
+@example((f'{{"a":{{"dtype":"U8","shape":[{2**61}],"data_offsets":[0,{2**61}]}}}}', 2**61))
+@example((f'{{"a":{{"dtype":"U8","shape":[{2**63}],"data_offsets":[0,{2**63}]}}}}', 2**63))
 def test_white_space_changes_nothing(case: tuple[str, int]) -> None:
     def outcome(text: str) -> Any:
         try:
