@@ -38,6 +38,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 def llama() -> Any:
     torch.manual_seed(0)
+    options: dict[str, Any] = {"rope_theta": PARAMS["rope_theta"]}  # its types know a newer form
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=64,
@@ -47,7 +48,7 @@ def llama() -> Any:
             num_key_value_heads=8,
             vocab_size=48,
             rms_norm_eps=1e-05,
-            rope_theta=500000.0,
+            **options,
         )
     ).eval()
 

@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
@@ -239,3 +240,65 @@ def test_numbers_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path
     assert "tensor 'lm_head.weight': element [3, 5] is nan" in result.stderr
     assert run("show", "m").exit_code == 3
     assert not list(store.layout.blobs.iterdir())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    value = {"model": {"a": torch.ones(2)}, "ema": {"e": torch.ones(1), "f": torch.ones(1)}}
+    torch.save(value, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
+    store: LocalStore, checkpoint: Path
+) -> None:
+    result = run("create", checkpoint, "m")
+    assert result.exit_code == 0
+    assert "left out: 'ema' (2 tensors); choose another part with --subtree" in result.stderr
+    assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
+
+
+def test_imports_the_part_of_a_checkpoint_that_is_chosen(
+    store: LocalStore, checkpoint: Path
+) -> None:
+    assert run_json("create", checkpoint, "e", "--subtree", "ema")["tensors"] == 2
+    assert run_json("create", checkpoint, "all", "--subtree", ".")["tensors"] == 3
+    assert [row["name"] for row in run_json("show", "all")["tensors"]] == [
+        "ema.e",
+        "ema.f",
+        "model.a",
+    ]
+
+
+def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
+    store: LocalStore, checkpoint: Path
+) -> None:
+    assert run_json("create", checkpoint, "m", "--list") == [
+        {"path": ".", "tensors": 3},
+        {"path": "model", "tensors": 1},
+        {"path": "ema", "tensors": 2},
+    ]
+    lines = run("create", checkpoint, "m", "--list").stdout.splitlines()
+    assert [line.split() for line in lines[1:]] == [[".", "3"], ["model", "1"], ["ema", "2"]]
+    assert not store.layout.root.exists()
+
+
+def test_a_part_is_of_a_checkpoint_only(store: LocalStore, dense: Path) -> None:
+    result = run("create", dense, "m", "--subtree", "model")
+    assert result.exit_code == 2
+    assert "has no parts to choose with --subtree" in result.stderr
+
+
+def test_names_are_kept_of_metas_folders_only(store: LocalStore, dense: Path) -> None:
+    result = run("create", dense, "m", "--keep-names")
+    assert result.exit_code == 2
+    assert "is no folder of Meta's" in result.stderr
+
+
+def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "b": os.getcwd}, tmp_path / "x.pt")
+    result = run("create", tmp_path / "x.pt", "m")
+    assert result.exit_code == 4
+    assert result.stderr.count("\n") == 1
+    assert "it asks for 'posix.getcwd', which no checkpoint of tensors needs" in result.stderr
+    assert not store.layout.blobs.exists()
