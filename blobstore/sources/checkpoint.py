@@ -103,16 +103,12 @@ class Checkpoint:
             reason = self.unreadable.get(name)
             message = f"no tensor {quoted(name)} in {quoted(self.path)}"
             raise TensorNotFound(message if reason is None else f"{message}: {reason}")
-        if self._is_direct(tensor) and not tensor.place.is_deflated:
-            offset = tensor.offset
-            return TensorView(tensor.spec, self._memory()[offset : offset + tensor.nbytes])
-        with _errors_of(self.path, name):
-            return TensorView(tensor.spec, self._gather(tensor))
+        return self._view(tensor)
 
     def views(self) -> dict[str, TensorView]:
         """Return :meth:`view` of every tensor."""
         with collector_paused():
-            return {name: self.view(name) for name in self._tensors}
+            return {name: self._view(tensor) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
@@ -165,15 +161,25 @@ class Checkpoint:
 
     def _check_growth(self) -> None:
         limit = self._size * _MAX_GROWTH + _SPARE_SIZE
-        total = sum(tensor.nbytes for tensor in self._tensors.values())
-        places = {tensor.place.name: tensor.place.size for tensor in self._tensors.values()}
-        stored = sum(places.values())
+        total = sum([tensor.nbytes for tensor in self._tensors.values()])
+        # What is not compressed has its room in the file.
+        unpacked = {
+            place for tensor in self._tensors.values() if (place := tensor.place).is_deflated
+        }
+        stored = sum(place.size for place in unpacked)
         if max(total, stored) > limit:
             message = (
-                f"its tensors are {total} bytes in storages of {stored}, more than {_MAX_GROWTH} "
-                f"times the file's {self._size}"
+                f"its tensors are {total} bytes, {stored} of compressed storages, more than "
+                f"{_MAX_GROWTH} times the file's {self._size}"
             )
             raise CheckpointRefused(message)
+
+    def _view(self, tensor: StridedTensor) -> TensorView:
+        if self._is_direct(tensor) and not tensor.place.is_deflated:
+            offset = tensor.offset
+            return TensorView(tensor.spec, self._memory()[offset : offset + tensor.nbytes])
+        with _errors_of(self.path, tensor.spec.name):
+            return TensorView(tensor.spec, self._gather(tensor))
 
     def _is_direct(self, tensor: StridedTensor) -> bool:
         """Tell whether a tensor's bytes are a run of the storage's as they are."""

@@ -77,31 +77,22 @@ class StridedTensor(NamedTuple):
     """Where the storage is in the file."""
     begin: int
     """Byte of the storage at which the first element is."""
+    offset: int
+    """Byte of the file at which the first element is, if the storage is not compressed."""
+    nbytes: int
+    """Bytes of the elements, side by side."""
     stride: tuple[int, ...]
     """Steps of the dimensions, in elements."""
     extent: Extent
+    is_direct: bool
+    """Whether its bytes are a run of the storage's, with the values that are meant."""
     is_conjugated: bool = False
     is_negated: bool = False
-
-    @property
-    def offset(self) -> int:
-        """Byte of the file at which the first element is, if the storage is not compressed."""
-        return self.place.offset + self.begin
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element; for F4, of a pair."""
         return self.spec.dtype.bits // 8 or 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, side by side."""
-        return self.extent.elements * self.itemsize
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether its bytes are a run of the storage's, with the values that are meant."""
-        return self.extent.is_ordered and not self.is_conjugated and not self.is_negated
 
 
 class TensorReader:
@@ -117,14 +108,19 @@ class TensorReader:
         references: Iterable[Persistent],
         locate: Callable[[Mapping[str, Storage]], Mapping[str, ZipEntry]],
     ) -> None:
+        # By identity, and so only while the pickle's values live: to hash what is in a file could
+        # take for ever. Tensors of one form share their sizes more often than not.
+        self._classes: dict[int, tuple[str, DType | None, int]] = {}
         self._extents: dict[tuple[int, int], Extent] = {}
         self.storages: dict[str, Storage] = {}
         """All storages that the pickle refers to, whether or not a tensor is read that uses them."""
-        for reference in references:
-            try:
+        reference = None
+        try:
+            for reference in references:
                 reference.meaning = self._room(reference.identifier)
-            except CheckpointRefused as error:
-                raise error.at(f"pickle byte {reference.offset}") from None
+        except CheckpointRefused as error:
+            where = f"pickle byte {reference.offset if reference else 0}"
+            raise error.at(where) from None
         self._places = locate(self.storages)
 
     def read(self, name: str, value: Reduced) -> StridedTensor:
@@ -136,6 +132,8 @@ class TensorReader:
                 says at which byte of the pickle.
         """
         try:
+            if value.function.name == "_rebuild_tensor_v2":  # nearly always, and no wrapper
+                return self._tensor(name, value.function, value.arguments)
             return self._tensor(name, *_unwrapped(value))
         except CheckpointRefused as error:
             raise error.at(f"pickle byte {value.offset}") from None
@@ -159,30 +157,51 @@ class TensorReader:
         if dtype is None:
             message = f"tensors of torch.{storage.kind} have no type in the safetensors format"
             raise UnreadableTensor(message)
-        extent = self._extent(shape, stride)
-        _natural(offset, "a tensor's offset")
+        extent = elements, span, is_ordered = self._extent(shape, stride)
         itemsize = dtype.bits // 8 or 1
-        if offset + extent.span > room // itemsize and extent.elements:
+        if type(offset) is not int or not 0 <= offset <= _LARGEST:
+            _natural(offset, "a tensor's offset")
+        if (offset + span) * itemsize > room and elements:
             message = (
-                f"a tensor needs {offset + extent.span} elements of storage "
-                f"{quoted(storage.key)}, which has {room // itemsize}"
+                f"a tensor needs {offset + span} elements of storage {quoted(storage.key)}, which "
+                f"has {room // itemsize}"
             )
             raise CheckpointRefused(message)
-        first = begin + offset * itemsize if extent.elements else 0
-        flags = (False, False)
-        if len(arguments) == most > least and arguments[-1]:
-            flags = _flags(arguments[-1], dtype)
+        begin = begin + offset * itemsize if elements else 0
         spec = TensorSpec(name, dtype, shape if dtype is not DType.F4 else _in_halves(shape))
         place = self._places[storage.key]
-        return StridedTensor(spec, storage, place, first, stride, extent, *flags)
+        is_conjugated = is_negated = False
+        if len(arguments) == most > least and arguments[-1]:
+            is_conjugated, is_negated = _flags(arguments[-1], dtype)
+        return StridedTensor(
+            spec,
+            storage,
+            place,
+            begin,
+            place.offset + begin,
+            elements * itemsize,
+            stride,
+            extent,
+            is_ordered and not is_conjugated and not is_negated,
+            is_conjugated,
+            is_negated,
+        )
 
     def _extent(self, shape: Any, stride: Any) -> Extent:
-        # By identity, and so only while the pickle's values live: to hash what is in a file could
-        # take for ever. Tensors of one form share their sizes more often than not.
         key = (id(shape), id(stride))
         found = self._extents.get(key)
         if found is None:
             found = self._extents[key] = _measured(shape, stride)
+        return found
+
+    def _class(self, cls: Any) -> tuple[str, DType | None, int]:
+        """Return name, element type and bytes of an element of a class of storages."""
+        if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
+            message = "a storage is of no known type"
+            raise CheckpointRefused(message)
+        dtype = _STORAGE_TYPES.get(cls.name)
+        itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
+        found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
         return found
 
     def _room(self, identifier: Any) -> tuple[Storage, int, int]:
@@ -195,16 +214,13 @@ class TensorReader:
             shown = quoted(kind) if type(kind) is str else "unknown"
             message = f"a reference to outside data of kind {shown} is no storage"
             raise CheckpointRefused(message)
-        if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
-            message = "a storage is of no known type"
-            raise CheckpointRefused(message)
+        name, dtype, itemsize = self._classes.get(id(cls)) or self._class(cls)
         if type(key) is not str or not key:
             message = "a storage's key is no text"
             raise CheckpointRefused(message)
-        _natural(count, "a storage's count")
-        dtype = _STORAGE_TYPES.get(cls.name)
-        itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
-        storage = Storage(key, cls.name, dtype, itemsize, count)
+        if type(count) is not int or not 0 <= count <= _LARGEST:
+            _natural(count, "a storage's count")
+        storage = Storage(key, name, dtype, itemsize, count)
         known = self.storages.setdefault(key, storage)
         if known is not storage and known != storage:
             message = f"storage {quoted(key)} is given two types or counts"

@@ -16,12 +16,14 @@ from blobstore.sources.zip_entries import read_entries, read_small_entry
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from blobstore.sources.torch_tensors import Storage
     from blobstore.sources.zip_entries import ZipEntry
 
 _MAX_RECORD_SIZE = 1 << 10
+_MAX_PICKLE_RATIO = 32
+_SPARE_PICKLE_SIZE = 4 * 2**20
 _LAST_VERSION = 10
 """The newest version that torch 2.13 reads (``kMaxSupportedFileFormatVersion``)."""
 _BYTE_ORDERS = {b"little": False, b"big": True}
@@ -39,16 +41,18 @@ class ZipCheckpoint:
             CheckpointRefused: the archive is damaged, or is no checkpoint.
         """
         self._descriptor = descriptor
-        self._used: set[str] = set()
+        self._used: Collection[ZipEntry] = ()
         try:
             self._entries = read_entries(descriptor, size)
             self._root = self._only_root()
             self._check_kind()
             self.is_swapped = self._read_byte_order()
             self._check_version()
-            pickle = read_small_entry(
-                descriptor, self._entries[f"{self._root}data.pkl"], MAX_PICKLE_SIZE
-            )
+            entry = self._entries[f"{self._root}data.pkl"]
+            # Without its padding a pickle of tensors compresses to a fifth, and what it becomes
+            # here can be a hundred times as large as it.
+            limit = min(MAX_PICKLE_SIZE, _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size)
+            pickle = read_small_entry(descriptor, entry, limit)
         except (DamagedSource, UnsupportedSource) as error:
             raise CheckpointRefused(str(error)) from None
         self.pickle_size = len(pickle)
@@ -74,15 +78,16 @@ class ZipCheckpoint:
                 )
                 raise CheckpointRefused(message)
             places[key] = entry
-        self._used = {entry.name for entry in places.values()}
+        self._used = places.values()
         return places
 
     def notices(self) -> list[str]:
         """See :class:`Container`."""
         prefix = f"{self._root}data/"
-        unused = [name for name in self._entries.keys() - self._used if name.startswith(prefix)]
-        if not unused:
+        stored = [name for name in self._entries if name.startswith(prefix)]
+        if len(stored) == len(self._used):
             return []
+        unused = set(stored) - {entry.name for entry in self._used}
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         return [f"no tensor refers to entry {quoted(min(unused))}{more}"]
 
@@ -92,11 +97,12 @@ class ZipCheckpoint:
         if not root or not slash:
             message = "the zip archive has no folder with a checkpoint in it"
             raise CheckpointRefused(message)
+        root += "/"
         for name in self._entries:
-            if not name.startswith(f"{root}/"):
+            if not name.startswith(root):
                 message = f"entry {quoted(name)} is outside the archive's folder {quoted(root)}"
                 raise CheckpointRefused(message)
-        return f"{root}/"
+        return root
 
     def _check_kind(self) -> None:
         if f"{self._root}constants.pkl" in self._entries:

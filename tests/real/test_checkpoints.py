@@ -12,7 +12,6 @@ import torch
 import blobstore
 from blobstore.copying import copy_to_safetensors
 from blobstore.creation import create
-from blobstore.errors import CheckpointRefused
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.torch import as_tensor
 from blobstore.sources.checkpoint import open_checkpoint
@@ -114,12 +113,6 @@ def test_a_converted_file_is_read_by_the_safetensors_library(tmp_path: Path) -> 
         target = tmp_path / f"{path.stem}.safetensors"
         copy_to_safetensors(path, target)
         assert_equal(load_file(target), load(path))
-
-
-def test_torchscript_is_refused_by_name() -> None:
-    path = package("silero-vad==6.2.3") / "silero_vad" / "data" / "silero_vad.jit"
-    with pytest.raises(CheckpointRefused, match="TorchScript archive, which holds a program"):
-        open_checkpoint(path)
 
 
 def test_checkpoints_are_read_with_neither_torch_nor_pickle() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.creation import create
-from blobstore.errors import SourceError, UnsupportedSource
+from blobstore.errors import CheckpointRefused, SourceError
 from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
@@ -149,5 +149,5 @@ def test_takes_a_single_file_without_metadata(tmp_path: Path) -> None:
 
 
 def test_refuses_a_program_in_a_models_clothes(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedSource, match=r"not a folder or a \.safetensors file"):
+    with pytest.raises(CheckpointRefused, match="TorchScript archive, which holds a program"):
         create(silero_vad() / "silero_vad.jit", NAME, store=LocalStore(tmp_path / "store"))

@@ -30,6 +30,7 @@ EXIT_CODES = {
     "Damaged": 4,
     "InvalidHeader": 4,
     "InvalidManifest": 4,
+    "CheckpointRefused": 4,
     "DamagedSource": 4,
     "BlobMissing": 4,
     "BlobDamaged": 4,
