@@ -62,7 +62,9 @@ def checked_dtype(name: str) -> FloatName:
     raise UsageError(message)
 
 
-def converter(framework: str, device: str) -> Callable[[mmap.mmap, int, TensorSpec], Any]:
+def converter(
+    framework: str, device: str
+) -> Callable[[mmap.mmap | memoryview, int, TensorSpec], Any]:
     """Return what makes an array of the bytes at an offset of a map.
 
     Raises:

@@ -10,29 +10,28 @@ from __future__ import annotations
 import functools
 import json
 import struct
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.contents import COMPANIONS
+from blobstore.dealing import dealt
 from blobstore.errors import (
     BlobDamaged,
     BlobstoreError,
     Damaged,
     TensorNotFound,
-    UnsupportedDType,
     UsageError,
 )
-from blobstore.frameworks import FLOATS, checked_dtype, converter, dequantizer, original_dtype
+from blobstore.frameworks import checked_dtype, converter, dequantizer
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
 from blobstore.memory import collector_paused
+from blobstore.packed_weights import PackedWeights
 from blobstore.places import find_places, write_index
-from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.residence import Residence
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DTYPES, TensorSpec, TensorView
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Self
 
-    from blobstore.frameworks import FloatName
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.places import Place
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.progress import Progress
+    from blobstore.residence import Prefetch, Read
 
 Framework = Literal["numpy", "torch", "mlx"]
 Verify = Literal["none", "size", "digest"]
@@ -59,6 +58,9 @@ def open_model(
     device: str = "cpu",
     verify: Verify = "size",
     dequantize: bool = False,
+    read: Read = "mmap",
+    prefetch: Prefetch | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Open a model for loading.
 
@@ -74,6 +76,11 @@ def open_model(
             mapping to the first use of each blob.
         dequantize: give quantized weights as plain numbers, under their names alone; see
             :meth:`Model.dequantized`. They are computed at every look-up.
+        read: ``mmap`` maps the blobs; ``pread`` reads them, with several requests at a time, into
+            memory of this process, for network file systems and stores that may be damaged later.
+        prefetch: of mapped blobs: ``read`` brings all into memory before it returns, ``willneed``
+            asks for that and does not wait; by default they are read when they are touched.
+        progress: told of the bytes that are waited for.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -92,6 +99,9 @@ def open_model(
         device=device,
         dequantize=dequantize,
         use_index=verify != "digest",
+        read=read,
+        prefetch=prefetch,
+        progress=progress,
     )
     model.check(verify)
     return model
@@ -114,8 +124,14 @@ class Model(Mapping[str, Any]):
         device: str = "cpu",
         dequantize: bool = False,
         use_index: bool = True,
+        read: str = "mmap",
+        prefetch: str | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.reference = reference
+        self._options: dict[str, Any] = {"framework": framework, "device": device}
+        self._options |= {"dequantize": dequantize, "use_index": use_index}
+        self._options |= {"read": read, "prefetch": prefetch}
         self._leave_index: weakref.finalize[Any, Model] | None = None
         self._manifest = manifest
         self._store = store
@@ -125,25 +141,37 @@ class Model(Mapping[str, Any]):
         self._is_writable = framework == "torch"
         reserve = functools.partial(Region, writable=self._is_writable)
         try:
-            places = find_places(store, manifest, reserve=reserve, use_index=use_index)
+            maps = reserve if read == "mmap" else None
+            places = find_places(store, manifest, reserve=maps, use_index=use_index)
         except Damaged as error:
             raise error.at(str(reference)) from None
-        self._places, self._blobs, self._quantized, is_indexed, self._region = places
+        self._places, self._blobs, self._quantized, is_indexed, region = places
         self._names: Mapping[str, Place] = self._places
+        self._packed = PackedWeights(str(reference), self._places, self._quantized)
         if dequantize:
-            hidden = {end for name in self._quantized for end in self._companions(name).values()}
+            hidden = self._packed.all_companions()
             self._names = {name: at for name, at in self._places.items() if name not in hidden}
-        if (
-            not is_indexed
-        ):  # written when the model is closed or the program ends: a server starts sooner
+        if not is_indexed:  # written at the end of the model or program: a server starts sooner
             found = places._replace(region=None)
             self._leave_index = weakref.finalize(self, write_index, store, manifest, found)
-        self._unmapped = set(range(len(self._blobs))) if self._region is None else set()
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._residence = Residence(
+            str(reference),
+            store,
+            self._blobs,
+            region=region,
+            is_writable=self._is_writable,
+            read=read,
+            prefetch=prefetch,
+            progress=progress,
+        )
 
     def __repr__(self) -> str:
         return f"<Model {self.reference}: {len(self)} tensors>"
+
+    def __reduce__(self) -> Any:
+        # A worker process opens the very manifest again, and shares the page cache.
+        again = functools.partial(Model, **self._options)
+        return again, (self.reference, self._manifest, self._store)
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +209,7 @@ class Model(Mapping[str, Any]):
             UnsupportedDType: see :meth:`dequantized`; only if that is what look-ups give.
         """
         return {
-            name: self._plain_spec(name)
+            name: self._packed.plain_spec(name)
             if self._is_plain and name in self._quantized
             else TensorSpec(name, DTYPES[dtype], tuple(shape))
             for name, (dtype, shape, _, _) in self._names.items()
@@ -204,9 +232,9 @@ class Model(Mapping[str, Any]):
         place = self._place(name)
         if name not in self._quantized:
             return self._array(name, place)
-        item, group_size = self._format(name)
-        chosen = self._original_dtype(name, item) if dtype is None else checked_dtype(dtype)
-        names = self._companions(name)
+        item, group_size = self._packed.format(name)
+        chosen = self._packed.original_dtype(name) if dtype is None else checked_dtype(dtype)
+        names = self._packed.companions(name)
         scale, bias = (
             self._array(names[suffix], self._places[names[suffix]]) if suffix in names else None
             for suffix in (SCALE, BIAS)
@@ -248,6 +276,28 @@ class Model(Mapping[str, Any]):
                 )
                 for name, (dtype, shape, blob, begin) in places.items()
             }
+
+    def iter_tensors(
+        self,
+        prefix: str = "",
+        *,
+        order: Literal["file", "name"] = "file",
+        shard: tuple[int, int] = (0, 1),
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield names and tensors, one at a time, as servers take their weights.
+
+        Args:
+            prefix: what their names begin with.
+            order: ``file`` is that of the bytes in the blobs, ``name`` that of the alphabet.
+            shard: rank and world: the tensors are dealt out in runs of about equal bytes, so that
+                all ranks together have each once. What a rank does not ask for is not read.
+
+        Raises:
+            UsageError: an unknown order, or no such rank. Otherwise as :meth:`__getitem__`.
+        """
+        names = [name for name in self._names if name.startswith(prefix)]
+        for name in dealt(names, self._places, order, shard):
+            yield name, self[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors. Raises as :meth:`__getitem__`."""
@@ -315,8 +365,7 @@ class Model(Mapping[str, Any]):
 
     def close(self) -> None:
         """Let go of the maps. Tensors that were handed out stay valid; no new ones can be had."""
-        self._is_closed = True
-        self._region = None
+        self._residence.close()
         if self._leave_index is not None:
             self._leave_index()
 
@@ -326,38 +375,6 @@ class Model(Mapping[str, Any]):
         spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
         return self._convert(region.memory, region.offsets[blob] + begin, spec)
 
-    def _format(self, name: str) -> tuple[QuantFormat, int]:
-        quant_type, group_size = self._quantized[name]
-        specs = {suffix: self._spec(end) for suffix, end in self._companions(name).items()}
-        metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
-        known = described(self._spec(name), specs, metadata)
-        if known is None:
-            message = (
-                f"tensor {quoted(name)} of {self.reference} is quantized, but its blob does not say "
-                "how; read it as it is stored"
-            )
-            raise UnsupportedDType(message)
-        return known
-
-    def _companions(self, name: str) -> dict[str, str]:
-        """Return the names of a weight's companions by suffix; another blob's are none."""
-        places, blob = self._places, self._places[name][2]
-        ends = {suffix: name + end for suffix, end in COMPANIONS.items()}
-        return {key: end for key, end in ends.items() if end in places and places[end][2] == blob}
-
-    def _spec(self, name: str) -> TensorSpec:
-        dtype, shape, _, _ = self._places[name]
-        return TensorSpec(name, DTYPES[dtype], tuple(shape))
-
-    def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
-        return original_dtype(item, DTYPES[self._places[name + COMPANIONS[SCALE]][0]])
-
-    def _plain_spec(self, name: str) -> TensorSpec:
-        item, _ = self._format(name)
-        _, shape, _, _ = self._places[name]
-        dtype = FLOATS[self._original_dtype(name, item)]
-        return TensorSpec(name, dtype, (*shape[:-1], item.columns(shape[-1])))
-
     def _place(self, name: str) -> Place:
         place = self._names.get(name)
         if place is None:
@@ -366,29 +383,11 @@ class Model(Mapping[str, Any]):
         return place
 
     def _mapped(self, blobs: Iterable[int]) -> Region:
-        """Return the memory of the model, in which at least ``blobs`` are mapped."""
-        # One at a time: a blob that were mapped twice would lose what was written to it.
-        with self._lock:
-            if self._is_closed:
-                message = f"model {self.reference} is closed"
-                raise BlobstoreError(message)
-            try:
-                if self._region is None:
-                    self._region = self._reserved()
-                wanted = self._unmapped.intersection(blobs)
-                for slot in self._store.map_blobs(self._blobs, wanted, self._region):
-                    self._unmapped.discard(slot)
-            except Damaged as error:
-                raise self._located(error) from None
-            return self._region
-
-    def _reserved(self) -> Region:
+        """Return the memory of the model, in which at least ``blobs`` are."""
         try:
-            return Region([size for _, size in self._blobs], writable=self._is_writable)
-        except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file tells
-            for digest, size in self._blobs:
-                self._store.check_size(digest, size)
-            raise
+            return self._residence.bring(blobs)
+        except Damaged as error:
+            raise self._located(error) from None
 
     def _located(self, error: Damaged) -> BlobstoreError:
         """Return the error with the model and the damaged blob's layer in front of its message."""

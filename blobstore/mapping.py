@@ -8,6 +8,7 @@ addresses for all files of a model, and each file is mapped over its slot when i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
 _MAP_OVER = mmap.MAP_PRIVATE | 0x10 | _MAP_NORESERVE
+# As Linux numbers them; macOS shares the first and refuses the others, which is no harm.
+_MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 14, 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -31,26 +34,35 @@ class Region:
     """Room for some files, one after another in memory, each on a page of its own.
 
     ``writable`` makes the maps private copies on write: what is written never reaches a file.
-    A slot holds zeros until its file is mapped.
+    A slot holds zeros until its file is mapped. With ``filled``, files are not mapped but read into
+    the slots by :meth:`view`; the memory is asked for in large pages.
 
     Raises:
         BlobstoreError: there are not as many addresses, or the process may not have them.
     """
 
-    def __init__(self, sizes: Sequence[int], *, writable: bool = False) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, writable: bool = False, filled: bool = False
+    ) -> None:
         pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
         self.offsets = [0, *itertools.accumulate(pages)]
         """Where each slot begins in :attr:`memory`."""
-        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable or filled else 0)
         # Without NORESERVE a private map larger than the machine's memory may be refused.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         total = max(self.offsets[-1], mmap.PAGESIZE)
         try:
-            self.memory = mmap.mmap(-1, total, flags=flags, prot=self._protection)
+            memory = mmap.mmap(-1, total, flags=flags, prot=self._protection)
         except (OSError, OverflowError) as error:
             message = f"cannot reserve {total} bytes of addresses to map files into: {error}"
             raise BlobstoreError(message) from error
-        self._address = _address(self.memory)
+        self._address = _address(memory)
+        self._all = memory
+        self.memory = memory if writable or not filled else memoryview(memory).toreadonly()
+        """All of it; read-only unless ``writable``."""
+        if filled:
+            # Fresh memory in small pages takes as long to come by as the bytes to be read.
+            _madvise(self._address, total, _MADV_HUGEPAGE)
 
     def map(self, slot: int, descriptor: int, size: int) -> None:
         """Map the first ``size`` bytes of an open file; the descriptor may be closed afterwards.
@@ -64,6 +76,28 @@ class Region:
         if _mmap(address, size, self._protection, _MAP_OVER, descriptor, 0) == _MAP_FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+    def close(self) -> None:
+        """Unmap all files, or leave that to the last view that is out."""
+        with contextlib.suppress(BufferError):
+            self._all.close()
+
+    def view(self, slot: int, begin: int, end: int) -> memoryview:
+        """Return bytes of a slot to read a file into."""
+        start = self.offsets[slot]
+        return memoryview(self._all)[start + begin : start + end]
+
+    def will_need(self, slot: int, size: int) -> None:
+        """Ask for the bytes of a mapped file to be read, and do not wait for them."""
+        if size:
+            _madvise(self._address + self.offsets[slot], size, _MADV_WILLNEED)
+
+    def populate(self, slot: int, size: int) -> None:
+        """Read a mapped file and make its pages this process's, without the interpreter's lock."""
+        if not size or not _madvise(self._address + self.offsets[slot], size, _MADV_POPULATE_READ):
+            return
+        start = self.offsets[slot]  # an old kernel, or another system
+        bytes(memoryview(self._all)[start : start + size : mmap.PAGESIZE])
 
 
 class _Buffer(ctypes.Structure):
@@ -92,6 +126,8 @@ _mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi.PyBuffer_Release

@@ -21,4 +21,12 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            _age()
             gc.enable()
+
+
+def _age() -> None:
+    """Count all objects as old, as they would be after a look at each."""
+    if not gc.get_freeze_count():  # what a program has frozen stays so
+        gc.freeze()
+        gc.unfreeze()

@@ -26,7 +26,7 @@ def rows_at_once(columns: int) -> int:
 
 
 def plain_pieces(
-    stored: StoredTensor, memory: mmap.mmap, dtype: FloatName, part: int | None = None
+    stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the rows of a quantized tensor as plain numbers, in pieces of shape ``(rows, columns)``.
 
@@ -65,7 +65,7 @@ def plain_pieces(
 
 
 def transposed_pieces(
-    stored: StoredTensor, memory: mmap.mmap, dtype: FloatName, part: int | None = None
+    stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the matrices of a quantized tensor as plain numbers, each transposed as a whole.
 

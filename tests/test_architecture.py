@@ -49,6 +49,7 @@ WITHOUT_TESTS = {
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
     "blobstore/folder.py": "the tests of blobstore/export.py read what it decides back from the folder",
     "blobstore/quantize/recipes.py": "values; the tests of blobstore/plan.py and of what makes them",
+    "blobstore/packed_weights.py": "the tests of blobstore/loader.py open weights of every type by it",
     "blobstore/stacks.py": "the tests of blobstore/export.py read lists of every form through it",
     "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from blobstore.tensor import TensorView
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterator
     from pathlib import Path
     from typing import Self
@@ -57,7 +55,7 @@ class SafetensorsFile:
 
     header: Header
     _memory: memoryview
-    _map: mmap.mmap
+    _region: Region
 
     @classmethod
     def open(cls, path: Path | str) -> SafetensorsFile:
@@ -77,7 +75,7 @@ class SafetensorsFile:
             raise error.at(quoted(path)) from None
         finally:
             os.close(descriptor)
-        return cls(header, memoryview(region.memory), region.memory)
+        return cls(header, memoryview(region.memory), region)
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +101,7 @@ class SafetensorsFile:
     def close(self) -> None:
         """Let go of the map; views that were handed out keep it alive."""
         self._memory.release()
-        with contextlib.suppress(BufferError):  # the map goes with the last view that is out
-            self._map.close()
+        self._region.close()
 
     def _bytes_of(self, entry: TensorEntry) -> memoryview:
         start = self.header.data_start

@@ -105,6 +105,29 @@ class BlobReader:
                 os.close(descriptor)
             yield slot
 
+    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        """Read bytes of a blob of ``size`` bytes, from ``offset`` on, until ``buffer`` is full.
+
+        Raises:
+            BlobDamaged: also when the blob ends before. Otherwise as :meth:`open_blob`.
+        """
+        descriptor = self.open_blob(digest, size)
+        try:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    message = (
+                        f"blob {quoted(self.layout.blob(digest))} ended at byte {offset} of {size} "
+                        "while it was read"
+                    )
+                    raise BlobDamaged(message)
+                buffer = buffer[count:]
+                offset += count
+        except OSError as error:
+            raise self._blob_error(digest, error) from None
+        finally:
+            os.close(descriptor)
+
     def read_blob(self, digest: Digest, size: int) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.
 

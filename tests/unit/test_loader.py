@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -736,3 +737,70 @@ def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, know
         pytest.raises(BlobDamaged, match=f"tensor '{UP}': "),
     ):
         model.dequantized(UP)
+
+
+# Ways of reading
+
+
+@pytest.mark.parametrize(
+    "options", [{"read": "pread"}, {"prefetch": "read"}, {"prefetch": "willneed"}]
+)
+@pytest.mark.parametrize("framework", ["numpy", "torch", "mlx"])
+def test_gives_the_same_tensors_however_they_are_read(
+    either: LocalStore, options: dict[str, Any], framework: Any
+) -> None:
+    with blobstore.open("m", store=either, framework=framework, **options) as model:
+        plain = blobstore.open("m", store=either, framework=framework)
+        assert set(model) == set(plain)
+        for name in plain:
+            assert bytes(model.view(name).data) == bytes(plain.view(name).data), name
+        assert set(model.tensors()) == set(plain)
+
+
+def test_read_tensors_are_read_only_in_numpy_and_private_in_torch(store: LocalStore) -> None:
+    before = contents(store)
+    array = blobstore.open("m", store=store, read="pread")["model.layers.0.norm.weight"]
+    assert not array.flags.writeable
+    tensor = blobstore.open("m", store=store, framework="torch", read="pread")[
+        "model.layers.0.norm.weight"
+    ]
+    tensor.zero_()
+    assert contents(store) == before
+
+
+def test_read_tensors_survive_a_blob_that_is_cut_short(store: LocalStore) -> None:
+    expected = np.array(blobstore.open("m", store=store)["model.layers.0.norm.weight"])
+    model = blobstore.open("m", store=store, read="pread")
+    path = path_of(store, "model.layers.0.norm.weight")
+    path.chmod(0o644)
+    os.truncate(path, 0)
+    assert np.array_equal(model["model.layers.0.norm.weight"], expected)
+
+
+@pytest.mark.parametrize("order", ["file", "name"])
+def test_yields_every_tensor_once(store: LocalStore, order: Any) -> None:
+    model = blobstore.open("m", store=store)
+    found = list(model.iter_tensors(order=order))
+    assert sorted(name for name, _ in found) == sorted(model)
+    if order == "name":
+        assert [name for name, _ in found] == sorted(model)
+    for name, tensor in found:
+        assert np.array_equal(tensor, model[name], equal_nan=tensor.dtype.kind == "f")
+
+
+def test_deals_tensors_out_to_ranks(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store)
+    shares = [[name for name, _ in model.iter_tensors(shard=(rank, 3))] for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(model)
+    assert all(shares)
+    prefixed = [name for name, _ in model.iter_tensors("model.layers.0.")]
+    assert prefixed
+    assert all(name.startswith("model.layers.0.") for name in prefixed)
+
+
+def test_a_model_goes_to_another_process_by_what_it_was_opened_from(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store, framework="torch", read="pread")
+    again = pickle.loads(pickle.dumps(model))
+    blobstore.create(store.layout.root.parent / "model" / "model.safetensors", "m", store=store)
+    assert again.manifest == model.manifest
+    assert torch.equal(again["model.layers.0.norm.weight"], model["model.layers.0.norm.weight"])

@@ -22,3 +22,22 @@ def test_garbage_collection_goes_on_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), collector_paused():
         _ = 1 / 0
     assert gc.isenabled()
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collector_paused():
+            made: list[list[int]] = [[] for _ in range(1000)]
+        assert gc.get_freeze_count() >= frozen
+        assert len(made) == 1000
+    finally:
+        gc.unfreeze()
+
+
+def test_objects_that_were_made_meanwhile_are_not_frozen() -> None:
+    with collector_paused():
+        made: list[list[int]] = [[] for _ in range(1000)]
+    assert gc.get_freeze_count() == 0
+    assert len(made) == 1000

@@ -1,0 +1,178 @@
+"""The memory of an opened model: its blobs mapped into one region, or read into it.
+
+A blob comes in once, when it is first wanted or when all are. Mapped, its bytes are the page cache's,
+shared by all processes, and read when they are first touched, or ahead of that if asked. Read, they
+are this process's own: for network file systems, whose maps are slow and die with the connection.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from blobstore.errors import BlobstoreError, UsageError
+from blobstore.mapping import Region
+from blobstore.progress import Meter
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from blobstore.digest import Digest
+    from blobstore.progress import Progress
+    from blobstore.store.local import LocalStore
+
+Read = Literal["mmap", "pread"]
+Prefetch = Literal["willneed", "read"]
+
+_REQUEST = 4 << 20
+"""Bytes of one request for data that is not in memory yet."""
+_REQUESTS = 8
+"""Requests at a time: one alone leaves a disk idle between two."""
+_POPULATING_THREADS = 2
+
+
+class Residence:
+    """The blobs of the model ``name`` in memory.
+
+    ``blobs`` are digests and sizes; ``region`` has them mapped already, if it is given. ``read`` is
+    ``mmap`` or ``pread``; ``prefetch`` of mapped blobs is ``willneed``, which asks for them and goes
+    on, ``read``, which waits until they are there, or None. ``progress`` is told of what is waited
+    for.
+
+    Raises:
+        UsageError: ``read`` or ``prefetch`` is another, or both are given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: LocalStore,
+        blobs: Sequence[tuple[Digest, int]],
+        *,
+        region: Region | None = None,
+        is_writable: bool = False,
+        read: str = "mmap",
+        prefetch: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        check_reading(read, prefetch)
+        self._name = name
+        self._store = store
+        self._blobs = blobs
+        self._region = region
+        self._is_writable = is_writable
+        self._is_read = read == "pread"
+        self._prefetch = prefetch
+        self._progress = progress
+        self._absent = set(range(len(blobs))) if region is None else set()
+        self._cold = set(range(len(blobs))) if prefetch else set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def bring(self, slots: Iterable[int]) -> Region:
+        """Return the memory, in which at least the blobs at ``slots`` are.
+
+        Raises:
+            BlobMissing, BlobDamaged: one of them is not whole.
+            BlobstoreError: it is closed.
+        """
+        # One at a time: a blob that came in twice would lose what was written to it.
+        with self._lock:
+            if self._is_closed:
+                message = f"model {self._name} is closed"
+                raise BlobstoreError(message)
+            if self._region is None:
+                self._region = self._reserved()
+            if self._absent or self._cold:
+                wanted = set(slots)
+                (self._fill if self._is_read else self._map)(wanted & self._absent, self._region)
+                self._warm(wanted & self._cold, self._region)
+            return self._region
+
+    def close(self) -> None:
+        """Let go of the memory; views that were handed out keep it."""
+        self._is_closed = True
+        self._region = None
+
+    def _reserved(self) -> Region:
+        sizes = [size for _, size in self._blobs]
+        try:
+            return Region(sizes, writable=self._is_writable, filled=self._is_read)
+        except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file tells
+            for digest, size in self._blobs:
+                self._store.check_size(digest, size)
+            raise
+
+    def _map(self, wanted: set[int], region: Region) -> None:
+        for slot in self._store.map_blobs(self._blobs, wanted, region):
+            self._absent.discard(slot)
+
+    def _fill(self, wanted: set[int], region: Region) -> None:
+        requests = [
+            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
+            for slot in sorted(wanted)
+            for begin in range(0, self._blobs[slot][1], _REQUEST)
+        ]
+        meter = self._meter(wanted)
+
+        def read(request: tuple[int, int, int]) -> None:
+            slot, begin, end = request
+            digest, size = self._blobs[slot]
+            self._store.read_into(digest, size, begin, region.view(slot, begin, end))
+            meter.add(end - begin, "reading")
+
+        _all(read, requests, _REQUESTS)
+        for slot in wanted:  # empty ones have no requests, but must be there
+            self._store.check_size(*self._blobs[slot])
+        self._absent -= wanted
+
+    def _warm(self, cold: set[int], region: Region) -> None:
+        if self._prefetch == "willneed":
+            for slot in cold:
+                region.will_need(slot, self._blobs[slot][1])
+        elif cold:
+            meter = self._meter(cold)
+
+            def populate(slot: int) -> None:
+                size = self._blobs[slot][1]
+                region.populate(slot, size)
+                meter.add(size, "reading")
+
+            _all(populate, sorted(cold), _POPULATING_THREADS)
+        self._cold -= cold
+
+    def _meter(self, slots: set[int]) -> Meter:
+        return Meter(self._progress, sum(self._blobs[slot][1] for slot in slots))
+
+
+def check_reading(read: str, prefetch: str | None) -> None:
+    """Check how blobs are to be brought into memory.
+
+    Raises:
+        UsageError: an unknown way, or a prefetch of what is read at once anyway.
+    """
+    if read not in get_args(Read):
+        message = f"read must be mmap or pread, got {quoted(read)}"
+        raise UsageError(message)
+    if prefetch is not None and prefetch not in get_args(Prefetch):
+        message = f"prefetch must be willneed, read or None, got {quoted(prefetch)}"
+        raise UsageError(message)
+    if prefetch is not None and read == "pread":
+        message = "prefetch is for mapped blobs; read='pread' reads them at once"
+        raise UsageError(message)
+
+
+def _all(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
+    """Do ``work`` for all items on some threads; the first error stops it."""
+    if len(items) == 1:
+        work(items[0])
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="blobstore") as pool:
+        try:
+            for _ in pool.map(work, items):
+                pass
+        except BaseException:  # also Ctrl-C
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.residence import _REQUEST, Residence
+from blobstore.store.local import LocalStore
+
+Blobs = list[tuple[Digest, int]]
+SIZES = [5, 0, 4096, _REQUEST + 3, 70_000]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+@pytest.fixture
+def contents() -> list[bytes]:
+    return [os.urandom(size) for size in SIZES]
+
+
+@pytest.fixture
+def blobs(store: LocalStore, contents: list[bytes]) -> Blobs:
+    store.layout.blobs.mkdir(parents=True)
+    found = [(Digest.of(data), len(data)) for data in contents]
+    for (digest, _), data in zip(found, contents, strict=True):
+        Path(store.layout.blob(digest)).write_bytes(data)
+    return found
+
+
+WAYS = [("mmap", None), ("mmap", "willneed"), ("mmap", "read"), ("pread", None)]
+
+
+@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_brings_the_bytes_of_all_blobs(
+    store: LocalStore,
+    blobs: Blobs,
+    contents: list[bytes],
+    read: str,
+    prefetch: str | None,
+    is_writable: bool,
+) -> None:
+    residence = Residence("m", store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    region = residence.bring(range(len(blobs)))
+    for data, offset in zip(contents, region.offsets, strict=False):
+        assert bytes(region.memory[offset : offset + len(data)]) == data
+    assert memoryview(region.memory).readonly is not is_writable
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_brings_only_what_is_wanted(
+    store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
+) -> None:
+    residence = Residence("m", store, blobs, read=read)
+    region = residence.bring([4])
+    assert bytes(region.memory[region.offsets[4] :][:70_000]) == contents[4]
+    assert bytes(region.memory[:5]) == bytes(5)
+    assert residence.bring([0]) is region
+    assert bytes(region.memory[:5]) == contents[0]
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_a_blob_comes_in_once_and_keeps_what_was_written_to_it(
+    store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
+) -> None:
+    residence = Residence("m", store, blobs, read=read, is_writable=True)
+    region = residence.bring([0])
+    memoryview(region.memory)[:1] = b"!"
+    residence.bring([0, 1])
+    assert bytes(region.memory[:5]) == b"!" + contents[0][1:]
+    assert Path(store.layout.blob(blobs[0][0])).read_bytes() == contents[0]
+
+
+@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+def test_a_missing_blob_is_an_error(
+    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
+) -> None:
+    for slot in (1, 3):
+        Path(store.layout.blob(blobs[slot][0])).unlink()
+        residence = Residence("m", store, blobs, read=read, prefetch=prefetch)
+        with pytest.raises(BlobMissing):
+            residence.bring([slot])
+
+
+@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+def test_a_blob_of_another_size_is_an_error(
+    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
+) -> None:
+    os.truncate(store.layout.blob(blobs[3][0]), _REQUEST)
+    residence = Residence("m", store, blobs, read=read, prefetch=prefetch)
+    with pytest.raises(BlobDamaged, match=f"it has {_REQUEST} bytes, expected {_REQUEST + 3}"):
+        residence.bring(range(len(blobs)))
+
+
+def test_what_was_read_survives_a_blob_that_is_cut_short(
+    store: LocalStore, blobs: Blobs, contents: list[bytes]
+) -> None:
+    residence = Residence("m", store, blobs, read="pread")
+    region = residence.bring(range(len(blobs)))
+    os.truncate(store.layout.blob(blobs[4][0]), 0)
+    assert bytes(region.memory[region.offsets[4] :][:70_000]) == contents[4]
+
+
+@pytest.mark.parametrize(("read", "prefetch"), [("mmap", "read"), ("pread", None)])
+def test_tells_of_the_bytes_that_are_waited_for(
+    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
+) -> None:
+    steps: list[tuple[str, int, int]] = []
+    residence = Residence(
+        "m",
+        store,
+        blobs,
+        read=read,
+        prefetch=prefetch,
+        progress=lambda *step: steps.append(step),
+    )
+    residence.bring(range(len(blobs)))
+    assert steps[-1] == ("reading", sum(SIZES), sum(SIZES))
+    told = len(steps)
+    residence.bring(range(len(blobs)))
+    assert len(steps) == told
+
+
+def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None:
+    def faults() -> int:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+    region = Residence("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    view = memoryview(region.memory)[region.offsets[3] :][: _REQUEST + 3]
+    before = faults()
+    assert len(bytes(view[::4096])) == 1025
+    assert faults() - before < 100
+
+
+def test_keeps_no_descriptor(store: LocalStore, blobs: Blobs) -> None:
+    before = len(os.listdir("/dev/fd"))
+    residence = Residence("m", store, blobs, read="pread")
+    residence.bring(range(len(blobs)))
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_many_threads_bring_the_same_memory(store: LocalStore, blobs: Blobs) -> None:
+    residence = Residence("m", store, blobs, read="pread")
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(residence.bring(range(5)))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_a_closed_model_brings_nothing(store: LocalStore, blobs: Blobs) -> None:
+    residence = Residence("m", store, blobs)
+    residence.close()
+    with pytest.raises(BlobstoreError, match="model m is closed"):
+        residence.bring([0])
+
+
+@pytest.mark.parametrize(
+    ("read", "prefetch", "message"),
+    [
+        ("copy", None, "read must be mmap or pread, got 'copy'"),
+        ("mmap", "all", "prefetch must be willneed, read or None, got 'all'"),
+        ("pread", "read", "prefetch is for mapped blobs"),
+    ],
+)
+def test_unknown_ways_are_wrong_arguments(
+    store: LocalStore, read: str, prefetch: str | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Residence("m", store, [], read=read, prefetch=prefetch)
