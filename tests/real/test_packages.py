@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.creation import create
-from blobstore.errors import CheckpointRefused, SourceError
+from blobstore.errors import CheckpointRefused, SourceError, UnsupportedSource
 from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference

@@ -144,7 +144,9 @@ def test_a_file_that_fails_while_it_is_read_is_told_with_byte_and_tensor(
     shards.add(path)
     start = path.stat().st_size - 100
     folder = os.open(path.parent, os.O_RDONLY)
-    os.dup2(folder, cast("Any", shards._shards[path])._descriptor)  # reading a folder fails, as a bad disk does
+    os.dup2(
+        folder, cast("Any", shards._shards[path])._descriptor
+    )  # reading a folder fails, as a bad disk does
     os.close(folder)
     with pytest.raises(
         DamagedSource,
