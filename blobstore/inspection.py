@@ -5,6 +5,7 @@ Files that would be refused are told about too, as far as they can be read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ from blobstore.sources.pickle_vm.machine import scan
 from blobstore.sources.torch_container import ZIP_STARTS, other_kind
 from blobstore.sources.torch_legacy import LEGACY_PICKLES, is_legacy
 from blobstore.sources.torch_storages import MAX_PICKLE_SIZE
-from blobstore.sources.zip_entries import read_entries, read_small_entry
+from blobstore.sources.torch_zip import read_pickle
+from blobstore.sources.zip_entries import read_entries
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -131,12 +133,16 @@ def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
 def _in_zip(descriptor: int, size: int) -> Iterator[AskedFor]:
     """Yield what the pickles of an archive ask for, also those of other kinds of archives."""
     try:
-        for name, entry in read_entries(descriptor, size).items():
-            if name.endswith(".pkl"):
-                data = read_small_entry(descriptor, entry, MAX_PICKLE_SIZE)
-                yield from _in_pickles(data, name, 1)
+        entries = read_entries(descriptor, size)
     except (DamagedSource, SourceError):  # which the checkpoint's refusal tells
         return
+    left = MAX_PICKLE_SIZE
+    for name, entry in entries.items():
+        if name.endswith(".pkl"):
+            with contextlib.suppress(DamagedSource):
+                data = read_pickle(descriptor, entry, left)
+                left -= len(data)
+                yield from _in_pickles(data, name, 1)
 
 
 def _in_stream(descriptor: int, size: int) -> Iterator[AskedFor]:

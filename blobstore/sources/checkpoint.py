@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _MAX_GROWTH = 16
 """How many times the file its tensors may be: views that repeat their elements take no room in it."""
 _SPARE_SIZE = 64 * 2**20
+_MAX_WORK = 64
+"""How many times the file's bytes may have to be read: tensors can lie across all of a storage."""
+_SPARE_WORK = 4 * 2**30
 _SHOWN = 8
 
 
@@ -107,8 +110,14 @@ class Checkpoint:
 
     def views(self) -> dict[str, TensorView]:
         """Return :meth:`view` of every tensor."""
+        memory = self._memory()
         with collector_paused():
-            return {name: self._view(tensor) for name, tensor in self._tensors.items()}
+            return {
+                name: TensorView(tensor.spec, memory[tensor.offset : tensor.offset + tensor.nbytes])
+                if tensor.is_mapped
+                else self._view(tensor)
+                for name, tensor in self._tensors.items()
+            }
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
@@ -120,7 +129,7 @@ class Checkpoint:
         """Yield bytes ``begin`` to ``end`` of a tensor in pieces, as :meth:`read` does all."""
         tensor = self._tensors[name]
         with _errors_of(self.path, name):
-            if self._is_direct(tensor):
+            if tensor.is_direct:
                 first = tensor.begin
                 yield from self._reader.read(tensor.place, first + begin, first + end, buffer)
             else:
@@ -140,7 +149,9 @@ class Checkpoint:
         tree = torch_tree.walk(container.result, container.pickle_size)
         choice = torch_tree.choose(tree, subtree)
         self._paths = [path for path, _ in tree.tensors]
-        reader = TensorReader(container.result.persistents, container.locate)
+        reader = TensorReader(
+            container.result.persistents, container.locate, is_swapped=container.is_swapped
+        )
         self.notices: Sequence[str] = [*choice.notices, *container.notices()]
         self._is_swapped = container.is_swapped
         self._reader = StorageReader(self._descriptor)
@@ -173,17 +184,28 @@ class Checkpoint:
                 f"{_MAX_GROWTH} times the file's {self._size}"
             )
             raise CheckpointRefused(message)
+        work = sum([self._work(tensor) for tensor in self._tensors.values()])
+        if work > self._size * _MAX_WORK + _SPARE_WORK:
+            message = (
+                f"{work} bytes have to be passed over to read its tensors, more than {_MAX_WORK} "
+                f"times the file's {self._size}; load them with torch and save clones of them"
+            )
+            raise CheckpointRefused(message)
+
+    def _work(self, tensor: StridedTensor) -> int:
+        """Return how many bytes of its storage are read for a tensor that is no run of the file."""
+        if tensor.is_mapped:
+            return 0
+        if tensor.place.is_deflated or self._is_swapped:
+            return tensor.place.size
+        return tensor.extent.span * tensor.itemsize
 
     def _view(self, tensor: StridedTensor) -> TensorView:
-        if self._is_direct(tensor) and not tensor.place.is_deflated:
+        if tensor.is_mapped:
             offset = tensor.offset
             return TensorView(tensor.spec, self._memory()[offset : offset + tensor.nbytes])
         with _errors_of(self.path, tensor.spec.name):
             return TensorView(tensor.spec, self._gather(tensor))
-
-    def _is_direct(self, tensor: StridedTensor) -> bool:
-        """Tell whether a tensor's bytes are a run of the storage's as they are."""
-        return tensor.is_direct and not (self._is_swapped and tensor.storage.itemsize > 1)
 
     def _memory(self) -> memoryview:
         if self._map is None:

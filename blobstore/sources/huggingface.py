@@ -138,9 +138,12 @@ def _weight_files(folder: Path, weights: str | None) -> list[str]:
     return names + [
         name
         for name in every
-        if name.endswith(CHECKPOINTS)
-        and (weights is not None or not _TRAINING_STATE.fullmatch(name))
+        if name.endswith(CHECKPOINTS) and (weights is not None or not _is_training_state(name))
     ]
+
+
+def _is_training_state(name: str) -> bool:
+    return name.endswith(CHECKPOINTS) and _TRAINING_STATE.fullmatch(name) is not None
 
 
 def _choose(
@@ -188,7 +191,12 @@ def _choose_by(
     weights: str, indexes: Sequence[Path], names: Sequence[str]
 ) -> tuple[Path | None, Sequence[str]]:
     """Return what ``--weights`` chooses: an index, if its shards are among the files chosen."""
-    chosen = set(fnmatch.filter(names, weights))
+    # Only by its name is a file of that kind meant: '*.bin' is to mean the model.
+    chosen = {
+        name
+        for name in fnmatch.filter(names, weights)
+        if name == weights or not _is_training_state(name)
+    }
     for index in indexes:
         mapped = set(read_weight_map(index).values())
         if not mapped & chosen:

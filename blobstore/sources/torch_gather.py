@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def swapped(data: bytearray, storage: Storage) -> bytearray:
     """Turn round the bytes of every number in a storage; a complex one is two."""
-    size = storage.itemsize // 2 if storage.dtype is DType.C64 else storage.itemsize
+    size = storage.itemsize // 2 if storage.kind.startswith("Complex") else storage.itemsize
     numbers = np.frombuffer(data, f"u{size}")
     numbers.byteswap(inplace=True)
     return data
@@ -31,9 +31,11 @@ def gathered(tensor: StridedTensor, data: bytearray) -> memoryview:
     shape = tensor.spec.shape
     if tensor.spec.dtype is DType.F4:
         shape = (*shape[:-1], shape[-1] // 2)
-    strided = np.lib.stride_tricks.as_strided(
-        elements, shape, [step * itemsize for step in tensor.stride], writeable=False
-    )
+    # The step of a dimension of one element is never taken, and can be of any size.
+    steps = [
+        step * itemsize if size > 1 else 0 for size, step in zip(shape, tensor.stride, strict=True)
+    ]
+    strided = np.lib.stride_tricks.as_strided(elements, shape, steps, writeable=False)
     ordered = as_bytes(strided)
     if not tensor.is_conjugated and not tensor.is_negated:
         return ordered

@@ -36,6 +36,12 @@ _OTHER_SIZES = {
 _ELEMENT_TYPES = {name: BY_NAME[dtype] for name, dtype in DTYPES.items()}
 
 
+_NEGATED = {
+    BY_NAME[name] for name in ("C64", "F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8")
+}
+"""The types that torch can negate."""
+
+
 class UnreadableTensor(CheckpointRefused):
     """A tensor is of a kind for which the safetensors format has no name."""
 
@@ -86,6 +92,8 @@ class StridedTensor(NamedTuple):
     extent: Extent
     is_direct: bool
     """Whether its bytes are a run of the storage's, with the values that are meant."""
+    is_mapped: bool
+    """Whether they are a run of the file too: the storage is not compressed."""
     is_conjugated: bool = False
     is_negated: bool = False
 
@@ -98,6 +106,8 @@ class StridedTensor(NamedTuple):
 class TensorReader:
     """Reads the tensors of one checkpoint, whose ``references`` to outside data are its storages.
 
+    ``locate`` tells where these are, ``is_swapped`` whether their numbers are big-endian.
+
     Raises:
         CheckpointRefused: a reference is to no storage, two contradict each other, or a storage is
             not in the file as they say.
@@ -107,6 +117,8 @@ class TensorReader:
         self,
         references: Iterable[Persistent],
         locate: Callable[[Mapping[str, Storage]], Mapping[str, ZipEntry]],
+        *,
+        is_swapped: bool = False,
     ) -> None:
         # By identity, and so only while the pickle's values live: to hash what is in a file could
         # take for ever. Tensors of one form share their sizes more often than not.
@@ -122,6 +134,7 @@ class TensorReader:
             where = f"pickle byte {reference.offset if reference else 0}"
             raise error.at(where) from None
         self._places = locate(self.storages)
+        self._is_swapped = is_swapped
 
     def read(self, name: str, value: Reduced) -> StridedTensor:
         """Return the tensor that a call would have rebuilt, under a name.
@@ -173,6 +186,8 @@ class TensorReader:
         is_conjugated = is_negated = False
         if len(arguments) == most > least and arguments[-1]:
             is_conjugated, is_negated = _flags(arguments[-1], dtype)
+        is_turned = self._is_swapped and storage.itemsize > 1
+        is_direct = is_ordered and not (is_turned or is_conjugated or is_negated)
         return StridedTensor(
             spec,
             storage,
@@ -182,7 +197,8 @@ class TensorReader:
             elements * itemsize,
             stride,
             extent,
-            is_ordered and not is_conjugated and not is_negated,
+            is_direct,
+            is_direct and not place.is_deflated,
             is_conjugated,
             is_negated,
         )
@@ -307,7 +323,12 @@ def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
         message = "a tensor has flags other than conj and neg"
         raise CheckpointRefused(message)
     conj, neg = flags.get("conj", False), flags.get("neg", False)
-    if type(conj) is not bool or type(neg) is not bool or (conj and dtype is not DType.C64):
+    if (
+        type(conj) is not bool
+        or type(neg) is not bool
+        or (conj and dtype is not DType.C64)
+        or (neg and dtype not in _NEGATED)
+    ):
         message = "a tensor's conj or neg flag is none that torch writes"
         raise CheckpointRefused(message)
     return conj, neg

@@ -47,24 +47,26 @@ _TRAINING = re.compile(
 )
 """Beginnings of the keys of what training needs beside the model."""
 _MAX_DEPTH = 64
+MAX_TENSORS: Final = 1 << 18
+"""Tensors of a checkpoint, its optimizer's included; the largest models have a third of that."""
+_MAX_LETTERS = 64 * 2**20
+"""Characters of the names of all tensors: the keys above many can be long."""
+_MAX_CONTAINERS = 1 << 21
 _SPARE_STEPS = 10_000
 _SHOWN = 8
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
-
-
-class Leaf(NamedTuple):
-    """A tensor that the pickle holds, and the keys that lead to it."""
-
-    path: Path
-    value: Reduced
+_CONTAINERS = (dict, list, tuple, Items, Record)
 
 
 class Tree(NamedTuple):
     """What a checkpoint holds."""
 
-    tensors: Sequence[Leaf]
+    tensors: Sequence[tuple[Path, Reduced]]
+    """With the keys that lead to each."""
     others: Counter[str]
     """Values that are no tensors: how many below each of the outermost keys."""
+    is_module: bool
+    """Whether it is a whole module, all of which is the model."""
 
 
 class Choice(NamedTuple):
@@ -91,34 +93,86 @@ def walk(result: Result, size: int) -> Tree:
             many times what was read; or it holds an object of a class that is no plain module.
     """
     check_records(result.records)
-    tensors: list[Leaf] = []
-    others: Counter[str] = Counter()
-    steps = size * 4 + _SPARE_STEPS
-    todo: list[tuple[Path, Any]] = [((), result.value)]
-    while todo:
-        path, value = todo.pop()
+    walk = _Walk(size)
+    # Paths are made late: a container can be shared as often as the limits allow.
+    walk.todo.append(((), None, result.value))
+    while walk.todo:
+        parent, last, value = walk.todo.pop()
+        walk.look_at(parent if last is None else (*parent, last), value)
+    return Tree(walk.tensors, walk.others, type(result.value) is Record)
+
+
+class _Walk:
+    """A walk through a checkpoint's values, and what is left of its limits."""
+
+    def __init__(self, size: int) -> None:
+        self.tensors: list[tuple[Path, Reduced]] = []
+        self.others: Counter[str] = Counter()
+        self.todo: list[tuple[Path, Part | None, Any]] = []
+        # Every value takes a byte of the pickle, unless it is used more than once.
+        self._steps = size + min(size * 3, _MAX_CONTAINERS) + _SPARE_STEPS
+        self._containers = _MAX_CONTAINERS
+        self._letters = _MAX_LETTERS
+
+    def look_at(self, path: Path, value: Any) -> None:
         children = _children(value)
         if children is None:
             if is_tensor(value):
-                tensors.append(Leaf(path, value))
+                self.tensors.append((path, value))
             else:
-                others[_shown(path[:1])] += 1
-            continue
+                self.others[_shown(path[:1])] += 1
+            return
         if len(path) >= _MAX_DEPTH:
             message = f"{quoted(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
             raise CheckpointRefused(message)
-        inner = []
+        self._take_steps(_width(value))
+        inner = self._sort_out(path, children)
+        self._check()
+        inner.reverse()
+        self.todo.extend(inner)
+
+    def _sort_out(
+        self, path: Path, children: Iterable[tuple[Part, Any]]
+    ) -> list[tuple[Path, Part | None, Any]]:
+        """Note a container's tensors and plain values; return its containers."""
+        inner: list[tuple[Path, Part | None, Any]] = []
+        letters = sum(len(key) for key in path if type(key) is str)
+        plain = 0
         for key, child in children:
-            steps -= 1
             if type(child) is Reduced and is_tensor(child):
-                tensors.append(Leaf((*path, key), child))
+                self._letters -= letters + (len(key) if type(key) is str else 0)
+                self.tensors.append(((*path, key), child))
+                if len(self.tensors) > MAX_TENSORS:
+                    break
+            elif type(child) in _CONTAINERS:
+                inner.append((path, key, child))
+                if len(inner) > self._containers:
+                    break
+            elif path:
+                plain += 1
             else:
-                inner.append(((*path, key), child))
-        if steps < 0:
+                self.others[_shown((key,))] += 1
+        if plain:
+            self.others[_shown(path[:1])] += plain
+        self._containers -= len(inner)
+        return inner
+
+    def _take_steps(self, count: int) -> None:
+        self._steps -= count
+        if self._steps < 0:
             message = "the pickle uses its parts so often that they cannot be told one by one"
             raise CheckpointRefused(message)
-        todo.extend(reversed(inner))
-    return Tree(tensors, others)
+
+    def _check(self) -> None:
+        if self._containers < 0:
+            message = f"the pickle has more than {_MAX_CONTAINERS} lists, tuples and dicts"
+        elif self._letters < 0:
+            message = f"the names of its tensors are more than {_MAX_LETTERS} characters"
+        elif len(self.tensors) > MAX_TENSORS:
+            message = f"the checkpoint has more than {MAX_TENSORS} tensors"
+        else:
+            return
+        raise CheckpointRefused(message)
 
 
 def is_tensor(value: Any) -> bool:
@@ -151,11 +205,11 @@ def choose(tree: Tree, subtree: str | None) -> Choice:
         CheckpointRefused: a key is no text and no number, or two tensors get one name.
     """
     if subtree is None:
-        prefix = _likeliest(tree)
+        prefix = () if tree.is_module else _likeliest(tree)
     else:
         prefix = () if subtree == EVERYTHING else _named(tree, subtree)
     # Beside a model's own keys there can be an optimizer's.
-    skips_training = subtree is None and not prefix
+    skips_training = subtree is None and not prefix and not tree.is_module
     depth = len(prefix)
     chosen: dict[str, Reduced] = {}
     left: Counter[str] = Counter()
@@ -197,6 +251,16 @@ def _children(value: Any) -> Iterable[tuple[Part, Any]] | None:
     return None
 
 
+def _width(value: Any) -> int:
+    """Return how many values have to be looked at for the children of a container."""
+    if type(value) is Items:
+        return len(value.items)
+    if type(value) is not Record:
+        return len(value)
+    parts = sum(len(value.state[part]) for part in _MODULE_PARTS)
+    return parts + len(_hidden(value))
+
+
 def _is_module(record: Record) -> bool:
     """Tell whether a record has what every ``torch.nn.Module`` has, and nothing more to it."""
     state = record.state
@@ -210,12 +274,17 @@ def _is_module(record: Record) -> bool:
 
 def _parts_of_module(record: Record) -> Iterator[tuple[Part, Any]]:
     """Yield what the module's ``state_dict()`` would hold."""
-    hidden = record.state.get("_non_persistent_buffers_set")
-    names = set(filter(_is_text, hidden.items)) if type(hidden) is Items else set()
+    names = set(filter(_is_text, _hidden(record)))
     for part in _MODULE_PARTS:
         for key, value in record.state[part].items():
             if value is not None and not (part == "_buffers" and key in names):
                 yield key, value
+
+
+def _hidden(record: Record) -> Sequence[Any]:
+    """Return the names of a module's buffers that its ``state_dict()`` would not hold."""
+    names = record.state.get("_non_persistent_buffers_set")
+    return names.items if type(names) is Items else ()
 
 
 def _is_text(value: Any) -> bool:
@@ -227,16 +296,22 @@ def _likeliest(tree: Tree) -> Path:
     keys: Sequence[str] = _MODEL_KEYS
     while True:
         heads = {}
-        for path, _ in tree.tensors:
+        for path, value in tree.tensors:
             if path[: len(prefix)] == prefix:
-                if len(path) <= len(prefix) + 1:  # a tensor: this level is the model's
+                if len(path) > len(prefix) + 1:
+                    heads[path[len(prefix)]] = True
+                elif not _is_aside(path, value):  # this level is the model's
                     return prefix
-                heads[path[len(prefix)]] = True
         found = next((key for key in keys if key in heads), None)
         if found is None:
             return prefix
         prefix = (*prefix, found)
         keys = _INNER_KEYS
+
+
+def _is_aside(path: Path, value: Reduced) -> bool:
+    """Tell whether a tensor can be beside a model: a score, say, or the state of a generator."""
+    return value.arguments[2:3] in (((),), ((1,),)) or any(map(_is_training, path[-1:]))
 
 
 def _named(tree: Tree, subtree: str) -> Path:

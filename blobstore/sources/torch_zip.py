@@ -48,11 +48,7 @@ class ZipCheckpoint:
             self._check_kind()
             self.is_swapped = self._read_byte_order()
             self._check_version()
-            entry = self._entries[f"{self._root}data.pkl"]
-            # Without its padding a pickle of tensors compresses to a fifth, and what it becomes
-            # here can be a hundred times as large as it.
-            limit = min(MAX_PICKLE_SIZE, _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size)
-            pickle = read_small_entry(descriptor, entry, limit)
+            pickle = read_pickle(descriptor, self._entries[f"{self._root}data.pkl"])
         except (DamagedSource, UnsupportedSource) as error:
             raise CheckpointRefused(str(error)) from None
         self.pickle_size = len(pickle)
@@ -145,3 +141,15 @@ class ZipCheckpoint:
                 f"1 to {_LAST_VERSION}"
             )
             raise CheckpointRefused(message)
+
+
+def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) -> bytes:
+    """Return the content of an entry that is a pickle of at most ``limit`` bytes.
+
+    Raises:
+        DamagedSource: it is larger, or is compressed further than pickles of tensors can be.
+        OSError: it cannot be read.
+    """
+    # They compress to a fifth, and what they become here can be a hundred times as large as they.
+    ratio = _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size
+    return read_small_entry(descriptor, entry, min(limit, ratio))

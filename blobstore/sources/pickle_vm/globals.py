@@ -10,7 +10,7 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.pickle_vm.values import Global, Items, Key, Record
+from blobstore.sources.pickle_vm.values import Global, Items, Key, Number, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -59,8 +59,8 @@ def put(target: dict[Any, Any], key: Any, value: Any) -> None:
     Raises:
         CheckpointRefused: the key is there already; one of two tensors would be lost.
     """
-    if type(key) is not str and type(key) is not int:
-        key = Key(key)
+    if type(key) is not str:
+        key = Number(key) if type(key) is int else Key(key)
     if key in target:
         message = "a dict has the same key twice"
         raise CheckpointRefused(message)
@@ -183,7 +183,9 @@ _USES: Final[Mapping[tuple[str, str], Use]] = dict(
         *_names(Use.UNREADABLE, "torch.storage", "TypedStorage"),
         *_names(Use.DTYPE, "torch", " ".join(DTYPES)),
         *_names(Use.UNREADABLE, "torch", _UNREADABLE_DTYPES),
-        *_names(Use.VALUE, "torch", "Size device Tensor Generator"),
+        *_names(
+            Use.VALUE, "torch", "Size device Tensor Generator per_tensor_affine per_channel_affine"
+        ),
         *_names(Use.VALUE, "torch.nn.parameter", "Parameter Buffer"),
         *_names(Use.VALUE, "torch.serialization", "_get_layout"),
         *_names(Use.VALUE, "collections", "OrderedDict Counter defaultdict deque"),

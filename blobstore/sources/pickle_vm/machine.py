@@ -26,6 +26,7 @@ from blobstore.sources.pickle_vm.opcodes import (
     NEWFALSE,
     NEWTRUE,
     NONE,
+    POP,
     REDUCE,
     REFUSED,
     STOP,
@@ -58,7 +59,7 @@ class Limits(NamedTuple):
     memories: int = 1 << 23
     """Values remembered under a number."""
     objects: int = 1 << 22
-    """Lists, dicts, tuples, calls and objects made."""
+    """Lists, dicts and their entries, tuples, calls and objects made."""
 
 
 class Result(NamedTuple):
@@ -147,6 +148,7 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
     what they do.
     """
     data, memo, persistents = state.data, state.memo, state.persistents
+    remembered, others = memo.items, memo.others
     size = len(data)
     frames: list[list[Any]] = []
     stack: list[Any] = []
@@ -162,10 +164,15 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                 code = data[at]
                 position += 1
                 if code == LONG_BINPUT:
-                    memo[_U32(data, position)[0]] = stack[-1]
+                    slot = _U32(data, position)[0]
                     position += 4
+                    if slot == len(remembered) and not others:
+                        remembered.append(stack[-1])
+                    else:
+                        memo[slot] = stack[-1]
                 elif code == BINGET:
-                    stack.append(memo[data[position]])
+                    slot = data[position]
+                    stack.append(remembered[slot] if slot < len(remembered) else memo[slot])
                     position += 1
                     if data[position] == MARK:  # most likely a tensor's
                         whole = read_whole(state, at, numbers)
@@ -209,6 +216,9 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                 elif code == BINPERSID:
                     stack[-1] = Persistent(stack[-1], at)
                     persistents.append(stack[-1])
+                    objects += 1
+                elif code == POP and not stack:  # as protocol 0 takes back a mark
+                    stack = frames.pop()
                 elif code in PUSHING:
                     state.at = at
                     value, position = PUSHING[code](state, position)
@@ -244,12 +254,11 @@ def _unknown(code: int) -> CheckpointRefused:
 
 
 def _result(state: State, stack: list[Any], frames: list[list[Any]], end: int) -> Result:
-    value = stack.pop()
-    if stack or frames:
-        message = "values are left on the stack"
+    if len(stack) != 1 or frames:
+        message = "the stack holds more or less than one value"
         raise CheckpointRefused(message)
     return Result(
-        value,
+        stack[0],
         end,
         state.protocol,
         tuple(state.globals.values()),

@@ -78,7 +78,7 @@ NEXT_BUFFER: Final = 0x97
 READONLY_BUFFER: Final = 0x98
 
 NAMES: Final[Mapping[int, str]] = {
-    code: name for name, code in globals().items() if isinstance(code, int) and name.isupper()
+    code: name for name, code in globals().items() if type(code) is int and name.isupper()
 }
 """The names of all opcodes of protocols 0 to 5."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,11 @@ _I32 = struct.Struct("<i").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
 _DOUBLE = struct.Struct(">d").unpack_from
 _LAST_PROTOCOL = 5
+_LAST_SLOT = 2**32 - 1
 _MAX_DIGITS = 1 << 10
 _MAX_INTEGER_SIZE = 1 << 10
+_ESCAPED = re.compile(rb"""(?:[^\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*""").fullmatch
+"""Matches what ``repr`` makes of a byte string in Python 2."""
 
 
 def _byte_size(state: State, position: int) -> tuple[int, int]:
@@ -117,9 +121,9 @@ def _decimal(line: bytes) -> int:
 def _text_float(state: State, position: int) -> tuple[float, int]:
     line, end = state.line(position)
     try:
-        return float(line[:_MAX_DIGITS]), end
+        return float(line if len(line) <= _MAX_DIGITS else b""), end
     except ValueError:
-        message = "a line is no number"
+        message = f"a line of {len(line)} bytes is no number that can be read"
         raise CheckpointRefused(message) from None
 
 
@@ -127,6 +131,9 @@ def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
     line, end = state.line(position)
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
         message = "a text is not in quotes"
+        raise CheckpointRefused(message)
+    if _ESCAPED(line[1:-1]) is None:
+        message = "a text has an escape that Python 2 does not write"
         raise CheckpointRefused(message)
     return _as_text(_unescaped(line[1:-1], "unicode_escape").encode("latin-1")), end
 
@@ -159,8 +166,17 @@ def _instance(state: State, position: int) -> tuple[Any, int]:
 
 
 def _get(state: State, position: int) -> tuple[Any, int]:
+    slot, end = _slot(state, position)
+    return state.memo[slot], end
+
+
+def _slot(state: State, position: int) -> tuple[int, int]:
+    """Read where a value is remembered; numbers beyond 32 bits could be chosen to collide."""
     line, end = state.line(position)
-    return state.memo[_decimal(line)], end
+    if 0 <= (slot := _decimal(line)) <= _LAST_SLOT:
+        return slot, end
+    message = f"values are remembered under 0 to {_LAST_SLOT} only"
+    raise CheckpointRefused(message)
 
 
 def _long_get(state: State, position: int) -> tuple[Any, int]:
@@ -201,8 +217,8 @@ def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target.extend(items)
 
 
-def _put_all(_: State, stack: list[Any], items: list[Any]) -> None:
-    _put_pairs(_entries(stack[-1]), items)
+def _put_all(state: State, stack: list[Any], items: list[Any]) -> None:
+    _put_pairs(state, _entries(stack[-1]), items)
 
 
 def _entries(target: Any) -> dict[Any, Any]:
@@ -214,12 +230,16 @@ def _entries(target: Any) -> dict[Any, Any]:
     raise CheckpointRefused(message)
 
 
-def _put_pairs(target: dict[Any, Any], items: list[Any]) -> None:
+def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
+    state.objects += len(items) // 2
     if len(items) % 2:
         message = "a key has no value"
         raise CheckpointRefused(message)
     for key, value in zip(items[::2], items[1::2], strict=True):
-        put(target, key, value)
+        if type(key) is str and key not in target:  # as nearly always
+            target[key] = value
+        else:
+            put(target, key, value)
 
 
 def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
@@ -238,7 +258,7 @@ def _list(state: State, stack: list[Any], items: list[Any]) -> None:
 def _dict(state: State, stack: list[Any], items: list[Any]) -> None:
     state.objects += 1
     made: dict[Any, Any] = {}
-    _put_pairs(made, items)
+    _put_pairs(state, made, items)
     stack.append(made)
 
 
@@ -279,11 +299,11 @@ def _tuple3(state: State, stack: list[Any]) -> None:
 
 
 def _append(state: State, stack: list[Any]) -> None:
-    item = stack.pop()
-    _append_all(state, stack, [item])
+    _append_all(state, stack, [stack.pop()])
 
 
-def _put(_: State, stack: list[Any]) -> None:
+def _put(state: State, stack: list[Any]) -> None:
+    state.objects += 1
     value = stack.pop()
     key = stack.pop()
     put(_entries(stack[-1]), key, value)
@@ -351,8 +371,8 @@ def _memoize(state: State, stack: list[Any], position: int) -> int:
 
 
 def _text_put(state: State, stack: list[Any], position: int) -> int:
-    line, end = state.line(position)
-    state.memo[_decimal(line)] = stack[-1]
+    slot, end = _slot(state, position)
+    state.memo[slot] = stack[-1]
     return end
 
 

@@ -6,11 +6,16 @@ from typing import Any
 
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm.globals import Use, look_up
+from blobstore.sources.pickle_vm.memo import Memo
 from blobstore.sources.pickle_vm.values import Global, Persistent, Record, Reduced
 from blobstore.text import quoted
 
 _MAX_LINE = 1 << 16
 _MAX_NAME = 1 << 10
+_MAX_GLOBALS = 1 << 12
+_MAX_COPIED = 1 << 20
+"""Items of lists and dicts, and runs of ``_RUN`` characters, that calls may make new values of."""
+_RUN = 1 << 6
 
 
 class CutShort(CheckpointRefused):
@@ -25,9 +30,11 @@ class State:
         self.at = self.position = start
         """Where the opcode at hand is, and how far it has been read."""
         self.protocol = 0
-        self.memo: dict[int, Any] = {}
+        self.memo = Memo()
         self.objects = 0
-        """Lists, dicts, tuples, calls and objects made."""
+        """Lists, dicts and their entries, tuples, calls and objects made."""
+        self.copied = 0
+        """Items that calls were given to make new values of; one list can be given to many."""
         self.globals: dict[tuple[str, str], Global] = {}
         self.records: list[Record] = []
         """Objects of classes that are not on the list of globals."""
@@ -74,6 +81,9 @@ class State:
             raise CheckpointRefused(message)
         found = self.globals.get((module, name))
         if found is None:
+            if len(self.globals) >= _MAX_GLOBALS:
+                message = f"the pickle asks for more than {_MAX_GLOBALS} globals"
+                raise CheckpointRefused(message)
             found = self.globals[module, name] = look_up(module, name, self.at)
         return found
 
@@ -94,6 +104,9 @@ class State:
     def new(self, cls: Any, arguments: Any) -> Any:
         """Return the record of an object, or the plain value that its class makes."""
         self.objects += 1
+        if type(cls) is Persistent and type(cls.identifier) is tuple:  # of torch before 1.6
+            message = "it holds a model saved whole, class and all; save its state_dict() instead"
+            raise CheckpointRefused(message)
         if type(cls) is not Global or type(arguments) is not tuple:
             message = "the class of an object is not a global, or its arguments are no tuple"
             raise CheckpointRefused(message)
@@ -114,9 +127,22 @@ class State:
         except (TypeError, ValueError):
             message = f"{quoted(function)} is called with other arguments than torch writes"
             raise CheckpointRefused(message) from None
+        for argument in arguments:
+            if argument is not value:
+                self.copied += _items_of(argument)
+        if self.copied > _MAX_COPIED:
+            message = "the pickle has its lists and texts copied too often"
+            raise CheckpointRefused(message)
         return self._record(value) if type(value) is Record else value
 
     def _record(self, record: Record) -> Record:
         if record.cls.use is None:
             self.records.append(record)
         return record
+
+
+def _items_of(value: Any) -> int:
+    """Return how many items or runs of characters a copy of a value takes."""
+    if type(value) in (list, tuple, dict):
+        return len(value)
+    return len(value) // _RUN if type(value) in (str, bytes) else 0

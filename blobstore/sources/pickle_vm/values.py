@@ -91,6 +91,17 @@ class Items:
         self.items = items
 
 
+class Number(int):
+    """An integer as a key. Its hash depends on chance, as a text's does.
+
+    Integers hash to themselves, modulo a prime, and a dict looks for room in places that follow from
+    the hash: some megabytes of keys can be chosen in such a way that each takes milliseconds.
+    """
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
 class Key:
     """A key that is no text and no integer; two of them are never the same key."""
 

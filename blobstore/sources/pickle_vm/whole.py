@@ -41,6 +41,8 @@ _CALL = re.compile(
 )
 _SLOTS = struct.Struct("<7I").unpack
 _NUMBERS = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
+_LAST_SLOT = 6
+"""The run remembers seven values, under consecutive numbers."""
 _AFTER_CALL = 6
 """Bytes of REDUCE and LONG_BINPUT, with which a run ends."""
 _OBJECTS = 7
@@ -85,12 +87,16 @@ def read_whole(state: State, position: int, numbers: Numbers) -> tuple[Reduced, 
         *more,
     ) = found.groups()
     memo = state.memo
+    known = memo.items
+    a, b, c, d, e, f, g = _SLOTS(b"".join((s1, s2, s3, s4, *more)))
+    if not (len(known) == a < b < c < d < e < f < g == a + _LAST_SLOT) or memo.others:
+        return None
     try:
-        function = memo[called[0]]
-        maker = memo[hooks[0]]
+        function = known[called[0]]
+        maker = known[hooks[0]]
         text = key.decode()
-        identifier = (memo[kind[0]], memo[cls[0]], text, memo[device[0]], numbers[count][0])
-    except KeyError:
+        identifier = (known[kind[0]], known[cls[0]], text, known[device[0]], numbers[count][0])
+    except IndexError:
         return None
     if (
         type(function) is not Global
@@ -107,14 +113,7 @@ def read_whole(state: State, position: int, numbers: Numbers) -> tuple[Reduced, 
     function.is_called = True
     end = found.end()
     call = Reduced(function, arguments, end - _AFTER_CALL)
-    slots = _SLOTS(b"".join((s1, s2, s3, s4, *more)))
-    memo[slots[0]] = text
-    memo[slots[1]] = identifier
-    memo[slots[2]] = size
-    memo[slots[3]] = stride
-    memo[slots[4]] = made
-    memo[slots[5]] = arguments
-    memo[slots[6]] = call
+    memo.items += (text, identifier, size, stride, made, arguments, call)
     state.persistents.append(reference)
     state.objects += _OBJECTS
     return call, end

@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
-from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
+import blobstore
+from blobstore.errors import (
+    CheckpointRefused,
+    DamagedSource,
+    SourceError,
+    UnsupportedSource,
+    UsageError,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.store.local import LocalStore
 from tests.models import dense_tensors, write_folder
 
 if TYPE_CHECKING:
@@ -444,3 +456,258 @@ def test_rejects_a_small_file_that_is_a_link_to_nothing(tmp_path: Path, target: 
     (tmp_path / "tokenizer.json").symlink_to(target)
     with pytest.raises(DamagedSource, match=r"tokenizer\.json' is a link to nothing"):
         Found(tmp_path)
+
+
+# PyTorch checkpoints
+
+
+BIN_INDEX = "pytorch_model.bin.index.json"
+BINS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+TRAINING = [
+    *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"),
+    *("rng_state.pth", "rng_state_0.pth"),
+]
+
+
+def put_bin(folder: Path, *names: str, **tensors: int) -> Path:
+    """Write checkpoints of a number of zeros a keyword."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        content = {key: torch.zeros(count) for key, count in tensors.items()}
+        torch.save(content, folder / name)
+    return folder
+
+
+def sharded(folder: Path, **weight_map: str) -> Path:
+    put_bin(folder, BINS[0], a=1, b=2)
+    put_bin(folder, BINS[1], c=3)
+    weight_map = weight_map or {"a": BINS[0], "b": BINS[0], "c": BINS[1]}
+    (folder / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "x.pth", "x.pt", "x.bin", "x.ckpt", "epoch=1-step=2.ckpt"]
+)
+def test_reads_one_checkpoint(tmp_path: Path, name: str) -> None:
+    put_bin(touch(tmp_path, "config.json"), name, a=3)
+    for path in (tmp_path, tmp_path / name):
+        source = HuggingFaceFolder(path)
+        (piece,) = source.read("a", memoryview(bytearray(100)))
+        assert bytes(piece) == bytes(12)
+        assert source.specs["a"].shape == (3,)
+        assert source.notices == []
+        source.close()
+
+
+def test_safetensors_are_preferred_to_checkpoints(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    put_bin(tmp_path, "pytorch_model.bin", "x.pth", b=1)
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == [
+        f"left out: '{tmp_path}/{name}', which is not of the model's weights"
+        for name in ("pytorch_model.bin", "x.pth")
+    ]
+
+
+def test_safetensors_of_any_name_are_preferred(tmp_path: Path) -> None:
+    put(tmp_path, anything=ONE)
+    put_bin(tmp_path, "pytorch_model.bin", b=1)
+    assert Found(tmp_path).names == {"a"}
+
+
+@pytest.mark.parametrize("weights", ["*.bin", "pytorch_model*", "pytorch_model.bin"])
+def test_a_pattern_chooses_checkpoints(tmp_path: Path, weights: str) -> None:
+    put(tmp_path, model=ONE)
+    put_bin(tmp_path, "pytorch_model.bin", b=1)
+    found = Found(tmp_path, weights=weights)
+    assert found.names == {"b"}
+    assert found.notices == [
+        f"left out: '{tmp_path}/model.safetensors'; choose other weights with --weights"
+    ]
+
+
+def test_a_pattern_does_not_mean_what_training_needs(tmp_path: Path) -> None:
+    put_bin(tmp_path, "pytorch_model.bin", b=1)
+    touch(tmp_path, "training_args.bin", "optimizer.bin")
+    found = Found(tmp_path, weights="*.bin")
+    assert found.names == {"b"}
+    assert found.notices == [
+        f"left out: '{tmp_path}/{name}'; choose other weights with --weights"
+        for name in ("optimizer.bin", "training_args.bin")
+    ]
+
+
+def test_a_pattern_means_the_shards_beside_what_training_needs(tmp_path: Path) -> None:
+    touch(sharded(tmp_path), "training_args.bin")
+    assert Found(tmp_path, weights="*.bin").names == {"a", "b", "c"}
+
+
+def test_what_training_needs_can_be_asked_for_by_name(tmp_path: Path) -> None:
+    put_bin(tmp_path, "pytorch_model.bin", b=1)
+    put_bin(tmp_path, "optimizer.pt", exp=1)
+    assert Found(tmp_path, weights="optimizer.pt").names == {"exp"}
+
+
+def test_a_safetensors_file_of_any_name_is_no_training_state(tmp_path: Path) -> None:
+    put(tmp_path, optimizer=ONE, model=TWO)
+    assert Found(tmp_path, weights="opt*").names == {"a"}
+
+
+def test_a_pattern_must_not_mix_files_with_one_tensor(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    put_bin(tmp_path, "pytorch_model.bin", a=1)
+    with pytest.raises(DamagedSource, match="tensor 'a' is in both .*safetensors' and .*bin'"):
+        Found(tmp_path, weights="*model*")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_training_needs_is_left_out_with_a_notice(tmp_path: Path, name: str) -> None:
+    put_bin(touch(tmp_path, name), "pytorch_model.bin", a=1)
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == [f"left out: '{tmp_path}/{name}', which is not of the model's weights"]
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_reads_shards_of_checkpoints_with_and_without_an_index(tmp_path: Path, index: bool) -> None:
+    sharded(touch(tmp_path, "config.json"))
+    if not index:
+        (tmp_path / BIN_INDEX).unlink()
+    found = Found(tmp_path)
+    assert found.names == {"a", "b", "c"}
+    assert found.files == ["config.json"]
+    assert found.notices == []
+
+
+def test_shards_of_checkpoints_must_all_be_there(tmp_path: Path) -> None:
+    (sharded(tmp_path) / BINS[1]).unlink()
+    with pytest.raises(DamagedSource, match=f"shard '.*{BINS[1]}' is missing"):
+        Found(tmp_path)
+    (tmp_path / BIN_INDEX).unlink()
+    with pytest.raises(DamagedSource, match="1 shards .* are not a complete set, and no index"):
+        Found(tmp_path)
+
+
+def test_a_tensor_that_no_index_of_checkpoints_names_can_be_ignored(tmp_path: Path) -> None:
+    sharded(tmp_path, a=BINS[0], c=BINS[1])
+    with pytest.raises(DamagedSource, match="holds tensor 'b' that .* --ignore-unindexed"):
+        Found(tmp_path)
+    found = Found(tmp_path, ignore_unindexed=True)
+    assert found.names == {"a", "c"}
+    assert found.notices[0].startswith(f"left out: shard '{tmp_path}/{BINS[0]}' holds tensor 'b'")
+
+
+def test_an_index_of_checkpoints_names_checkpoints(tmp_path: Path) -> None:
+    put(tmp_path, x=ONE)
+    (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    (tmp_path / "x.safetensors").rename(tmp_path / "x.st")
+    put_bin(tmp_path, "pytorch_model.bin", a=1)
+    with pytest.raises(DamagedSource, match="is not the plain name of a .bin file"):
+        Found(tmp_path)
+
+
+def test_one_checkpoint_and_an_index_of_others_is_a_question(tmp_path: Path) -> None:
+    put_bin(sharded(tmp_path), "pytorch_model.bin", whole=1)
+    with pytest.raises(SourceError, match="has both pytorch_model.bin and the shards of .*choose"):
+        Found(tmp_path)
+    assert Found(tmp_path, weights="pytorch_model.bin").names == {"whole"}
+    assert Found(tmp_path, weights="pytorch_model-*.bin").names == {"a", "b", "c"}
+
+
+def test_the_usual_name_is_taken_among_several_checkpoints(tmp_path: Path) -> None:
+    put_bin(tmp_path, "pytorch_model.bin", a=1)
+    put_bin(tmp_path, "pytorch_model.fp16.bin", "adapter_model.bin", "x.pth", b=1)
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == [
+        f"left out: '{tmp_path}/{name}'; choose other weights with --weights"
+        for name in ("adapter_model.bin", "pytorch_model.fp16.bin", "x.pth")
+    ]
+
+
+def test_several_checkpoints_without_a_usual_name_are_a_question(tmp_path: Path) -> None:
+    put_bin(tmp_path, "large.pth", "small.pth", a=1)
+    with pytest.raises(SourceError) as caught:
+        Found(tmp_path)
+    assert str(caught.value) == (
+        f"'{tmp_path}' holds several weight files ('large.pth', 'small.pth') and none is called "
+        "pytorch_model.bin; choose with --weights PATTERN"
+    )
+    assert Found(tmp_path, weights="small*").names == {"a"}
+
+
+def test_reads_a_pipeline_of_checkpoints(tmp_path: Path) -> None:
+    pipeline(tmp_path, unet=["diffusers", "U"], text_encoder=["transformers", "T"], vae=["d", "V"])
+    put_bin(
+        tmp_path / "unet", "diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.bin", a=1
+    )
+    put_bin(tmp_path / "text_encoder", "pytorch_model.bin", a=2)
+    put(tmp_path / "vae", diffusion_pytorch_model=ONE)
+    put_bin(tmp_path / "vae", "diffusion_pytorch_model.bin", b=1)
+    put_bin(tmp_path, "v1-5-pruned.ckpt", everything=1)
+    found = Found(tmp_path)
+    assert found.names == {"unet/a", "text_encoder/a", "vae/a"}
+    left = f"left out: '{tmp_path}/unet/diffusion_pytorch_model.fp16.bin'; choose other weights"
+    assert left in found.notices[1]
+    assert f"left out: '{tmp_path}/v1-5-pruned.ckpt'" in found.notices[0]
+
+
+def test_chooses_a_part_of_a_checkpoint(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(1)}
+    torch.save({"model": tensors, "ema": {"b": torch.zeros(1)}}, tmp_path / "x.ckpt")
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == [
+        f"'{tmp_path}/x.ckpt': left out: 'ema' (1 tensors); choose another part with --subtree"
+    ]
+    for path in (tmp_path, tmp_path / "x.ckpt"):
+        assert Found(path, subtree="ema").names == {"b"}
+        assert Found(path, subtree=".").names == {"model.a", "ema.b"}
+        with pytest.raises(UsageError, match="there is no subtree 'x'"):
+            Found(path, subtree="x")
+
+
+def test_safetensors_have_no_parts(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(UsageError, match="has no parts to choose with --subtree"):
+            Found(path, subtree="model")
+
+
+def test_a_checkpoint_that_asks_for_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1), "f": os.getpid}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointRefused, match=r"it asks for 'posix\.getpid'.*nothing was run"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_checkpoint_and_a_safetensors_file_of_a_model_give_the_same_blobs(
+    tmp_path: Path, is_zip: bool
+) -> None:
+    torch.manual_seed(1)
+    tensors = {
+        f"model.layers.{layer}.{name}": torch.randn(8, 6).to(dtype)
+        for layer, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
+        for name in ("self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
+    }
+    base = torch.randn(3, 4, 5)
+    turned = {"model.part": base[1], "model.turned": base[0].t(), "model.tied": base[1]}
+    for name in ("safe", "plain"):
+        touch(tmp_path, f"{name}/config.json")
+    plain = {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in turned.items()
+    }
+    save_torch_file(tensors | plain, tmp_path / "safe/model.safetensors")
+    path = tmp_path / "plain/pytorch_model.bin"
+    torch.save(tensors | turned, path, _use_new_zipfile_serialization=is_zip)
+    store = LocalStore(tmp_path / "store")
+    found = {}
+    for name in ("safe", "plain"):
+        created = blobstore.create(tmp_path / name, name, store=store)
+        layers = store.resolve(Reference.parse(name)).layers
+        found[name] = [layer for layer in layers if layer.media_type == media_types.TENSOR]
+    assert found["plain"] == found["safe"]
+    assert sum(layer.size for layer in found["plain"]) <= created.bytes_present
+    assert created.tensors == 12

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
-from blobstore.errors import SourceError, SourceNotFound, CheckpointRefused
+from blobstore.errors import CheckpointRefused, SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.open import open_source
 from tests import sandbox
@@ -126,3 +127,69 @@ def test_the_scheme_forces_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SourceNotFound):
         open_source("hf://org/name")
     assert asked == ["hf://org/name"]
+
+
+# PyTorch checkpoints
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt", "x.pth.tar", "x.model", "x"])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_opens_checkpoints_of_any_name(tmp_path: Path, name: str, is_zip: bool) -> None:
+    path = tmp_path / name
+    torch.save({"a": torch.arange(3)}, path, _use_new_zipfile_serialization=is_zip)
+    opened = open_source(path)
+    (piece,) = opened.read("a", memoryview(bytearray(100)))
+    assert bytes(piece) == torch.arange(3).numpy().tobytes()
+    opened.close()
+
+
+def test_opens_a_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    opened = open_source(tmp_path)
+    assert set(opened.specs) == {"a"}
+    opened.close()
+
+
+def test_hands_the_part_that_is_asked_for_on(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"model": {"a": torch.zeros(1)}, "ema": {"b": torch.zeros(1)}}, path)
+    for source in (path, tmp_path):
+        for subtree, names in ((None, {"a"}), ("ema", {"b"}), (".", {"model.a", "ema.b"})):
+            opened = open_source(source, subtree=subtree)
+            assert set(opened.specs) == names
+            opened.close()
+        with pytest.raises(UsageError, match="there is no subtree 'x' with tensors; there are"):
+            open_source(source, subtree="x")
+
+
+def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE)
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(UsageError, match="has no parts to choose with --subtree: it is no"):
+            open_source(source, subtree="model")
+
+
+def test_only_folders_of_meta_s_have_names_to_keep(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "x.pt")
+    for source in (tmp_path, tmp_path / "x.pt"):
+        with pytest.raises(UsageError, match="is no folder of Meta's, whose names --keep-names"):
+            open_source(source, keep_names=True)
+
+
+def test_a_folder_of_meta_s_has_no_parts(tmp_path: Path) -> None:
+    torch.save({"norm.weight": torch.zeros(1)}, tmp_path / "consolidated.00.pth")
+    (tmp_path / "params.json").write_text('{"dim": 8, "n_layers": 1}')
+    with pytest.raises(UsageError, match="has no parts to choose with --subtree: it is Meta's"):
+        open_source(tmp_path, subtree="model")
+    # A pattern means the files as they are.
+    opened = open_source(tmp_path, weights="consolidated*")
+    assert set(opened.specs) == {"norm.weight"}
+    opened.close()
+
+
+def test_a_checkpoint_that_may_not_be_read_says_so() -> None:
+    with sandbox.common_folder() as folder:
+        torch.save({"a": torch.zeros(1)}, folder / "x.pt")
+        (folder / "x.pt").chmod(0)
+        outcome = sandbox.call(lambda: open_source(folder / "x.pt"), unprivileged=True)
+    assert outcome == f"SourceError: cannot read '{folder}/x.pt': Permission denied"

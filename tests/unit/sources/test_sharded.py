@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
-from blobstore.errors import DamagedSource
+from blobstore.errors import CheckpointRefused, DamagedSource, UsageError
 from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
 
 if TYPE_CHECKING:
@@ -165,3 +166,120 @@ def test_names_are_compared_exactly(shards: ShardSet, tmp_path: Path) -> None:
     index = model(tmp_path, {"A": FIRST, "b": FIRST, "c": SECOND})
     with pytest.raises(DamagedSource, match="lacks tensor 'A'"):
         add(shards, index)
+
+
+# PyTorch checkpoints
+
+
+BINS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+
+
+def checkpoints(folder: Path, **weight_map: str) -> Path:
+    torch.save({"a": torch.zeros(1), "b": torch.arange(2.0)}, folder / BINS[0])
+    torch.save({"c": torch.arange(6.0).view(2, 3).t()}, folder / BINS[1])
+    index = folder / "pytorch_model.bin.index.json"
+    weight_map = weight_map or {"a": BINS[0], "b": BINS[0], "c": BINS[1]}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return index
+
+
+def test_reads_shards_that_are_checkpoints(shards: ShardSet, tmp_path: Path) -> None:
+    assert add(shards, checkpoints(tmp_path)) == []
+    assert {name: spec.shape for name, spec in shards.specs.items()} == {
+        "a": (1,),
+        "b": (2,),
+        "c": (3, 2),
+    }
+    buffer = memoryview(bytearray(5))
+    content = b"".join(bytes(piece) for piece in shards.read("c", buffer))
+    assert content == torch.arange(6.0).view(2, 3).t().contiguous().numpy().tobytes()
+
+
+def test_checkpoints_can_lie_below_a_prefix(shards: ShardSet, tmp_path: Path) -> None:
+    checkpoints(tmp_path)
+    shards.add(tmp_path / BINS[0], prefix="unet/")
+    assert [spec.name for spec in shards.specs.values()] == ["unet/a", "unet/b"]
+    assert shards.names_in(tmp_path / BINS[0]) == {"a", "b"}
+    (piece,) = shards.read("unet/b", memoryview(bytearray(100)))
+    assert bytes(piece) == torch.arange(2.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "file", ["x.safetensors", "../x.bin", "x.bin/", "x.pt", "x.bin.safetensors"]
+)
+def test_an_index_of_checkpoints_names_such_files_only(tmp_path: Path, file: str) -> None:
+    with pytest.raises(DamagedSource, match="is not the plain name of a .bin file"):
+        read_weight_map(checkpoints(tmp_path, a=file))
+
+
+def test_a_missing_checkpoint_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
+    index = checkpoints(tmp_path)
+    (tmp_path / BINS[1]).unlink()
+    with pytest.raises(DamagedSource, match=f"shard '.*{BINS[1]}' is missing; .* places 1 tensors"):
+        add(shards, index)
+    with pytest.raises(DamagedSource, match=f"^weight file '{tmp_path}/{BINS[1]}' is missing$"):
+        shards.add(tmp_path / BINS[1])
+
+
+def test_a_checkpoint_and_its_index_must_agree(shards: ShardSet, tmp_path: Path) -> None:
+    with pytest.raises(DamagedSource, match="lacks tensor 'x' that"):
+        add(shards, checkpoints(tmp_path, x=BINS[0], c=BINS[1]))
+
+
+def test_a_tensor_of_two_checkpoints_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
+    checkpoints(tmp_path)
+    shards.add(tmp_path / BINS[0])
+    torch.save({"b": torch.zeros(1)}, tmp_path / "x.pt")
+    with pytest.raises(DamagedSource, match=f"tensor 'b' is in both '.*{BINS[0]}' and '.*x.pt'"):
+        shards.add(tmp_path / "x.pt")
+
+
+def test_notices_say_which_file_they_are_of(shards: ShardSet, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 1}, path)
+    shards.add(path)
+    assert shards.notices == [f"'{path}': left out: 1 values that are no tensors, in 'epoch'"]
+
+
+def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:
+    for name in BINS:
+        value = {"ema": {name: torch.zeros(1)}, "model": {name: torch.zeros(2)}}
+        torch.save(value, tmp_path / name)
+    shards = ShardSet("ema")
+    for name in BINS:
+        shards.add(tmp_path / name)
+    assert {name: spec.shape for name, spec in shards.specs.items()} == dict.fromkeys(BINS, (1,))
+    shards.close()
+
+
+def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": np.zeros(1)}, path)
+    with pytest.raises(UsageError, match=f"'{path}' has no parts to choose with --subtree"):
+        ShardSet("model").add(path)
+
+
+def test_tensors_that_are_not_read_are_refused_by_name(shards: ShardSet, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    odd = torch.zeros(1, dtype=torch.complex128)
+    torch.save({"a": torch.zeros(1), "odd": odd, "other": odd.to_sparse()}, path)
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(CheckpointRefused) as caught:
+        shards.add(path)
+    assert str(caught.value).startswith(f"'{path}', tensor 'odd' (and 1 more): pickle byte ")
+    assert str(caught.value).endswith(
+        "tensors of torch.ComplexDoubleStorage have no type in the safetensors format"
+    )
+    assert not shards.specs
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_checkpoint_that_cannot_be_opened_leaves_nothing_open(
+    shards: ShardSet, tmp_path: Path
+) -> None:
+    checkpoints(tmp_path)
+    os.truncate(tmp_path / BINS[0], 300)
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(CheckpointRefused):
+        shards.add(tmp_path / BINS[0])
+    assert len(os.listdir("/dev/fd")) == before

@@ -1,0 +1,493 @@
+"""Zip archives and legacy streams that contradict themselves, or say other things to other readers."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+import blobstore
+from tests.checkpoints import (
+    GOOD,
+    VALUES,
+    Reader,
+    call,
+    deflated_file,
+    described,
+    entries,
+    legacy_file,
+    listed,
+    mapping,
+    members,
+    named,
+    number,
+    pickled,
+    refusal,
+    several,
+    storage,
+    tensor,
+    tensors,
+    text,
+    zip_file,
+)
+from tests.zip_files import Member, deflated, extra_field, make_zip
+
+Write = Callable[..., bytes]
+
+GOOD_PICKLE = pickled(mapping(w=tensor()))
+PAYLOAD = pickled(call(named("os", "system"), text('echo fired >> "$PTH_CANARY"')))
+OTHER = struct.pack("<4f", 5, 6, 7, 8)
+BOTH = {"data.pkl", "data/0"}
+
+
+def changed(name: str, method: int = 0, **fields: object) -> bytes:
+    """Return a zip checkpoint with fields of one of its members replaced."""
+    parts = members(GOOD_PICKLE, method=method)
+    for field, value in fields.items():
+        setattr(parts[name], field, value)
+    return make_zip(list(parts.values()))
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+def test_refuses_an_entry_that_comes_twice(name: str, last: bool, reader: Reader) -> None:
+    parts = list(members(GOOD_PICKLE).values())
+    other = Member(f"archive/{name}".encode(), OTHER if name == "data/0" else PAYLOAD)
+    data = make_zip([*parts, other] if last else [other, *parts])
+    assert "more than one entry" in refusal(reader, data)
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+@pytest.mark.parametrize("method", [0, 8])
+def test_refuses_a_local_header_that_says_otherwise(name: str, method: int, reader: Reader) -> None:
+    local_name = f"archive/{name}".encode()
+    for fields in (
+        {"local_name": local_name.upper()},
+        {"local_name": local_name + b"x"},
+        {"local_name": local_name[:-1]},
+        {"local_name": b""},
+        {"local": {"method": 8 - method}},
+        {"local": {"method": 99}},
+        {"local": {"stored": 3}},
+        {"local": {"size": 3}},
+        {"local": {"crc": 12345}},
+        {"local": {"flags": 1 << 3, "size": 3}},
+        {"local": {"sign": b"PK\3\5"}},
+        {"local": {"flags": 1}},
+        {"local": {"flags": 1 << 13}},
+        {"local": {"name_size": 2}},
+        {"local": {"extra_size": 60_000}},
+    ):
+        refusal(reader, changed(name, method, **fields))
+
+
+def test_takes_what_torch_leaves_out_of_local_headers(reader: Reader) -> None:
+    zeros = {"flags": 0x808, "crc": 0, "stored": 0, "size": 0}
+    assert tensors(reader, changed("data/0", local=zeros)) == {"w": GOOD}
+
+
+@pytest.mark.parametrize("shift", [8, -8, 1, 64])
+def test_a_shifted_extra_length_never_gives_other_bytes(shift: int, reader: Reader) -> None:
+    extra = extra_field(0x4246, b"Z" * 64)
+    for crc in (zlib.crc32(VALUES), 0):
+        common = {"crc": crc}
+        data = changed(
+            "data/0",
+            local_extra=extra,
+            local={**common, "extra_size": len(extra) + shift},
+            listed=common,
+        )
+        outcome = reader.take(data)
+        # Without a check sum nothing but the local header says where the data begins.
+        assert outcome.refusal or (crc == 0 and not outcome.error)
+    good = changed("data/0", local_extra=extra)
+    assert tensors(reader, good) == {"w": GOOD}
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+def test_refuses_two_entries_on_one_local_header(name: str, reader: Reader) -> None:
+    parts = list(members(GOOD_PICKLE).values())
+    plain = make_zip(parts)
+    at = plain.index(f"archive/{name}".encode()) - 30
+    target = next(part for part in parts if part.name.endswith(name.encode()))
+    fields = {"header": at, "stored": len(target.content), "size": len(target.content)}
+    for alias in (target.name, b"archive/data/1", b"archive/data/00"):
+        other = Member(alias, b"", listed={**fields, "crc": zlib.crc32(target.content)})
+        refusal(reader, make_zip([*parts, other]))
+
+
+def test_refuses_an_entry_inside_another(reader: Reader) -> None:
+    inner = make_zip([Member(b"archive/data/0", OTHER)])
+    inner = inner[: inner.index(b"PK\1\2")]
+    parts = members(GOOD_PICKLE)
+    parts["version"].content = b"3\n"
+    outer = Member(b"archive/outer", inner)
+    listing = list(parts.values())
+    plain = make_zip([outer, *listing])
+    at = plain.index(inner)
+    for member in listing:
+        if member.name == b"archive/data/0":
+            member.listed = {"header": at}
+    assert "begins before byte" in refusal(reader, make_zip([outer, *listing]))
+
+
+@pytest.mark.parametrize(
+    "listed_fields",
+    [
+        {"header": 2**31},
+        {"header": 1},
+        {"header": 0xFFFFFFFE},
+        {"stored": 17, "size": 17},
+        {"stored": 15, "size": 15},
+        {"stored": 9},
+        {"size": 17},
+        {"stored": 2**32 - 2, "size": 2**32 - 2},
+        {"stored": 2**32 - 1, "size": 2**32 - 1},
+        {"header": 2**32 - 1},
+        {"flags": 1},
+        {"flags": 1 << 6},
+        {"method": 12},
+        {"method": 14},
+        {"method": 93},
+        {"method": 99},
+        {"disk": 1},
+        {"crc": 1},
+        {"name_size": 60_000},
+        {"extra_size": 60_000},
+        {"comment_size": 60_000},
+        {"sign": b"PK\1\3"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", [0, 8])
+def test_refuses_a_directory_that_says_what_is_not(
+    listed_fields: Mapping[str, int], method: int, reader: Reader
+) -> None:
+    refusal(reader, changed("data/0", method, listed=listed_fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"count": 3, "count_here": 3},
+        {"count": 5, "count_here": 5},
+        {"count": 60_000, "count_here": 60_000},
+        {"count": 0, "count_here": 0},
+        {"count_here": 3},
+        {"size": 10},
+        {"start": 0},
+        {"start": 2**32 - 2},
+        {"disk": 1},
+        {"first_disk": 1},
+        {"comment_size": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_refuses_end_records_that_say_what_is_not(
+    fields: Mapping[str, int], is_wide: bool, reader: Reader
+) -> None:
+    parts = list(members(GOOD_PICKLE).values())
+    assert tensors(reader, make_zip(parts, is_wide=is_wide)) == {"w": GOOD}
+    refusal(reader, make_zip(parts, is_wide=is_wide, end=fields))
+
+
+def test_refuses_bytes_around_and_between_what_is_listed(reader: Reader) -> None:
+    good = zip_file(GOOD_PICKLE)
+    refusal(reader, b"x" + good)
+    refusal(reader, b"PK\3\4" + good)
+    refusal(reader, zip_file(PAYLOAD) + good)
+    refusal(reader, good + b"x")
+    refusal(reader, good + good)
+    parts = list(members(GOOD_PICKLE).values())
+    refusal(reader, make_zip(parts, before_end=b"x"))
+    refusal(reader, make_zip(parts, is_wide=True, before_locator=b"x"))
+    second = make_zip([Member(b"archive/data.pkl", PAYLOAD)])
+    refusal(reader, make_zip(parts, comment=second))
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+@pytest.mark.parametrize("method", [0, 8])
+def test_refuses_a_wrong_check_sum(name: str, method: int, reader: Reader) -> None:
+    crc = {"crc": 12345}
+    assert "CRC" in refusal(reader, changed(name, method, listed=crc, local=crc))
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+@pytest.mark.parametrize("method", [0, 8])
+def test_takes_a_check_sum_of_zero_for_none(name: str, method: int, reader: Reader) -> None:
+    crc = {"crc": 0}
+    assert tensors(reader, changed(name, method, listed=crc, local=crc)) == {"w": GOOD}
+
+
+def test_reads_a_compressed_storage_as_what_it_holds(reader: Reader) -> None:
+    values = struct.pack("<400f", *range(400))
+    value = mapping(
+        w=tensor((20, 20), (20, 1), of=storage(count=400)),
+        part=tensor((3,), (1,), of=storage(count=400), offset=7),
+        across=tensor((2, 2), (1, 2), of=storage(count=400)),
+    )
+    found = tensors(reader, deflated_file(pickled(value), {"0": values}))
+    assert found == {
+        "w": described(values, [20, 20]),
+        "part": described(values[28:40], [3]),
+        "across": described(struct.pack("<4f", 0, 2, 1, 3), [2, 2]),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+def test_refuses_compressed_data_that_is_damaged(name: str, reader: Reader) -> None:
+    content = VALUES if name == "data/0" else GOOD_PICKLE
+    whole = deflated(content)
+    for data in (
+        b"",
+        b"\0",
+        whole[:-1],
+        whole + b"\0",
+        whole + whole,
+        deflated(content + b"x"),
+        deflated(content[:-1]),
+        bytes([whole[0] ^ 6]) + whole[1:],
+        zlib.compress(content),
+        content,
+    ):
+        fields = {"stored": len(data)}
+        refusal(reader, changed(name, 8, data=data, local=fields, listed=fields))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5, 8, 2**40, 2**62])
+@pytest.mark.parametrize("size", [0, 3])
+def test_refuses_a_count_that_is_not_that_of_the_bytes(
+    count: int, size: int, written: Write, reader: Reader
+) -> None:
+    value = tensor((size,), (1,), of=storage(count=count))
+    data = written(pickled(mapping(w=value)))
+    assert any(word in refusal(reader, data) for word in ("entry", "elements", "needs"))
+
+
+def test_refuses_bytes_that_are_no_whole_element(written: Write, reader: Reader) -> None:
+    value = mapping(w=tensor((1,), (1,), of=storage(count=1)))
+    for size in (3, 5, 7):
+        refusal(reader, written(pickled(value), {"0": bytes(size)}))
+
+
+@pytest.mark.parametrize(
+    "key", ["", "1", "00", "0 ", "0/", "0\0", "../data.pkl", "../../archive/data/0", "..", "/0"]
+)
+def test_refuses_a_key_that_is_none_of_the_storages(
+    key: str, written: Write, reader: Reader
+) -> None:
+    refusal(reader, written(pickled(mapping(w=tensor(of=storage(key))))))
+
+
+@pytest.mark.parametrize("key", ["w/x", "..", "a b", "重み", "94340341200128", "x" * 1000])
+def test_takes_any_key_that_is_there(key: str, written: Write, reader: Reader) -> None:
+    data = written(pickled(mapping(w=tensor(of=storage(key)))), {key: VALUES})
+    assert tensors(reader, data) == {"w": GOOD}
+
+
+def test_refuses_entries_outside_the_folder(reader: Reader) -> None:
+    for name in (b"../../pwned", b"/tmp/pwned", b"pwned", b"archive", b"archive2/x", b"", b"\xff"):
+        parts = [*members(GOOD_PICKLE).values(), Member(name, b"x")]
+        refusal(reader, make_zip(parts))
+
+
+def test_never_follows_the_names_of_entries(reader: Reader) -> None:
+    for name in (b"archive/../../pwned", b"archive//etc/passwd", b"archive/C:\\x"):
+        parts = [*members(GOOD_PICKLE).values(), Member(name, b"x")]
+        assert tensors(reader, make_zip(parts)) == {"w": GOOD}
+    assert not (reader.folder.parent / "pwned").exists()
+
+
+def test_refuses_archives_without_a_pickle(reader: Reader) -> None:
+    for name in ("data.pkl", "version"):
+        parts = members(GOOD_PICKLE)
+        del parts[name]
+        refusal(reader, make_zip(list(parts.values())))
+    refusal(reader, make_zip([]))
+    refusal(reader, make_zip([Member(b"archive/", b"")]))
+
+
+@pytest.mark.parametrize("name", ["constants.pkl", "models/model.json"])
+def test_refuses_archives_with_programs(name: str, reader: Reader) -> None:
+    parts = [*members(GOOD_PICKLE).values(), Member(f"archive/{name}".encode(), PAYLOAD)]
+    assert "holds a program" in refusal(reader, make_zip(parts))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("byteorder", b""),
+        ("byteorder", b"middle"),
+        ("byteorder", b"little\n"),
+        ("byteorder", b"\x1b[2J"),
+        ("version", b""),
+        ("version", b"0\n"),
+        ("version", b"11\n"),
+        ("version", b"9" * 1000),
+        ("version", b"\xff"),
+        ("version", "٣".encode()),
+    ],
+)
+def test_refuses_records_that_mean_nothing(name: str, content: bytes, reader: Reader) -> None:
+    refusal(reader, changed(name, content=content))
+
+
+def test_refuses_bytes_behind_the_pickle(reader: Reader) -> None:
+    assert "follow" in refusal(reader, zip_file(GOOD_PICKLE + b"."))
+    assert "follow" in refusal(reader, zip_file(GOOD_PICKLE + PAYLOAD))
+
+
+@pytest.mark.parametrize("method", [0, 8])
+def test_refuses_a_zip_cut_at_any_byte(method: int, reader: Reader) -> None:
+    whole = zip_file(GOOD_PICKLE, method=method)
+    for size in range(len(whole)):
+        refusal(reader, whole[:size])
+    assert tensors(reader, whole) == {"w": GOOD}
+
+
+def test_refuses_a_legacy_stream_cut_at_any_byte(reader: Reader) -> None:
+    whole = legacy_file(GOOD_PICKLE)
+    for size in range(len(whole)):
+        refusal(reader, whole[:size])
+    assert tensors(reader, whole) == {"w": GOOD}
+    refusal(reader, whole + b"\0")
+
+
+def test_refuses_a_legacy_list_of_keys_that_is_not_that_of_the_storages(reader: Reader) -> None:
+    for keys in (
+        listed(),
+        listed(text("1")),
+        listed(text("0"), text("1")),
+        listed(text("0"), text("0")),
+        listed(number(0)),
+        listed(b"C\x010"),
+        listed(b"N"),
+        several(text("0")),
+        entries((text("0"), b"N")),
+        text("0"),
+        number(0),
+        b"N",
+        listed(named("os", "system")),
+        call(named("os", "system"), text("x")),
+        b"(ios\nsystem\n",
+    ):
+        refusal(reader, legacy_file(GOOD_PICKLE, keys=keys))
+    two = pickled(mapping(w=tensor(), x=tensor(of=storage("1"))))
+    good = legacy_file(two, {"0": VALUES, "1": OTHER})
+    assert tensors(reader, good) == {"w": GOOD, "x": described(OTHER, [2, 2])}
+    # A storage left out would be uninitialised memory elsewhere.
+    refusal(reader, legacy_file(two, {"0": VALUES}))
+    refusal(reader, legacy_file(two, {"0": VALUES, "1": OTHER}, keys=listed(text("0"))))
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, -1, -4, 2**62, -(2**63), 2**63 - 1])
+def test_refuses_a_legacy_storage_of_another_count(count: int, reader: Reader) -> None:
+    assert "elements" in refusal(reader, legacy_file(GOOD_PICKLE, counts={"0": count}))
+    value = mapping(w=tensor((1,), (1,), of=storage(count=count)))
+    refusal(reader, legacy_file(pickled(value), counts={"0": count}))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        mapping(protocol_version=number(1001)),
+        mapping(little_endian=number(1)),
+        mapping(little_endian=b"N"),
+        listed(),
+        b"N",
+        mapping(little_endian=b"\x88", x=named("os", "system")),
+        mapping(little_endian=b"\x88", x=call(named("os", "system"), text("x"))),
+        mapping(little_endian=b"\x88", x=storage()),
+    ],
+)
+def test_refuses_legacy_facts_that_say_nothing(facts: bytes, reader: Reader) -> None:
+    refusal(reader, legacy_file(GOOD_PICKLE, facts=facts))
+
+
+def test_refuses_a_legacy_stream_of_another_protocol(reader: Reader) -> None:
+    good = legacy_file(GOOD_PICKLE)
+    protocol = pickled(number(1001))
+    assert good.count(protocol) == 1
+    for other in (number(1000), text("1001"), b"N", b"\x88", call(named("os", "system"))):
+        refusal(reader, good.replace(protocol, pickled(other)))
+
+
+def test_reads_big_endian_numbers(reader: Reader) -> None:
+    swapped = struct.pack(">4f", 1, 2, 3, 4)
+    facts = mapping(protocol_version=number(1001), little_endian=b"\x89")
+    assert tensors(reader, legacy_file(GOOD_PICKLE, {"0": swapped}, facts=facts)) == {"w": GOOD}
+    parts = members(GOOD_PICKLE, {"0": swapped})
+    parts["byteorder"].content = b"big"
+    assert tensors(reader, make_zip(list(parts.values()))) == {"w": GOOD}
+
+
+NAMES = [
+    "../../x",
+    "/tmp/pwned",
+    "..",
+    ".",
+    "",
+    "a\0b",
+    "a\nb",
+    "\x1b[2J",
+    "w\u202egnp.exe",
+    "a" * 70_000,
+    "con",
+    "C:\\x",
+    "a//b",
+    "重み.0 x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
+def test_names_are_never_paths(name: str, written: Write, reader: Reader, tmp_path: Path) -> None:
+    data = written(pickled(entries((text(name), tensor()))))
+    assert tensors(reader, data) == {name: GOOD}
+    path = tmp_path / "in" / "x.pt"
+    path.parent.mkdir()
+    path.write_bytes(data)
+    store = blobstore.LocalStore(tmp_path / "a" / "b" / "store")
+    try:
+        blobstore.create(path, "m", store=store)
+    except blobstore.BlobstoreError as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 2000
+    else:
+        with blobstore.open("m", store=store) as model:
+            assert {key: bytes(model.view(key).data) for key in model} == {name: VALUES}
+    top = {str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")}
+    assert all(item in {"in", "in/x.pt", "a", "a/b"} or item[:9] == "a/b/store" for item in top)
+
+
+def test_refuses_names_that_are_not_unicode(written: Write, reader: Reader) -> None:
+    for name in ("\ud800", "a\udfffb"):
+        data = written(pickled(entries((text(name), tensor()))))
+        assert "not Unicode" in refusal(reader, data)
+        data = written(pickled(mapping(x=text(name), w=tensor())))
+        assert tensors(reader, data) == {"w": GOOD}
+
+
+def test_tells_files_that_are_no_checkpoints(reader: Reader) -> None:
+    for data in (
+        b"",
+        b"\0",
+        b"PK",
+        b"PK\3\4",
+        b"PK\5\6" + bytes(18),
+        b"\x80",
+        b"\x80\x02",
+        PAYLOAD,
+        GOOD_PICKLE,
+        b"7z\xbc\xaf\x27\x1c" + PAYLOAD,
+        bytes(257) + b"ustar" + PAYLOAD,
+        b"GGUF" + bytes(100),
+        b"<!DOCTYPE html>",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        struct.pack("<Q", 2) + b"{}",
+        b"\xff" * 5000,
+    ):
+        assert "this is" in refusal(reader, data) or data[:2] == b"PK"

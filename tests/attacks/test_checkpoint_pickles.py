@@ -1,0 +1,552 @@
+"""Pickles that try to get more out of the list of globals than tensors, in every container."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from tests.checkpoints import (
+    GOOD,
+    HOOKS,
+    VALUES,
+    Reader,
+    call,
+    described,
+    entries,
+    legacy_file,
+    listed,
+    mapping,
+    members,
+    named,
+    number,
+    numbers,
+    pickled,
+    refusal,
+    several,
+    storage,
+    tensor,
+    tensors,
+    text,
+    zip_file,
+)
+from tests.zip_files import make_zip
+
+Write = Callable[..., bytes]
+
+PAYLOAD = call(named("os", "system"), text('echo fired >> "$PTH_CANARY"'))
+ASKS = "asks for '{}'"
+STACK_GLOBAL = b"\x93"
+NEWOBJ = b"\x81"
+
+
+def beside(value: bytes) -> bytes:
+    """Return the pickle of a dict with a good tensor and another value."""
+    return pickled(mapping(w=tensor(), x=value), protocol=4)
+
+
+def rebuilt(function: bytes, *arguments: bytes) -> bytes:
+    """Return a call of ``_rebuild_from_type_v2``, which would call its first argument."""
+    return call(
+        named("torch._tensor", "_rebuild_from_type_v2"),
+        function,
+        named("torch", "Tensor"),
+        several(*arguments),
+        b"}",
+    )
+
+
+def test_reads_a_good_tensor(written: Write, reader: Reader) -> None:
+    assert tensors(reader, written(pickled(mapping(w=tensor())))) == {"w": GOOD}
+
+
+def test_reads_a_tensor_with_attributes(written: Write, reader: Reader) -> None:
+    value = rebuilt(
+        named("torch._utils", "_rebuild_tensor_v2"),
+        storage(),
+        number(0),
+        numbers(2, 2),
+        numbers(2, 1),
+        b"\x89",
+        HOOKS,
+    )
+    assert tensors(reader, written(pickled(mapping(w=value)))) == {"w": GOOD}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("nt", "system"),
+        ("builtins", "exec"),
+        ("__builtin__", "eval"),
+        ("builtins", "getattr"),
+        ("builtins", "__import__"),
+        ("subprocess", "Popen"),
+        ("pip", "main"),
+        ("pip._internal", "main"),
+        ("runpy", "run_path"),
+        ("asyncio.unix_events", "_UnixSubprocessTransport._start"),
+        ("webbrowser", "open"),
+        ("operator", "attrgetter"),
+        ("functools", "partial"),
+        ("ctypes", "CDLL"),
+        ("torch.storage", "_load_from_bytes"),
+        ("torch", "load"),
+        ("torch.jit", "load"),
+        ("torch.hub", "load"),
+        ("torch.serialization", "load"),
+        ("torch._utils", "_import_dotted_name"),
+        ("_pickle", "loads"),
+        ("pickle", "loads"),
+        ("numpy", "load"),
+        ("numpy.core.multiarray", "fromfile"),
+        ("torch._utils", "os.system"),
+        ("torch", "serialization.os.system"),
+        ("torch._utils._rebuild_tensor_v2", "__globals__.get"),
+        ("torch ._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_tensor_v2 "),
+        ("TORCH._utils", "_rebuild_tensor_v2"),
+        ("torch._utils\0", "_rebuild_tensor_v2"),
+        ("torch\u2024_utils", "_rebuild_tensor_v2"),
+        ("\uff54orch", "FloatStorage"),
+        ("", "exec"),
+        ("__main__", "anything"),
+    ],
+)
+def test_refuses_to_call_what_is_not_on_the_list(
+    module: str, name: str, written: Write, reader: Reader
+) -> None:
+    value = text(module) + text(name) + STACK_GLOBAL + several(text("x")) + b"R"
+    shown = f"{module}.{name}".replace("\0", "\\x00")
+    assert ASKS.format(shown) in refusal(reader, written(beside(value)))
+    if "\0" not in module:
+        value = call(named(module, name), text("x"))
+        assert ASKS.format(shown) in refusal(reader, written(beside(value)))
+
+
+def test_refuses_a_payload_whose_result_is_dropped(written: Write, reader: Reader) -> None:
+    data = written(pickled(PAYLOAD + b"0" + mapping(w=tensor())))
+    assert ASKS.format("os.system") in refusal(reader, data)
+
+
+def test_refuses_a_stream_that_breaks_after_its_payload(written: Write, reader: Reader) -> None:
+    refusal(reader, written(b"\x80\x02" + PAYLOAD + b"\xff"))
+    refusal(reader, written(b"\x80\x02" + PAYLOAD))
+    assert "pickle" in refusal(reader, pickled(PAYLOAD))
+
+
+def test_refuses_a_global_that_is_only_held(written: Write, reader: Reader) -> None:
+    assert ASKS.format("os.system") in refusal(reader, written(beside(named("os", "system"))))
+
+
+def test_refuses_a_wrapper_around_another_function(written: Write, reader: Reader) -> None:
+    data = written(pickled(mapping(w=rebuilt(named("os", "system"), text("id")))))
+    assert ASKS.format("os.system") in refusal(reader, data)
+    for module, name in [
+        ("collections", "OrderedDict"),
+        ("_codecs", "encode"),
+        ("builtins", "bytearray"),
+        ("torch", "FloatStorage"),
+        ("torch", "device"),
+    ]:
+        value = rebuilt(named(module, name), text("id"), text("latin1"))
+        outcome = reader.take(written(pickled(mapping(w=value)), {}))
+        assert (outcome.tensors, outcome.unreadable, outcome.error) == ({}, ["w"], "")
+    data = written(pickled(mapping(w=rebuilt(text("os.system"), text("id")))), {})
+    assert "wrapped in a way" in refusal(reader, data)
+
+
+def test_refuses_wrappers_without_end(written: Write, reader: Reader) -> None:
+    value = tensor()
+    for _ in range(1000):
+        value = call(named("torch._utils", "_rebuild_parameter"), value, b"\x89", HOOKS)
+    assert "wrapped in a way" in refusal(reader, written(pickled(mapping(w=value))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        call(named("builtins", "bytearray"), number(2**36)),
+        call(named("builtins", "bytes"), number(2**36)),
+        call(named("builtins", "bytes"), text("x"), text("rot13")),
+        call(named("builtins", "bytes"), listed(number(256))),
+        call(named("_codecs", "encode"), text("x"), text("rot13")),
+        call(named("_codecs", "encode"), text("x"), text("idna")),
+        call(named("_codecs", "encode"), text("x")),
+        call(named("_codecs", "encode"), text("\u0100"), text("latin1")),
+        call(named("torch", "FloatStorage"), number(2**40)),
+        call(named("torch", "UntypedStorage"), number(2**40)),
+        call(named("torch", "float32"), number(1)),
+        call(named("collections", "Counter"), number(5)),
+        call(named("collections", "OrderedDict"), text("ab")),
+        call(named("collections", "OrderedDict"), listed(listed(number(1)))),
+        call(named("builtins", "set"), number(1)),
+        call(named("torch", "Size"), number(1)),
+        named("collections", "OrderedDict") + text("x") + b"R",
+        named("torch._utils", "_rebuild_tensor_v2") + b"]R",
+        text("os.system") + several() + b"R",
+        call(call(named("collections", "OrderedDict")), text("x")),
+        call(tensor(), text("x")),
+        call(storage(), text("x")),
+        named("torch._utils", "_rebuild_tensor_v2") + several(text("x")) + NEWOBJ,
+        named("torch", "FloatStorage") + several(number(2**40)) + NEWOBJ,
+        named("torch", "Tensor") + several() + NEWOBJ,
+        tensor() + several() + NEWOBJ,
+        named("builtins", "object") + several() + mapping(a=number(1)) + b"\x92",
+    ],
+)
+def test_refuses_calls_that_torch_does_not_write(
+    value: bytes, written: Write, reader: Reader
+) -> None:
+    assert "pickle byte" in refusal(reader, written(beside(value)))
+
+
+def test_reads_bytes_as_old_protocols_write_them(written: Write, reader: Reader) -> None:
+    value = call(named("_codecs", "encode"), text("\xff\0"), text("latin1"))
+    assert tensors(reader, written(beside(value))) == {"w": GOOD}
+    assert tensors(reader, written(beside(call(named("builtins", "bytearray"), value)))) == {
+        "w": GOOD
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "attributes"),
+    [
+        (named("torch", "FloatStorage"), mapping(dtype=number(1))),
+        (named("torch._utils", "_rebuild_tensor_v2"), mapping(__code__=number(1))),
+        (number(1), mapping(real=number(1))),
+        (text("x"), mapping(x=number(1))),
+        (listed(), mapping(append=number(1))),
+        (storage(), mapping(meaning=number(1))),
+        (several(number(1)), mapping(count=number(1))),
+    ],
+)
+def test_refuses_attributes_of_what_has_none(
+    target: bytes, attributes: bytes, written: Write, reader: Reader
+) -> None:
+    assert "BUILD" in refusal(reader, written(beside(target + attributes + b"b")))
+
+
+def test_attributes_of_a_dict_shadow_nothing(written: Write, reader: Reader) -> None:
+    state = mapping(items=number(1), keys=number(2), get=number(3), __class__=number(4))
+    value = mapping(w=tensor()) + state + b"b"
+    assert tensors(reader, written(pickled(value))) == {"w": GOOD}
+
+
+@pytest.mark.parametrize("state", ["__setstate__", "__reduce__", "__del__", "__dict__"])
+def test_attributes_of_a_tensor_do_nothing(state: str, written: Write, reader: Reader) -> None:
+    value = tensor() + entries((text(state), PAYLOAD)) + b"b"
+    assert ASKS.format("os.system") in refusal(reader, written(pickled(mapping(w=value))))
+    value = tensor() + entries((text(state), number(1))) + b"b"
+    assert tensors(reader, written(pickled(mapping(w=value)))) == {"w": GOOD}
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"(ios\nsystem\n",
+        b"(" + named("os", "system") + text("x") + b"o",
+        b"Psystem\n",
+        b"\x82\x01",
+        b"\x83\x01\x00",
+        b"\x84\x01\x00\x00\x00",
+        b"\x97",
+        b"C\x01a\x98",
+        b"\xff",
+        b"\x00",
+    ],
+    ids=["INST", "OBJ", "PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY", "ff", "00"],
+)
+def test_refuses_opcodes_that_torch_never_writes(
+    opcodes: bytes, written: Write, reader: Reader
+) -> None:
+    assert "pickle byte" in refusal(reader, written(beside(opcodes)))
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"B" + struct.pack("<I", 2**32 - 1),
+        b"X" + struct.pack("<I", 2**32 - 1),
+        b"\x8d" + struct.pack("<Q", 2**63),
+        b"\x8e" + struct.pack("<Q", 2**40),
+        b"\x96" + struct.pack("<Q", 2**40),
+        b"\x96" + struct.pack("<Q", 2**64 - 1),
+        b"\x8b" + struct.pack("<i", 2**31 - 1),
+        b"\x8b" + struct.pack("<i", -1),
+        b"T" + struct.pack("<i", 2**31 - 1),
+        b"T" + struct.pack("<i", -5),
+        b"\x95" + struct.pack("<Q", 2**62),
+        b"j" + struct.pack("<I", 2**32 - 1),
+        b"g4294967295\n",
+        b"g-1\n",
+        b"p99999999999999999999\n",
+        b"\x80\x06",
+        b"I1_0\n",
+        b"I\xd9\xa1\n",
+        b"F1e\n",
+        b"S'\\u1234'\n",
+        b"S'\\q'\n",
+        b"S'\\x4'\n",
+        b"S'\\'\n",
+        b"S'\n",
+        b"V\\ud8\n",
+        b"V\\U00110000\n",
+        b"c\xff\nx\n",
+    ],
+)
+def test_refuses_arguments_that_cannot_be(opcodes: bytes, written: Write, reader: Reader) -> None:
+    refusal(reader, written(beside(opcodes)))
+
+
+def test_remembers_under_any_number(written: Write, reader: Reader) -> None:
+    slot = struct.pack("<I", 2**32 - 1)
+    data = written(pickled(text("w") + b"r" + slot + b"0" + b"}j" + slot + tensor() + b"s"))
+    assert tensors(reader, data) == {"w": GOOD}
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        several(),
+        text("storage"),
+        number(0),
+        b"N",
+        several(text("storage")),
+        several(text("module"), named("torch", "FloatStorage"), text("f.py"), text("code")),
+        several(text("module"), named("torch", "FloatStorage"), text("0"), text("cpu"), number(4)),
+        several(number(1), named("torch", "FloatStorage"), text("0"), text("cpu"), number(4)),
+        several(text("storage"), text("FloatStorage"), text("0"), text("cpu"), number(4)),
+        several(text("storage"), named("torch", "float32"), text("0"), text("cpu"), number(4)),
+        several(text("storage"), named("torch", "Size"), text("0"), text("cpu"), number(4)),
+        several(text("storage"), named("torch", "FloatStorage"), b"]", text("cpu"), number(4)),
+        several(text("storage"), named("torch", "FloatStorage"), b"C\x010", text("cpu"), number(4)),
+    ],
+)
+def test_refuses_references_that_are_no_storage(
+    identifier: bytes, written: Write, reader: Reader
+) -> None:
+    assert "pickle byte" in refusal(reader, written(beside(identifier + b"Q")))
+    value = tensor(of=identifier + b"Q")
+    assert "pickle byte" in refusal(reader, written(pickled(mapping(w=value), 4)))
+
+
+def test_refuses_a_tensor_of_something_else_than_a_storage(written: Write, reader: Reader) -> None:
+    for value in (number(0), b"N", text("0"), HOOKS, call(named("torch", "device"), text("cpu"))):
+        data = written(pickled(mapping(w=tensor(of=value))), {})
+        assert "no storage" in refusal(reader, data)
+
+
+@pytest.mark.parametrize("name", ["_rebuild_meta_tensor_no_storage", "_rebuild_sparse_tensor"])
+def test_names_tensors_without_plain_data(name: str, written: Write, reader: Reader) -> None:
+    value = call(
+        named("torch._utils", name), named("torch", "float32"), numbers(2), numbers(1), b"\x89"
+    )
+    outcome = reader.take(written(beside(value)))
+    assert (outcome.tensors, outcome.unreadable, outcome.error) == ({"w": GOOD}, ["x"], "")
+
+
+def test_refuses_a_key_that_comes_twice(written: Write, reader: Reader) -> None:
+    value = entries((text("w"), tensor()), (text("w"), tensor()))
+    assert "same key twice" in refusal(reader, written(pickled(value)))
+    value = entries((text("a.b"), tensor()), (text("a"), mapping(b=tensor())))
+    assert "two tensors" in refusal(reader, written(pickled(value)))
+
+
+def test_refuses_names_that_cannot_be_told(written: Write, reader: Reader) -> None:
+    for key in (b"N", b"\x88", several(text("w")), b"C\x01w", b"G" + bytes(8)):
+        data = written(pickled(entries((key, tensor()))))
+        assert "a key that is no text" in refusal(reader, data)
+
+
+def test_refuses_an_object_with_code_of_its_own(written: Write, reader: Reader) -> None:
+    value = named("evil", "Model") + b")" + NEWOBJ + mapping(w=tensor()) + b"b"
+    assert "'evil.Model'" in refusal(reader, written(pickled(value)))
+
+
+def test_reads_the_tensors_of_a_module_without_its_class(written: Write, reader: Reader) -> None:
+    parts = mapping(_parameters=mapping(w=tensor()), _buffers=b"}", _modules=b"}", forward=b"N")
+    value = named("evil", "Model") + b")" + NEWOBJ + parts + b"b"
+    assert tensors(reader, written(pickled(value))) == {"w": GOOD}
+
+
+def test_nothing_of_python_is_changed_by_a_checkpoint(written: Write, reader: Reader) -> None:
+    value = named("builtins", "object") + mapping(x=number(1)) + b"b"
+    refusal(reader, written(beside(value)))
+    assert tensors(reader, written(pickled(mapping(w=tensor())))) == {"w": GOOD}
+
+
+def typed(dtype: str, kind: str, count: int, flags: bytes | None = None) -> bytes:
+    """Return a tensor with a type of its own, as ``_rebuild_tensor_v3`` takes it."""
+    return call(
+        named("torch._utils", "_rebuild_tensor_v3"),
+        storage("0", kind, count),
+        number(0),
+        numbers(1, 2),
+        numbers(1, 1),
+        b"\x89",
+        HOOKS,
+        named("torch", dtype),
+        *([] if flags is None else [flags]),
+    )
+
+
+@pytest.mark.parametrize("flag", ["conj", "neg", "items"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float4_e2m1fn_x2",
+        "qint8",
+        "bits8",
+        "int4",
+    ],
+)
+def test_flags_of_any_type_are_read_or_refused(dtype: str, flag: str, reader: Reader) -> None:
+    for value in (b"\x88", b"\x89", number(1)):
+        data = zip_file(
+            pickled(mapping(w=typed(dtype, "UntypedStorage", 16, entries((text(flag), value)))))
+        )
+        outcome = reader.take(data)
+        assert not outcome.error
+        assert flag != "items" or outcome.refusal or outcome.unreadable
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "DoubleStorage",
+        "FloatStorage",
+        "HalfStorage",
+        "LongStorage",
+        "ByteStorage",
+        "BoolStorage",
+        "ComplexFloatStorage",
+        "ComplexDoubleStorage",
+        "QInt8Storage",
+        "QInt32Storage",
+        "QUInt4x2Storage",
+        "UntypedStorage",
+        "TypedStorage",
+    ],
+)
+@pytest.mark.parametrize("order", [b"little", b"big"])
+def test_storages_of_one_type_and_tensors_of_another_are_read_or_refused(
+    kind: str, order: bytes, reader: Reader
+) -> None:
+    for dtype in ("float32", "float64", "bool", "bfloat16"):
+        for count in (0, 1, 2, 4, 8, 16):
+            parts = members(pickled(mapping(w=typed(dtype, kind, count))))
+            parts["byteorder"].content = order
+            assert not reader.take(make_zip(list(parts.values()))).error
+
+
+def test_steps_over_one_element_may_be_of_any_size(written: Write, reader: Reader) -> None:
+    found = tensors(reader, written(pickled(mapping(w=tensor((2, 1, 2), (1, 2**63 - 1, 2))))))
+    words = struct.unpack("<4I", VALUES)
+    assert found == {
+        "w": described(struct.pack("<4I", *(words[i] for i in (0, 2, 1, 3))), [2, 1, 2])
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [
+        ((-2, -2), (2, 1), 0),
+        ((-1,), (1,), 0),
+        ((2, 2), (-2, 1), 0),
+        ((2, 2), (2, 1), -1),
+        ((2, 2), (2, 1), 1),
+        ((2, 3), (3, 1), 0),
+        ((2, 2), (3, 1), 0),
+        ((5,), (1,), 0),
+        ((1,), (1,), 4),
+        ((1,), (1,), 2**63 - 1),
+        ((2**62, 4), (4, 1), 0),
+        ((2**32, 2**32), (2**32, 1), 0),
+        ((2,), (2**63 - 1,), 0),
+        ((2,), (2**64,), 0),
+        ((2**64,), (1,), 0),
+        ((2**64 + 2,), (1,), 0),
+        ((4,), (1, 1), 0),
+        ((2, 2), (1,), 0),
+        ((2, 2), (), 0),
+        (b"N", (2, 1), 0),
+        (number(4), number(1), 0),
+        (text("22"), text("21"), 0),
+        (several(text("2"), text("2")), (2, 1), 0),
+        (several(b"G" + struct.pack(">d", 2), number(2)), (2, 1), 0),
+        (several(b"\x88", number(2)), (2, 1), 0),
+        (several(number(2), b"N"), (2, 1), 0),
+        ((2, 2), several(number(2), b"\x88"), 0),
+        ((2, 2), (2, 1), b"\x89"),
+        ((2, 2), (2, 1), b"G" + bytes(8)),
+        ((2, 2), (2, 1), text("0")),
+        (listed(number(2), number(2)), (2, 1), 0),
+        ((2,) * 65, (0,) * 65, 0),
+        ((0, -1), (1, 1), 0),
+        ((0, 2**64), (1, 1), 0),
+    ],
+)
+def test_refuses_sizes_steps_and_offsets_that_do_not_fit(
+    size: tuple[int, ...] | bytes,
+    stride: tuple[int, ...] | bytes,
+    offset: int | bytes,
+    written: Write,
+    reader: Reader,
+) -> None:
+    value = tensor(size, stride, offset=offset)
+    assert "pickle byte" in refusal(reader, written(pickled(mapping(w=value))))
+
+
+def test_refuses_views_outside_their_storage(reader: Reader) -> None:
+    for part in (
+        several(text("v"), number(-1), number(4)),
+        several(text("v"), number(0), number(5)),
+        several(text("v"), number(4), number(1)),
+        several(text("v"), number(2**63), number(1)),
+        several(text("v"), number(0)),
+        several(text("v"), b"\x89", number(4)),
+        several(text("v"), number(2), number(2)),  # the tensor needs 4
+        number(0),
+    ):
+        data = legacy_file(pickled(mapping(w=tensor(of=storage(view=part)))))
+        assert "pickle byte" in refusal(reader, data)
+    part = several(text("v"), number(1), number(2))
+    data = legacy_file(pickled(mapping(w=tensor((2,), (1,), of=storage(view=part)))))
+    assert tensors(reader, data) == {"w": described(VALUES[4:12], [2])}
+
+
+@pytest.mark.parametrize("count", [number(-1), number(2**63), b"\x88", text("4"), b"N"])
+def test_refuses_counts_that_are_none(count: bytes, written: Write, reader: Reader) -> None:
+    data = written(pickled(mapping(w=tensor(of=storage(count=count)))))
+    assert "pickle byte" in refusal(reader, data)
+
+
+def test_refuses_two_counts_or_types_of_one_storage(written: Write, reader: Reader) -> None:
+    one = tensor((1,), (1,))
+    for other in (storage(count=3), storage(kind="IntStorage")):
+        value = mapping(w=one, x=tensor((1,), (1,), of=other))
+        assert "two types or counts" in refusal(reader, written(pickled(value)))

@@ -1,0 +1,227 @@
+"""Hostile and borderline checkpoint files, one test each, against the verdict on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import (
+    FOLDER,
+    GOOD,
+    Reader,
+    mapping,
+    pickled,
+    tensor,
+    tensors,
+    text,
+    zip_file,
+)
+from tests.unit.cli.running import run_process
+
+CASES = json.loads((FOLDER / "index.json").read_bytes())
+CODE = [case for case in CASES if case["canary"]]
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+UNREADABLE = {"complex128"}
+"""Types that the safetensors format has no name for."""
+
+
+def title(case: dict[str, Any]) -> str:
+    return f"{case['id']}: {case['what']}"
+
+
+def expected(case: dict[str, Any]) -> dict[str, list[object]]:
+    return {
+        ".".join(map(str, tensor["path"])) if tensor["path"] else "tensor": [
+            DTYPES[tensor["dtype"]],
+            tensor["shape"],
+            tensor["sha256"],
+        ]
+        for tensor in case["tensors"]
+        if tensor["dtype"] not in UNREADABLE
+    }
+
+
+def test_every_file_has_a_verdict() -> None:
+    assert {path.name for path in FOLDER.glob("*.[pb]*")} == {case["file"] for case in CASES}
+    assert {case["expect"] for case in CASES} == {"load", "either", "reject"}
+    assert len(CODE) > 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=title)
+def test_reads_it_right_or_refuses_it(case: dict[str, Any], reader: Reader) -> None:
+    outcome = reader.read(FOLDER / case["file"])
+    assert not outcome.error
+    if outcome.refusal:
+        assert case["expect"] != "load"
+        assert outcome.refusal.startswith(f"'{FOLDER / case['file']}'")
+        assert outcome.refusal.isprintable()
+        assert len(outcome.refusal) < 1000
+        return
+    assert case["expect"] != "reject"
+    if case["tensors"] is not None:
+        assert outcome.tensors == expected(case)
+        kinds = {tensor["dtype"] for tensor in case["tensors"]} & UNREADABLE
+        assert set(outcome.unreadable) == kinds
+
+
+@pytest.mark.parametrize("case", CASES, ids=title)
+def test_inspects_it_without_running_it(case: dict[str, Any], reader: Reader) -> None:
+    path = FOLDER / case["file"]
+    outcome, read = reader.read(path, inspect=True), reader.read(path)
+    assert not outcome.error
+    # Check sums are of what is read, which an inspection does not.
+    assert outcome.refusal == read.refusal
+    assert outcome.unreadable == read.unreadable
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("rce_exec.pt", "builtins.exec"),
+        ("rce_os_system.pt", "posix.system"),
+        ("rce_inst.pt", "builtins.exec"),
+        ("rce_legacy_ver.pt", "builtins.exec"),
+        ("ok_zip_state.pt", "torch.FloatStorage"),
+    ],
+)
+def test_inspecting_names_what_it_asks_for(file: str, name: str, reader: Reader) -> None:
+    assert name in reader.read(FOLDER / file, inspect=True).globals
+
+
+def run_by_pickle(path: Path, canary: Path, code: str) -> None:
+    """Load a checkpoint as a reader would that trusts it."""
+    subprocess.run(
+        [sys.executable, "-c", code, path],
+        env={**os.environ, "PTH_CANARY": str(canary)},
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+
+
+PICKLE_LOAD = """
+import pickle, sys, zipfile
+class Trusting(pickle.Unpickler):
+    def persistent_load(self, identifier):
+        return None
+    def find_class(self, module, name):
+        if module.startswith(("torch", "collections")):
+            return lambda *arguments: None
+        return super().find_class(module, name)
+archive = zipfile.ZipFile(sys.argv[1])
+Trusting(archive.open("archive/data.pkl")).load()
+"""
+
+
+@pytest.mark.parametrize("name", ["rce_exec", "rce_eval", "rce_os_system", "rce_timeit"])
+def test_the_canary_fires_where_the_code_is_run(name: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    run_by_pickle(FOLDER / f"{name}.pt", canary, PICKLE_LOAD)
+    assert name in canary.read_text()
+
+
+def test_the_reader_sees_a_fired_canary(tmp_path: Path) -> None:
+    with Reader(tmp_path) as reader:
+        run_by_pickle(FOLDER / "rce_exec.pt", reader.canary, PICKLE_LOAD)
+        with pytest.raises(AssertionError, match="has run code"):
+            reader.read(FOLDER / "ok_unicode.pt")
+
+
+def test_the_reader_tells_of_other_exceptions_and_of_want_of_memory(reader: Reader) -> None:
+    assert "SourceNotFound" in reader.read(FOLDER / "missing.pt").error
+    big = zip_file(pickled(mapping(w=tensor(), pad=text("a" * 2**24))))
+    assert "MemoryError" in reader.take(big, room=2**20).error
+    assert reader.take(big).tensors == {"w": GOOD}
+
+
+def test_the_reader_outlives_a_process_that_ends_or_hangs(tmp_path: Path) -> None:
+    with Reader(tmp_path) as reader:
+        good = zip_file(pickled(mapping(w=tensor())))
+        assert tensors(reader, good) == {"w": GOOD}
+        assert reader._process
+        reader._process.kill()
+        reader._process.wait()
+        assert reader.take(good).error.startswith("it ended")
+        assert tensors(reader, good) == {"w": GOOD}
+        reader._process.send_signal(signal.SIGSTOP)
+        reader.patience = 0.1
+        assert reader.take(good).error.startswith("it hung")
+        reader.patience = Reader.patience
+        assert tensors(reader, good) == {"w": GOOD}
+
+
+SAMPLES = [
+    "rce_os_system.pt",
+    "rce_inst.pt",
+    "rce_legacy_ver.pt",
+    "rce_dup_pkl_first.pt",
+    "laughs_key.pt",
+    "st_size_over.pt",
+    "leg_nostore.pt",
+    "zip_cut_data.pt",
+    "not_html.bin",
+]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_create_refuses_in_one_line_and_leaves_the_store_as_it_is(
+    name: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    kept = FOLDER / "ok_unicode.pt"
+    assert run_process("create", kept, "kept", "--store", store).returncode == 0
+    before = tree(tmp_path)
+    canary = tmp_path / "canary"
+    path = FOLDER / name
+    done = run_process("create", path, "m", "--store", store, PTH_CANARY=str(canary))
+    assert done.returncode == 4
+    assert not done.stdout
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith(f"blobstore: error: '{path}': ")
+    assert line.isprintable()
+    assert tree(tmp_path) == before
+
+
+def test_rce_files_hold_what_they_say() -> None:
+    for case in CODE:
+        data = (FOLDER / case["file"]).read_bytes()
+        if zipfile.is_zipfile(FOLDER / case["file"]):
+            with zipfile.ZipFile(FOLDER / case["file"]) as archive:
+                data = b"".join(archive.read(item) for item in archive.infolist())
+        assert b"PTH_CANARY" in data, case["id"]

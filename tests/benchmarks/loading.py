@@ -1,0 +1,140 @@
+"""Loading a bf16 model of 1 GiB in 200 tensors into torch, beside other loaders and the disk.
+
+"Ready" is when every tensor is there to be used, "touched" when every byte was read too. Cold is after
+the files were dropped from the page cache; the limit then is reading them past it, eight requests of
+4 MiB at a time, into memory of large pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import torch
+from safetensors.torch import load_file
+
+import blobstore
+from blobstore.mapping import Region
+from blobstore.safetensors.writer import write_safetensors
+from blobstore.tensor import DTYPES, TensorSpec
+from tests.benchmarks.common import GIB, arguments, rounds, table, timed, warm, workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+_TENSORS = 200
+_REQUEST = 4 << 20
+_REQUESTS = 8
+
+
+def make_model(folder: Path, nbytes: int) -> Path:
+    """Write a model folder."""
+    folder.mkdir()
+    rows = nbytes // (_TENSORS * 2 * 1024)
+    specs = [
+        TensorSpec(f"model.layers.{i // 10}.p{i % 10}.weight", DTYPES["BF16"], (rows, 1024))
+        for i in range(_TENSORS)
+    ]
+    write_safetensors(folder / "model.safetensors", specs, lambda _: [os.urandom(rows * 2048)])
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def touch(tensors: Iterable[torch.Tensor]) -> None:
+    """Read every byte."""
+    for tensor in tensors:
+        tensor.view(torch.int64).max()
+
+
+def drop(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_directly(paths: list[Path]) -> object:
+    """Read files past the page cache."""
+    sizes = [-(-path.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE for path in paths]
+    region = Region(sizes, writable=True, filled=True)
+
+    def read(request: tuple[int, int]) -> None:
+        slot, begin = request
+        descriptor = os.open(paths[slot], os.O_RDONLY | os.O_DIRECT)
+        end = min(begin + _REQUEST, sizes[slot])
+        os.preadv(descriptor, [region.view(slot, begin, end)], begin)
+        os.close(descriptor)
+
+    requests = [
+        (slot, begin) for slot, size in enumerate(sizes) for begin in range(0, size, _REQUEST)
+    ]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(read, requests))
+    return region
+
+
+def main() -> None:
+    """Print the tables."""
+    options = arguments(__doc__)
+    with workspace(options.folder) as folder:
+        nbytes = int(GIB * options.scale)
+        source = make_model(folder / "model", nbytes)
+        file = source / "model.safetensors"
+        store = blobstore.LocalStore(folder / "store")
+        blobstore.create(source, "m", store=store)
+        blobs = [
+            path for path in store.layout.blobs.iterdir() if path.stat().st_size > _REQUEST // 4
+        ]
+        assert len(blobs) == _TENSORS
+
+        def ours(**how: Any) -> object:
+            model = blobstore.open("m", store=store, framework="torch", **how)
+            return model, model.state_dict()
+
+        def of_blobs() -> object:
+            return {str(path): tensor for path in blobs for tensor in load_file(path).values()}
+
+        loaders: dict[str, Callable[[], Any]] = {
+            "safetensors, one file": lambda: load_file(file),
+            "safetensors, 200 blobs": of_blobs,
+            "blobstore": ours,
+            "blobstore, prefetch=read": lambda: ours(prefetch="read"),
+            "blobstore, read=pread": lambda: ours(read="pread"),
+        }
+
+        def touched(load: Callable[[], Any]) -> object:
+            found = load()
+            touch((found[1] if isinstance(found, tuple) else found).values())
+            return found
+
+        def mlx() -> object:
+            arrays = mx.load(str(file))
+            mx.eval(arrays)
+            return arrays
+
+        print(f"{nbytes / GIB:.2f} GiB bf16, {_TENSORS} tensors\n\nWarm, ready\n")
+        warm(folder)
+        count = options.rounds * 2
+        cases: dict[str, Callable[[], float]] = {
+            name: partial(timed, load) for name, load in loaders.items()
+        }
+        table(rounds(cases, count), "safetensors, one file")
+        print("Warm, touched\n")
+        cases = {name: partial(timed, partial(touched, load)) for name, load in loaders.items()}
+        cases["mx.load and eval"] = lambda: timed(mlx)
+        table(rounds(cases, count), "safetensors, one file", nbytes)
+        print("Cold, touched\n")
+        limit = "8 requests of 4 MiB, past the page cache"
+        cold = cases | {limit: lambda: timed(lambda: read_directly(blobs))}
+        table(rounds(cold, options.rounds, lambda: drop([file, *blobs])), limit, nbytes)
+
+
+if __name__ == "__main__":
+    main()

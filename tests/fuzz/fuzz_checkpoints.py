@@ -1,0 +1,108 @@
+"""Fuzz the reader of PyTorch checkpoints: nothing but refusals, no hang, no growth.
+
+In an environment with this package and ``atheris``, from the root of the repository::
+
+    python tests/fuzz/fuzz_checkpoints.py
+
+runs for five minutes on seeds from the test data. Options of libFuzzer and folders with more inputs
+may follow; the first folder is where new inputs are kept. An input that ends it is written to
+``crash-*``, ``timeout-*`` or ``oom-*``, and is run again if it is given as the only argument.
+
+The first byte of an input says what the rest is: a whole file, or the pickle of a zip archive, of
+a compressed one or of a legacy stream, which the target then makes around it, with right check sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+with atheris.instrument_imports(include=["blobstore"]):
+    from blobstore.errors import CheckpointRefused
+    from blobstore.sources.checkpoint import open_checkpoint
+    from blobstore.sources.pickle_vm import globals as known
+
+from tests.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file
+
+STORAGES = {"0": VALUES * 16, "1": VALUES}
+FORMS = (
+    lambda data: data,
+    lambda data: zip_file(data, STORAGES),
+    lambda data: deflated_file(data, STORAGES),
+    lambda data: legacy_file(data, {"0": VALUES * 16}),
+)
+DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
+_FILE = tempfile.NamedTemporaryFile(suffix=".pt")  # noqa: SIM115 - open as long as the process runs
+
+
+def read_one(data: bytes) -> None:
+    """Read an input with all its tensors."""
+    if not data:
+        return
+    _FILE.seek(0)
+    _FILE.truncate()
+    _FILE.write(FORMS[data[0] % len(FORMS)](data[1:]))
+    _FILE.flush()
+    buffer = memoryview(bytearray(1 << 16))
+    try:
+        with open_checkpoint(_FILE.name) as checkpoint:
+            for name in checkpoint.specs:
+                read = b"".join(map(bytes, checkpoint.read(name, buffer)))
+                assert read == bytes(checkpoint.view(name).data), name
+    except CheckpointRefused as error:
+        assert str(error).isprintable(), str(error)
+        assert len(str(error)) < 4000, str(error)
+
+
+def write_seeds(folder: Path) -> None:
+    """Write the files of the test data, whole and as pickles, as inputs."""
+    for path in FOLDER.glob("*.[pb]*"):
+        (folder / path.name).write_bytes(b"\0" + path.read_bytes())
+        if not zipfile.is_zipfile(path):
+            continue
+        with zipfile.ZipFile(path) as archive, contextlib.suppress(zipfile.BadZipFile):
+            pickles = [item for item in archive.namelist() if item.endswith("data.pkl")]
+            for index, item in enumerate(pickles):
+                content = archive.open(item).read(1 << 20)
+                form = bytes([1 + len(content) % 3])
+                (folder / f"{path.name}-{index}").write_bytes(form + content)
+
+
+def write_words(path: Path) -> None:
+    """Write the names that checkpoints ask for as words to put into inputs."""
+    names = {f"c{module}\n{name}\n" for module, name in known._USES}
+    words = [*sorted(names), "storage", "X\7\0\0\0storage", "ctorch\nFloatStorage\n"]
+    lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"' for word in words]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Run libFuzzer; it ends the process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seeds = folder / "seeds"
+        new = folder / "new"
+        seeds.mkdir()
+        new.mkdir()
+        write_seeds(seeds)
+        write_words(folder / "words")
+        given = sys.argv[1:]
+        paths = [item for item in given if not item.startswith("-")]
+        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
+            read_one(Path(paths[0]).read_bytes())
+            return
+        options = [*DEFAULTS, f"-dict={folder / 'words'}", *(set(given) - set(paths))]
+        atheris.Setup([sys.argv[0], *options, *(paths or [str(new)]), str(seeds)], read_one)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
