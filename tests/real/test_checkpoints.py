@@ -99,9 +99,7 @@ def test_a_fine_tune_shares_what_it_did_not_change(tmp_path: Path) -> None:
         create(path, path.stem, store=store)
         again = {layer.digest for layer in store.resolve(Reference.parse(path.stem)).layers}
         expected = {
-            name
-            for name, tensor in load(path).items()
-            if torch.equal(tensor, load(first)[name])
+            name for name, tensor in load(path).items() if torch.equal(tensor, load(first)[name])
         }
         assert len(layers & again) == len(expected)
 

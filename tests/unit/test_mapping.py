@@ -72,6 +72,7 @@ def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
     region.memory[0] = 0
     assert region.memory[:3] == b"\0bc"
     assert other.memory[:3] == b"abc"
+    assert isinstance(region.memory, mmap.mmap)
     region.memory.flush()
     assert path.read_bytes() == b"abc"
 
@@ -137,3 +138,40 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
     finally:
         os.close(descriptor)
     assert region.memory[:1] == b"\0"
+
+
+def test_a_filled_region_is_read_into_and_read_only_for_others() -> None:
+    region = Region([3, PAGE + 1], filled=True)
+    region.view(1, PAGE, PAGE + 1)[:] = b"z"
+    assert bytes(region.memory[region.offsets[1] + PAGE :][:1]) == b"z"
+    assert memoryview(region.memory).readonly
+    assert not memoryview(Region([3], filled=True, writable=True).memory).readonly
+
+
+def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
+    region = Region([PAGE * 3, 0])
+    put(region, 0, file(tmp_path, b"x" * PAGE * 3))
+    for slot, size in ((0, PAGE * 3), (1, 0)):
+        region.will_need(slot, size)
+        region.populate(slot, size)
+    assert region.memory[: PAGE * 3] == b"x" * PAGE * 3
+
+
+def test_populates_without_the_help_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blobstore import mapping
+
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", -1)  # as for an old kernel
+    region = Region([PAGE * 3])
+    put(region, 0, file(tmp_path, b"x" * PAGE * 3))
+    region.populate(0, PAGE * 3)
+    assert region.memory[:1] == b"x"
+
+
+def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:
+    region = Region([3])
+    put(region, 0, file(tmp_path, b"abc"))
+    view = memoryview(region.memory)[:3]
+    region.close()
+    assert bytes(view) == b"abc"
