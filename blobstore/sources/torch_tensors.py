@@ -145,32 +145,36 @@ class TensorReader:
                 says at which byte of the pickle.
         """
         try:
-            if value.function.name == "_rebuild_tensor_v2":  # nearly always, and no wrapper
-                return self._tensor(name, value.function, value.arguments)
-            return self._tensor(name, *_unwrapped(value))
+            function, arguments = value.function, value.arguments
+            is_usual = function.use is Use.TENSOR and function.name == "_rebuild_tensor_v2"
+            if is_usual and len(arguments) == 6:  # noqa: PLR2004
+                # Nearly always. What requires gradients, and hooks for them, are no bytes.
+                reference, offset, shape, stride, _, _ = arguments
+                return self._tensor(name, reference, offset, shape, stride)
+            return self._tensor(name, *_arguments(*_unwrapped(value)))
         except CheckpointRefused as error:
             raise error.at(f"pickle byte {value.offset}") from None
 
-    def _tensor(self, name: str, function: Global, arguments: tuple[Any, ...]) -> StridedTensor:
-        """Return the tensor of a call that is no wrapper."""
-        if function.use is not Use.TENSOR:
-            message = f"a tensor made by {quoted(function)} is not read"
-            raise UnreadableTensor(message)
-        least, most = _COUNTS[function.name]
-        if not least <= len(arguments) <= most:
-            message = f"{function} has {len(arguments)} arguments, which is not what torch writes"
-            raise CheckpointRefused(message)
-        # What requires gradients, and hooks for them, say nothing about the bytes.
-        reference, offset, shape, stride = arguments[:4]
+    def _tensor(
+        self,
+        name: str,
+        reference: Any,
+        offset: Any,
+        shape: Any,
+        stride: Any,
+        dtype: DType | None = None,
+        flags: Any = None,
+    ) -> StridedTensor:
         if type(reference) is not Persistent:
             message = "a tensor's first argument is no storage"
             raise CheckpointRefused(message)
         storage, begin, room = reference.meaning
-        dtype = storage.dtype if most < _MOST_OF_V3 else _element_type(arguments[6])
+        dtype = dtype or storage.dtype
         if dtype is None:
             message = f"tensors of torch.{storage.kind} have no type in the safetensors format"
             raise UnreadableTensor(message)
-        extent = elements, span, is_ordered = self._extent(shape, stride)
+        extent = self._extents.get((id(shape), id(stride))) or self._extent(shape, stride)
+        elements, span, is_ordered = extent
         itemsize = dtype.bits // 8 or 1
         if type(offset) is not int or not 0 <= offset <= _LARGEST:
             _natural(offset, "a tensor's offset")
@@ -183,9 +187,7 @@ class TensorReader:
         begin = begin + offset * itemsize if elements else 0
         spec = TensorSpec(name, dtype, shape if dtype is not DType.F4 else _in_halves(shape))
         place = self._places[storage.key]
-        is_conjugated = is_negated = False
-        if len(arguments) == most > least and arguments[-1]:
-            is_conjugated, is_negated = _flags(arguments[-1], dtype)
+        is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
         is_turned = self._is_swapped and storage.itemsize > 1
         is_direct = is_ordered and not (is_turned or is_conjugated or is_negated)
         return StridedTensor(
@@ -204,10 +206,7 @@ class TensorReader:
         )
 
     def _extent(self, shape: Any, stride: Any) -> Extent:
-        key = (id(shape), id(stride))
-        found = self._extents.get(key)
-        if found is None:
-            found = self._extents[key] = _measured(shape, stride)
+        found = self._extents[id(shape), id(stride)] = _measured(shape, stride)
         return found
 
     def _class(self, cls: Any) -> tuple[str, DType | None, int]:
@@ -222,10 +221,14 @@ class TensorReader:
 
     def _room(self, identifier: Any) -> tuple[Storage, int, int]:
         """Return a storage, and the first byte and the bytes of the part that tensors may use."""
-        if type(identifier) is not tuple or len(identifier) not in (5, 6):
+        view = None
+        if type(identifier) is tuple and len(identifier) == 5:  # noqa: PLR2004
+            kind, cls, key, _, count = identifier
+        elif type(identifier) is tuple and len(identifier) == 6:  # noqa: PLR2004
+            kind, cls, key, _, count, view = identifier
+        else:
             message = "a reference to outside data is not of the form that torch writes"
             raise CheckpointRefused(message)
-        kind, cls, key, _, count = identifier[:5]
         if type(kind) is not str or kind != "storage":
             shown = quoted(kind) if type(kind) is str else "unknown"
             message = f"a reference to outside data of kind {shown} is no storage"
@@ -241,8 +244,8 @@ class TensorReader:
         if known is not storage and known != storage:
             message = f"storage {quoted(key)} is given two types or counts"
             raise CheckpointRefused(message)
-        if len(identifier) == 6 and identifier[5] is not None:  # noqa: PLR2004
-            return (known, *_view(identifier[5], known))
+        if view is not None:
+            return (known, *_view(view, known))
         return known, 0, count * itemsize
 
 
@@ -252,7 +255,20 @@ _COUNTS: Final = {
     "_rebuild_tensor_v3": (7, 8),
 }
 """The least and most arguments of the functions."""
-_MOST_OF_V3: Final = 8
+
+
+def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return reference, offset, sizes, strides, element type and flags of a call."""
+    if function.use is not Use.TENSOR:
+        message = f"a tensor made by {quoted(function)} is not read"
+        raise UnreadableTensor(message)
+    least, most = _COUNTS[function.name]
+    if not least <= len(arguments) <= most:
+        message = f"{function} has {len(arguments)} arguments, which is not what torch writes"
+        raise CheckpointRefused(message)
+    dtype = _element_type(arguments[6]) if function.name == "_rebuild_tensor_v3" else None
+    flags = arguments[-1] if len(arguments) == most > least else None
+    return (*arguments[:4], dtype, flags)
 
 
 def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:

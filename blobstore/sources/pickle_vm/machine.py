@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     """Containers begun and not ended."""
     memories: int = 1 << 23
     """Values remembered under a number."""
-    objects: int = 1 << 22
+    objects: int = 1 << 21
     """Lists, dicts and their entries, tuples, calls and objects made."""
 
 

@@ -19,6 +19,7 @@ from blobstore.errors import (
     TensorNotFound,
     UsageError,
 )
+from blobstore.sources import checkpoint as reading
 from blobstore.sources.checkpoint import open_checkpoint
 from tests.checkpoints import (
     call,
@@ -764,6 +765,26 @@ def test_rejects_compressed_storages_that_become_too_large(tmp_path: Path) -> No
     path = save(tmp_path, {"a": torch.zeros(1 << 25)[:1]})
     rewritten(path, compression=zipfile.ZIP_DEFLATED, compresslevel=1)
     assert "134217728 of compressed storages" in refusal(path)
+
+
+@pytest.mark.parametrize("kind", ["spread", "compressed", "swapped"])
+def test_rejects_tensors_for_which_a_file_is_read_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    base = torch.zeros(5000)
+    tensors = {"a": base[1:3], "b": base[::4999] if kind == "spread" else base[2:]}
+    path = save(tmp_path, tensors)
+    if kind == "compressed":
+        rewritten(path, compression=zipfile.ZIP_DEFLATED)
+    elif kind == "swapped":
+        rewritten(path, lambda name, data: b"big" if name == "byteorder" else data)
+    check(path, tensors)
+    monkeypatch.setattr(reading, "_MAX_WORK", 0)
+    work = 20_000 if kind == "spread" else 40_000
+    monkeypatch.setattr(reading, "_SPARE_WORK", work)
+    check(path, tensors)
+    monkeypatch.setattr(reading, "_SPARE_WORK", work - 1)
+    assert f"{work} bytes have to be passed over to read its tensors" in refusal(path)
 
 
 # Parts

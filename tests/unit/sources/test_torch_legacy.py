@@ -292,6 +292,12 @@ def test_reads_no_more_of_a_pickle_than_pickles_may_have(monkeypatch: pytest.Mon
     assert asked == 1000
 
 
+def test_rejects_a_stream_that_became_shorter() -> None:
+    data = legacy_file(PICKLE)[:200]
+    with opened(data) as (descriptor, size), pytest.raises(CutShort):
+        LegacyStream(descriptor, size + 1000)
+
+
 def test_rejects_a_module_saved_whole() -> None:
     message = refusal(parsed, torch_file(nn.Sequential(nn.Linear(2, 2))))
     assert message.endswith(

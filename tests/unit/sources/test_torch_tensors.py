@@ -204,6 +204,41 @@ def test_rejects_elements_beyond_their_storage(
     )
 
 
+@pytest.mark.parametrize(
+    ("stride", "kind", "is_swapped", "is_deflated", "is_direct", "is_mapped"),
+    [
+        ((2, 1), "FloatStorage", False, False, True, True),
+        ((1, 2), "FloatStorage", False, False, False, False),
+        ((2, 1), "FloatStorage", False, True, True, False),
+        ((1, 2), "FloatStorage", False, True, False, False),
+        ((2, 1), "FloatStorage", True, False, False, False),
+        ((2, 1), "ByteStorage", True, False, True, True),
+        ((2, 1), "UntypedStorage", True, True, True, False),
+    ],
+)
+def test_tells_what_is_a_run_of_the_storage_and_of_the_file(
+    stride: tuple[int, int],
+    kind: str,
+    is_swapped: bool,
+    is_deflated: bool,
+    is_direct: bool,
+    is_mapped: bool,
+) -> None:
+    def locate(storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
+        found = located(storages).items()
+        return {key: entry._replace(is_deflated=is_deflated) for key, entry in found}
+
+    result = run(pickled(tensor(stride=stride, of=storage(kind=kind))))
+    reader = TensorReader(result.persistents, locate, is_swapped=is_swapped)
+    found = reader.read("a", result.value)
+    assert (found.is_direct, found.is_mapped) == (is_direct, is_mapped)
+
+
+@pytest.mark.parametrize("view", [b"N", several(b"N", number(0), number(4))])
+def test_a_view_can_be_all_of_a_storage(view: bytes) -> None:
+    assert read(tensor(of=storage(view=view))) == read(tensor())
+
+
 def test_stays_within_a_view_of_a_storage() -> None:
     view = several(text("1"), number(1), number(2))
     found = read(tensor((2,), (1,), of=storage(view=view)))
@@ -631,6 +666,7 @@ def nested(depth: int) -> bytes:
         from_type(named(UTILS, "_rebuild_parameter"), several()),
         call(named("torch._tensor", "_rebuild_from_type_v2"), named(UTILS, "_rebuild_tensor_v2")),
         nested(50),
+        wrapped(tensor()) + b"}b",
     ],
 )
 def test_rejects_other_wrappers(value: bytes) -> None:

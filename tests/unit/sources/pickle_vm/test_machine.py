@@ -479,7 +479,7 @@ def test_entries_of_dicts_are_objects_too(data: bytes) -> None:
 
 
 def test_the_limits_are_over_what_checkpoints_need() -> None:
-    assert Limits() == LIMITS == (2**20, 2**10, 2**23, 2**22)
+    assert Limits() == LIMITS == (2**20, 2**10, 2**23, 2**21)
 
 
 def test_the_largest_number_of_the_memo_takes_no_memory() -> None:
