@@ -1,54 +1,28 @@
 """Workflow: a stored model given back as a Hugging Face folder.
 
 First everything is decided from the manifest and the blobs' headers: which tensor goes into which file
-at which offset. Then every blob is one independent job on a pool of threads: it is read once, from
-its first byte to its last, and each tensor is written to its place. Because a blob is always read
-whole and in order, its digest is computed on the way, whatever the order of the tensors in the files
-is (stacked experts are split over many places), and a damaged blob is found before the folder has
-its name. Memory is one buffer a thread.
-
-The folder is built under a temporary name beside the target, synced, and renamed: the target is
-either absent or complete.
+at which offset. Then the files are filled, blob by blob. The folder is built under a temporary name
+beside the target, synced, and renamed: the target is either absent or complete.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import shutil
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digester
-from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
-from blobstore.files import sync_folder, write_all
+from blobstore.errors import BlobstoreError, UsageError
+from blobstore.filling import building, free_target, write_new, write_weights
 from blobstore.folder import lay_out
 from blobstore.manifests.reference import Reference
-from blobstore.mapping import Region
-from blobstore.progress import Meter
+from blobstore.shards import SHARD_SIZE
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    import os
+    from pathlib import Path
 
-    from typing_extensions import Buffer
-
-    from blobstore.folder import FolderLayout, FolderTensor
-    from blobstore.manifests.descriptor import Descriptor
     from blobstore.progress import Progress
-    from blobstore.tensor import TensorSpec
-
-SHARD_SIZE = 5 * 10**9
-"""Bytes of tensors in one file, unless a single tensor is larger."""
-_BUFFER_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +79,16 @@ def export_model(
         raise UsageError(message)
     store = store or LocalStore()
     manifest = store.resolve(reference)
-    target = _free_target(folder)
+    target = free_target(folder)
     try:
         layout = lay_out(store, manifest, shard_size, dequantize=dequantize)
-        with _building(target) as building:
-            _write_tensors(store, layout, building, progress)
+        with building(target) as new:
+            write_weights(store, layout.weights, layout.tensors, new, progress)
             for name, layer in layout.files.items():
-                _write_new(building / name, store.read_blob(layer.digest, layer.size))
+                write_new(new / name, store.read_blob(layer.digest, layer.size))
             for name, content in layout.written.items():
-                _write_new(building / name, content)
-            written = [path for path in building.rglob("*") if path.is_file()]
+                write_new(new / name, content)
+            written = [path for path in new.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in written)
     except BlobstoreError as error:
         where = f"model {reference}"
@@ -127,219 +101,3 @@ def export_model(
         bytes_written=size,
         seconds=time.monotonic() - started,
     )
-
-
-# Bytes from the store into the folder.
-
-
-def _write_tensors(
-    store: LocalStore, layout: FolderLayout, building: Path, progress: Progress | None
-) -> None:
-    places: dict[str, tuple[Path, int]] = {}
-    for file in layout.weights:
-        path = building / file.name
-        _write_new(path, file.header)
-        places.update((name, (path, offset)) for name, offset in file.offsets.items())
-    total = sum(tensor.spec.nbytes for tensor in layout.tensors)
-    copying = _Copying(store, places, Meter(progress, total))
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="blobstore-export") as pool:
-        try:
-            jobs = [
-                pool.submit(copying.copy, layer, sorted(tensors, key=attrgetter("begin")))
-                # The tensors of a layer follow each other.
-                for layer, tensors in groupby(layout.tensors, key=attrgetter("layer"))
-            ]
-            for job in as_completed(jobs):
-                job.result()
-        except BaseException:  # also Ctrl-C: stop the threads before their files are removed
-            copying.stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    for file in layout.weights:
-        _sync(building / file.name)
-
-
-class _Copying:
-    """The job of one blob, with what all jobs share."""
-
-    def __init__(
-        self, store: LocalStore, places: Mapping[str, tuple[Path, int]], meter: Meter
-    ) -> None:
-        self.stop = threading.Event()
-        self._store = store
-        self._places = places
-        self._meter = meter
-
-    def copy(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
-        """Write the tensors of a blob, all and in its order, to their places; check its digest.
-
-        Raises:
-            BlobMissing, BlobDamaged: the blob is not whole.
-            OSError: a file cannot be written.
-        """
-        try:
-            if any(tensor.packed for tensor in tensors):
-                self._compute(layer, tensors)
-            else:
-                self._copy(layer, tensors)
-        except BlobstoreError as error:
-            where = f"layer {quoted(layer.name)}"
-            raise error.at(where) from error
-
-    def _copy(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
-        descriptor = self._store.open_blob(layer.digest, layer.size)
-        try:
-            blob = _BlobReader(descriptor, min(layer.size, _BUFFER_SIZE))
-            for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
-                pass
-            for tensor in tensors:
-                self._write(tensor.spec, blob.read(tensor.spec.nbytes), layer.name)
-        finally:
-            os.close(descriptor)
-        if blob.digester.digest() != layer.digest:
-            message = (
-                f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
-                f"have digest {blob.digester.digest()}; remove it and create the model again"
-            )
-            raise BlobDamaged(message)
-
-    def _compute(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
-        """Write the tensors of a blob, the quantized ones as plain numbers."""
-        # A weight and its companions lie apart, so the blob is mapped, and hashed beforehand.
-        self._store.check_digest(layer.digest, layer.size)
-        region = Region([layer.size])
-        for _ in self._store.map_blobs([(layer.digest, layer.size)], [0], region):
-            pass
-        for tensor in tensors:
-            self._write(tensor.spec, _pieces(tensor, region), layer.name)
-
-    def _write(self, spec: TensorSpec, buffers: Iterable[memoryview], what: str) -> None:
-        path, offset = self._places[spec.name]
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            for buffer in buffers:
-                if self.stop.is_set():
-                    message = "stopped"
-                    raise BlobstoreError(message)
-                write_all(descriptor, buffer)
-                self._meter.add(len(buffer), what)
-        finally:
-            os.close(descriptor)
-
-
-def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor of a mapped blob, of a quantized one as plain numbers."""
-    from blobstore.frameworks import NAMES
-    from blobstore.safetensors.numpy import as_bytes
-    from blobstore.unpacking import plain_pieces, transposed_pieces
-
-    if tensor.packed is None:
-        yield memoryview(region.memory)[tensor.begin : tensor.begin + tensor.spec.nbytes]
-        return
-    name = NAMES[tensor.spec.dtype]
-    if tensor.is_transposed:
-        for array in transposed_pieces(tensor.packed, region.memory, name, tensor.part):
-            yield as_bytes(array)
-        return
-    for array in plain_pieces(tensor.packed, region.memory, name, tensor.part):
-        yield as_bytes(array)
-
-
-class _BlobReader:
-    """The bytes of an open blob from the first to the last, hashed as they are read."""
-
-    def __init__(self, descriptor: int, buffer_size: int) -> None:
-        self.digester = Digester()
-        self._descriptor = descriptor
-        self._buffer = memoryview(bytearray(buffer_size))
-
-    def read(self, size: int) -> Iterator[memoryview]:
-        """Yield the next ``size`` bytes in pieces, each good until the next is asked for.
-
-        Raises:
-            BlobDamaged: the blob ends before, or cannot be read.
-        """
-        while size:
-            offset = self.digester.size
-            try:
-                count = os.preadv(self._descriptor, [self._buffer[:size]], offset)
-            except OSError as error:
-                message = f"the blob cannot be read at byte {offset}: {error.strerror}"
-                raise BlobDamaged(message) from error
-            if not count:
-                message = f"the blob ended at byte {offset}, {size} bytes too early"
-                raise BlobDamaged(message)
-            self.digester.update(self._buffer[:count])
-            yield self._buffer[:count]
-            size -= count
-
-
-# The folder.
-
-
-def _free_target(folder: str | os.PathLike[str]) -> Path:
-    """Return the real path of a folder that can be made.
-
-    Raises:
-        BlobstoreError: something is there, or it is a folder that cannot be replaced.
-    """
-    try:
-        target = Path(os.path.realpath(folder))
-        if not os.path.lexists(target):
-            return target
-        is_empty = target.is_dir() and not any(target.iterdir())
-        # Neither could be replaced by the finished folder without surprise.
-        is_fixed = target.is_mount() or target == Path.cwd()
-    except (OSError, ValueError) as error:
-        message = f"cannot look at {quoted(os.fspath(folder))}: {error}"
-        raise BlobstoreError(message) from error
-    if not is_empty:
-        message = f"{quoted(target)} exists already; export to a new or an empty folder"
-        raise BlobstoreError(message)
-    if is_fixed:
-        message = (
-            f"{quoted(target)} is a mount point or the working directory; export to a new folder "
-            "inside it"
-        )
-        raise BlobstoreError(message)
-    return target
-
-
-@contextlib.contextmanager
-def _building(target: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes ``target`` on success and vanishes on an error."""
-    building = target.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building.mkdir()
-        yield building
-        for folder in (*building.rglob("*/"), building):
-            sync_folder(folder)
-        building.replace(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        message = f"cannot write {quoted(target)}: {error.strerror}"
-        raise BlobstoreError(message) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _write_new(path: Path, data: Buffer) -> None:
-    """Write a file that must not exist yet, durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Exclusively, for a file system may hold two names to be one.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

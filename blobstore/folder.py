@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,8 @@ from blobstore.manifests import media_types
 from blobstore.quantize import gpt_oss
 from blobstore.quantize.mlx_form import exported_config, joined_experts, mlx_name
 from blobstore.quantize.recipes import BIAS, SCALE
-from blobstore.safetensors.header import encode_header
 from blobstore.safetensors.writer import in_file_order
+from blobstore.shards import divided, file_names, index, index_name, weight_file
 from blobstore.stacks import read_stacks
 from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.quantize.formats import QuantFormat
+    from blobstore.safetensors.header import Header
+    from blobstore.shards import WeightFile
     from blobstore.store.local import LocalStore
 
-_METADATA = {"format": "pt"}
-"""What transformers demands of a file that it loads."""
 _TRANSFORMERS_STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
 _PART = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
@@ -51,6 +50,8 @@ class FolderTensor(NamedTuple):
     spec: TensorSpec
     layer: Descriptor
     begin: int
+    header: Header
+    """That of the blob."""
     packed: StoredTensor | None = None
     """What it is to be computed from, if it is quantized and shall be plain."""
     part: int | None = None
@@ -59,15 +60,28 @@ class FolderTensor(NamedTuple):
     """Whether its matrices are those computed from ``packed``, transposed."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """A file of weights; ``offsets`` are by the model's names, below a component too."""
+class Component(NamedTuple):
+    """The tensors of one folder of weights: of the model's own, or of a component's."""
 
-    name: str
-    tensors: Sequence[str]
-    """The tensors of the file, below its component."""
-    header: bytes
-    offsets: Mapping[str, int]
+    prefix: str
+    """What their names begin with in the model and not in the files: the folder and a slash."""
+    stem: str
+    """What the files are called, with the folder in front."""
+    specs: Sequence[TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """What a folder of the model has to hold, in whatever files its weights are."""
+
+    tensors: Sequence[FolderTensor]
+    components: Sequence[Component]
+    joins: Mapping[str, Sequence[str]]
+    """The tensors of the files that hold several of ``tensors``, and those in their order."""
+    configs: Mapping[str, bytes]
+    """Configs that must say something else than those kept."""
+    files: Mapping[str, Descriptor]
+    """All files of the model, those that ``configs`` are instead of among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +101,11 @@ def _check_kind(manifest: Manifest) -> None:
         if layer.media_type in _OTHER_WEIGHTS:
             message = (
                 f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
-                "only models stored as tensors can be exported"
+                "only models stored as tensors have such a folder"
             )
             raise BlobstoreError(message)
     if not manifest.layers_of(media_types.TENSOR):
-        message = "it has no tensor layers, so there is nothing to export"
+        message = "it has no tensor layers, so there is nothing to put into a folder"
         raise BlobstoreError(message)
 
 
@@ -99,6 +113,32 @@ def lay_out(
     store: LocalStore, manifest: Manifest, shard_size: int, *, dequantize: bool = False
 ) -> FolderLayout:
     """Return what the folder of a model will hold, quantized weights packed or as plain numbers.
+
+    Raises as :func:`folder_contents`.
+    """
+    contents = folder_contents(store, manifest, dequantize=dequantize)
+    weights: list[WeightFile] = []
+    written: dict[str, bytes] = {}
+    for prefix, stem, specs in contents.components:
+        parts = [in_file_order(part) for part in divided(specs, shard_size)]
+        shards = [
+            weight_file(name, part, contents.joins, prefix)
+            for name, part in zip(file_names(stem, len(parts)), parts, strict=True)
+        ]
+        weights += shards
+        if len(shards) > 1:
+            tensors = {shard.name.removeprefix(prefix): shard.tensors for shard in shards}
+            written[index_name(stem)] = index(tensors, sum(spec.nbytes for spec in specs))
+    check_beside(contents, [shard.name for shard in weights])
+    written |= contents.configs
+    kept = {name: file for name, file in contents.files.items() if name not in written}
+    return FolderLayout(contents.tensors, weights, written, kept)
+
+
+def folder_contents(
+    store: LocalStore, manifest: Manifest, *, dequantize: bool = False
+) -> FolderContents:
+    """Return what a folder of a model has to hold, quantized weights packed or as plain numbers.
 
     Raises:
         BlobstoreError: the model has no tensors, or has weights of another kind, or that cannot be
@@ -108,34 +148,36 @@ def lay_out(
     """
     _check_kind(manifest)
     contents, stacks = read_contents(store, manifest), read_stacks(store, manifest)
-    files = _small_files(manifest)
+    files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
     is_gpt_oss = gpt_oss.is_form_of(_decoded(store, files, "config.json"), packed)
     tensors = _source_tensors(contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss)
     types = {} if dequantize or is_gpt_oss else _packed_types(contents, stacks)
     stems = _stems(store, files)
-    weights: list[WeightFile] = []
-    written: dict[str, bytes] = {}
-    reserved = list(files)
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
-    for prefix, stem in sorted(stems.items()):
-        members = [spec for spec in specs if _prefix(spec.name, stems) == prefix]
-        if not members:
-            continue
-        shards = _shards(members, joins, prefix, stem, shard_size)
-        weights.extend(shards)
-        index = f"{prefix}{stem}.safetensors.index.json"
-        if len(shards) > 1:
-            written[index] = _index(shards, members, prefix)
-        # The index is reserved even where there is none: a foreign one would mislead readers.
-        reserved += [index, *(shard.name for shard in shards)]
-    _check_paths(reserved)
+    members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
+    for spec in specs:
+        members[_prefix(spec.name, stems)].append(spec)
+    components = [
+        Component(prefix, prefix + stems[prefix], own) for prefix, own in members.items() if own
+    ]
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
+    configs: dict[str, bytes] = {}
     if dequantize or not is_gpt_oss:  # or its config is right as it is
-        written |= _changed_configs(store, files, stems, types)
-    kept = {name: file for name, file in files.items() if name not in written}
-    return FolderLayout(tensors, weights, written, kept)
+        configs = _changed_configs(store, files, stems, types)
+    return FolderContents(tensors, components, joins, configs, files)
+
+
+def check_beside(contents: FolderContents, weights: Iterable[str]) -> None:
+    """Check that weight files of these names and the model's own files can be beside each other.
+
+    Raises:
+        InvalidManifest: they cannot.
+    """
+    # The index is reserved even where there is none: a foreign one would mislead readers.
+    indexes = [index_name(component.stem) for component in contents.components]
+    _check_paths([*contents.files, *indexes, *weights])
 
 
 def _source_tensors(
@@ -165,13 +207,13 @@ def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iter
         start = stored.header.data_start + begin
         if sources is None:
             named = spec._replace(name=mlx_name(stored.name, suffix))
-            yield FolderTensor(named, stored.layer, start)
+            yield FolderTensor(named, stored.layer, start, stored.header)
             continue
         _check_stack(stored, spec.shape, sources)
         size = (end - begin) // len(sources)
         for number, name in enumerate(sources):
             part = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
-            yield FolderTensor(part, stored.layer, start + number * size)
+            yield FolderTensor(part, stored.layer, start + number * size, stored.header)
 
 
 def _as_gpt_oss(tensor: FolderTensor) -> FolderTensor:
@@ -191,12 +233,12 @@ def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Itera
     dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
     if sources is None:
         spec = TensorSpec(stored.name, dtype, stored.shape)
-        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored)
+        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored.header, stored)
         return
     _check_stack(stored, stored.shape, sources)
     for number, name in enumerate(sources):
         spec = TensorSpec(name, dtype, stored.shape[1:])
-        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored, number)
+        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored.header, stored, number)
 
 
 def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence[str]) -> None:
@@ -243,8 +285,12 @@ def _changed_configs(
     return changed
 
 
-def _small_files(manifest: Manifest) -> dict[str, Descriptor]:
-    """Return the layers that are files, by their checked names."""
+def small_files(manifest: Manifest) -> dict[str, Descriptor]:
+    """Return the layers that are files, by their checked names.
+
+    Raises:
+        InvalidManifest: a name is none for a file below a folder, or two cannot both be there.
+    """
     layers = [
         layer
         for layer in manifest.layers
@@ -334,6 +380,8 @@ def _joined(
 ) -> tuple[list[TensorSpec], dict[str, list[str]]]:
     """Return the tensors of the files, and which of them hold several of the model's, by name."""
     found = {spec.name: spec for spec in specs}
+    if not types:  # spares plain models with thousands of experts a look at every name
+        return list(found.values()), {}
     packed = {mlx_name(name, suffix) for name in types for suffix in ("", SCALE, BIAS)}
     joins = joined_experts(
         (spec for name, spec in found.items() if name in packed), found.keys() - packed
@@ -345,56 +393,3 @@ def _joined(
         for member in members:
             del found[member]
     return list(found.values()), joins
-
-
-def _shards(
-    specs: Iterable[TensorSpec],
-    joins: Mapping[str, Sequence[str]],
-    prefix: str,
-    stem: str,
-    shard_size: int,
-) -> list[WeightFile]:
-    """Return the files of one component, filled in the order of the names."""
-    parts: list[list[TensorSpec]] = [[]]
-    room = shard_size
-    for spec in sorted(specs, key=attrgetter("name")):
-        if spec.nbytes > room and parts[-1]:
-            parts.append([])
-            room = shard_size
-        parts[-1].append(spec)
-        room -= spec.nbytes
-    if len(parts) == 1:
-        return [_weight_file(f"{prefix}{stem}.safetensors", parts[0], joins, prefix)]
-    return [
-        _weight_file(
-            f"{prefix}{stem}-{number:05}-of-{len(parts):05}.safetensors", part, joins, prefix
-        )
-        for number, part in enumerate(parts, start=1)
-    ]
-
-
-def _weight_file(
-    path: str, specs: Iterable[TensorSpec], joins: Mapping[str, Sequence[str]], prefix: str
-) -> WeightFile:
-    ordered = in_file_order(specs)
-    local = [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in ordered]
-    header = encode_header(local, _METADATA)
-    offsets: dict[str, int] = {}
-    offset = len(header)
-    for spec in ordered:
-        members = joins.get(spec.name, (spec.name,))
-        for number, member in enumerate(members):
-            offsets[member] = offset + number * (spec.nbytes // len(members))
-        offset += spec.nbytes
-    return WeightFile(path, [spec.name for spec in local], header, offsets)
-
-
-def _index(shards: Iterable[WeightFile], specs: Iterable[TensorSpec], prefix: str) -> bytes:
-    weight_map = {
-        name: shard.name.removeprefix(prefix) for shard in shards for name in shard.tensors
-    }
-    value = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    return f"{json.dumps(value, indent=2)}\n".encode()

@@ -24,7 +24,8 @@ from blobstore.errors import (
     ModelNotFound,
     UsageError,
 )
-from blobstore.export import _BlobReader, export_model
+from blobstore.export import export_model
+from blobstore.filling import _BlobReader
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
@@ -451,7 +452,7 @@ def test_refuses_a_folder_that_holds_something(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     before = {path: path.read_bytes() for path in dense.iterdir()}
-    with pytest.raises(BlobstoreError, match=r"'.*/dense' exists already; export to a new"):
+    with pytest.raises(BlobstoreError, match=r"'.*/dense' exists already; choose a new"):
         export_model(NAME, dense, store=store)
     assert {path: path.read_bytes() for path in dense.iterdir()} == before
 

@@ -1,0 +1,177 @@
+"""Folders of links to blobs, read by the libraries that servers read them with."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from blobstore.creation import create
+from blobstore.export import export_model
+from blobstore.linking import link_model
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from blobstore.plan import ExpertForm
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+# More than ten experts, so that the order of their names is not the order of their numbers.
+_QWEN: dict[str, Any] = {
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+}
+_IMAGE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**_TEXT),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**_TEXT, **_QWEN),
+    "mixtral": transformers.MixtralConfig(**_TEXT, num_local_experts=4),
+    "vit": transformers.ViTConfig(**_IMAGE),
+}
+_CLASSES: dict[str, Any] = {
+    "llama": transformers.LlamaForCausalLM,
+    "qwen3-moe": transformers.Qwen3MoeForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "vit": transformers.ViTForImageClassification,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with random weights, the same ones every time."""
+    torch.manual_seed(0)
+    return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model computes for a fixed input."""
+    with torch.no_grad():
+        if "ViT" in type(model).__name__:
+            image = torch.linspace(-1, 1, 3 * 32 * 32, dtype=model.dtype)
+            return model(image.reshape(1, 3, 32, 32)).logits  # type: ignore[no-any-return]
+        return model(torch.arange(1, 33)[None]).logits  # type: ignore[no-any-return]
+
+
+def assert_opened_by_safetensors(farm: Path) -> None:
+    """Check each file with the library; and the index, if there is one, against all of them."""
+    found: dict[str, str] = {}
+    for path in farm.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                assert file.get_tensor(name) is not None
+                found[name] = path.name
+    index = json.loads((farm / "model.safetensors.index.json").read_bytes())
+    assert index["weight_map"] == found
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [
+        ("llama", "packed"),
+        ("qwen3-moe", "packed"),
+        ("qwen3-moe", "stacked"),
+        ("mixtral", "packed"),
+        ("vit", "packed"),
+    ],
+)
+def test_transformers_computes_the_same_from_links(
+    kind: str, experts: ExpertForm, hard: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    model = make(kind)
+    model.save_pretrained(tmp_path / "source")
+    create(tmp_path / "source", "m", store=store, experts=experts)
+    linked = link_model("m", tmp_path / "farm", store=store, hard=hard)
+    assert linked.links > 10
+    # One file a layer of stacked experts.
+    assert linked.copied + linked.shared == (2 if experts == "stacked" else 0)
+    again = type(model).from_pretrained(tmp_path / "farm").eval()
+    assert torch.equal(logits(again), logits(model))
+    assert_opened_by_safetensors(tmp_path / "farm")
+
+
+def test_transformers_finds_the_class_of_a_linked_model_by_itself(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    model = make("llama", torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    create(tmp_path / "source", "m", store=store)
+    link_model("m", tmp_path / "farm", store=store)
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "farm")
+    assert type(again) is type(model)
+    assert again.dtype is torch.bfloat16
+    assert torch.equal(logits(again.eval()), logits(model))
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+@pytest.mark.parametrize(
+    ("kind", "quant_type"),
+    [
+        ("llama", None),
+        ("qwen3-moe", None),
+        ("llama", "int4"),
+        ("qwen3-moe", "int4"),
+        ("qwen3-moe", "mxfp8"),
+    ],
+)
+def test_mlx_lm_computes_the_same_from_links_as_from_an_export(
+    kind: str, quant_type: str | None, experts: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm does not run on this machine")
+    source = tmp_path / "source"
+    # MLX multiplies the experts of plain models on a CPU in this type only.
+    make(kind, torch.bfloat16 if quant_type else torch.float32).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    # Where mlx-lm still looks for these.
+    config |= {"rope_theta": 10_000.0} | ({"num_experts": 12} if "moe" in kind else {})
+    (source / "config.json").write_text(json.dumps(config))
+    quantization: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
+    create(source, "m", store=store, experts=experts, **quantization)
+    export_model("m", tmp_path / "out", store=store)
+    linked = link_model("m", tmp_path / "farm", store=store)
+    assert linked.links
+    results = []
+    for folder in ("out", "farm"):
+        model, _ = mlx_utils.load_model(tmp_path / folder)
+        result = model(mx.arange(1, 33)[None])
+        mx.eval(result)
+        results.append(result)
+        quantized = [one for one in model.modules() if type(one).__name__ == "QuantizedLinear"]
+        assert bool(quantized) == (quant_type is not None)
+    assert mx.array_equal(*results)
+    assert_opened_by_safetensors(tmp_path / "farm")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.models import dense_tensors, quantizable_tensors, write_folder
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+COUNT = len(dense_tensors())
+
+
+def test_makes_a_folder_of_links(stored: LocalStore, tmp_path: Path) -> None:
+    result = run("link", "dense", tmp_path / "farm")
+
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    start = f"linked dense:latest in {tmp_path}/farm: {COUNT} tensors in {COUNT} links ("
+    assert result.stdout.startswith(start)
+    assert "copied" not in result.stdout
+    links = [path for path in (tmp_path / "farm").iterdir() if path.is_symlink()]
+    assert len(links) == COUNT
+
+
+def test_makes_hard_links_when_asked(stored: LocalStore, tmp_path: Path) -> None:
+    assert run("link", "dense", tmp_path / "farm", "--hard").exit_code == 0
+    files = list((tmp_path / "farm").glob("*.safetensors"))
+    assert [path.is_symlink() for path in files] == [False] * COUNT
+    assert {path.stat().st_nlink for path in files} == {2}
+
+
+def test_says_what_is_copied(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model", quantizable_tensors())
+    assert run("create", source, "m", "--quantize", "int4").exit_code == 0
+
+    result = run("link", "m", tmp_path / "farm")
+
+    assert result.stderr.startswith("note: weight files that are copies: 3, ")
+    assert "note: weight files that are copies: 1, " in result.stderr
+    assert " links (" in result.stdout
+    assert ", 4 files copied (" in result.stdout
+
+
+def test_tells_exact_numbers_as_json(stored: LocalStore, tmp_path: Path) -> None:
+    linked = run_json("link", "dense", tmp_path / "farm")
+
+    assert linked.pop("seconds") >= 0
+    files = list((tmp_path / "farm").iterdir())
+    assert linked == {
+        "name": "dense:latest",
+        "folder": str(tmp_path / "farm"),
+        "files": len(files),
+        "tensors": COUNT,
+        "links": COUNT,
+        "bytes_linked": sum(path.stat().st_size for path in files if path.is_symlink()),
+        "shared": 0,
+        "bytes_shared": 0,
+        "copied": 0,
+        "bytes_copied": 0,
+        "notices": [],
+    }
+
+
+def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "farm").mkdir()
+    (tmp_path / "farm" / "mine").write_bytes(b"")
+
+    assert run("link", "dense", tmp_path / "farm").exit_code == 1
+    assert [path.name for path in (tmp_path / "farm").iterdir()] == ["mine"]
+
+
+def test_suggests_a_name_that_exists(stored: LocalStore, tmp_path: Path) -> None:
+    result = run("link", "dnese", tmp_path / "farm")
+
+    assert result.exit_code == 3
+    assert "dense" in result.stderr
