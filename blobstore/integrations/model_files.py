@@ -1,0 +1,137 @@
+"""What the libraries read beside the weights: the small files, in a folder that soon goes again."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.folder import small_files
+from blobstore.text import printable, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.loader import Model, Verify
+    from blobstore.progress import Progress
+    from blobstore.residence import Prefetch, Read
+
+_MAX_REASON = 500
+"""Characters of a library's own message that are shown."""
+
+
+class Opening(TypedDict, total=False):
+    """How a model is opened; see :func:`blobstore.open`."""
+
+    verify: Verify
+    read: Read
+    prefetch: Prefetch | None
+    progress: Progress | None
+
+
+@contextlib.contextmanager
+def folder_of_files(
+    model: Model, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
+) -> Iterator[Path]:
+    """Give a temporary folder of a model's small files, never of weights, and remove it.
+
+    Args:
+        model: the model.
+        patterns: the names of the files that are wanted.
+        written: files that shall say something else than the stored ones.
+
+    Raises:
+        BlobMissing, BlobDamaged, InvalidManifest: a file is not whole, or its name is none.
+    """
+    with tempfile.TemporaryDirectory(prefix="blobstore-") as name:
+        folder = Path(name)
+        contents = {
+            file: model.read_file(file)
+            for file in small_files(model.manifest)
+            if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+        }
+        for file, content in {**contents, **(written or {})}.items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        yield folder
+
+
+def decoded(model: Model, name: str) -> dict[str, Any]:
+    """Return the JSON object that a file of a model holds.
+
+    Raises:
+        BlobstoreError: the model has no such file.
+        BlobMissing, BlobDamaged: it is not whole, or no JSON object.
+    """
+    if name not in model.files:
+        message = f"{model.reference} has no {name}, which tells how to build the model"
+        raise BlobstoreError(message)
+    try:
+        value = json.loads(model.read_file(name))
+    except (ValueError, RecursionError) as error:  # it is kept as the source had it
+        message = f"{name} of {model.reference} is not JSON: {error}"
+        raise BlobDamaged(message) from None
+    if not isinstance(value, dict):
+        message = f"{name} of {model.reference} is not a JSON object"
+        raise BlobDamaged(message)
+    return value
+
+
+@contextlib.contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Make one clear line of whatever a library raises, with what it failed to do before it.
+
+    Raises:
+        BlobstoreError: the library raised something.
+    """
+    try:
+        yield
+    except (BlobstoreError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        message = f"{what}: {type(error).__name__}: {printable(reason, _MAX_REASON)}"
+        raise BlobstoreError(message) from error
+
+
+def check_names(
+    what: str,
+    *,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+    misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+) -> None:
+    """Check that a model got all the tensors that it needs, and no other.
+
+    Args:
+        what: the model and the library, for the message.
+        missing: tensors that the library needs and the store has not.
+        unexpected: tensors of the store that the library has no place for.
+        misshapen: name, stored shape and expected shape of those that do not fit.
+
+    Raises:
+        BlobstoreError: it did not; all of them are listed.
+    """
+    faults = [
+        *_listed("missing", missing),
+        *_listed("unexpected", unexpected),
+        *_listed("of another shape", [_shapes(*item) for item in misshapen], shown=str),
+    ]
+    if faults:
+        message = f"{what}: {'; '.join(faults)}"
+        raise BlobstoreError(message)
+
+
+def _shapes(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{quoted(name)} {list(stored)} where {list(expected)} is expected"
+
+
+def _listed(kind: str, names: Sequence[str], shown: Any = quoted) -> Iterator[str]:
+    if names:
+        noun = "tensor" if len(names) == 1 else "tensors"
+        yield f"{len(names)} {noun} {kind}: {', '.join(map(shown, sorted(names)))}"

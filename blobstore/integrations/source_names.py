@@ -1,0 +1,64 @@
+"""What the tensors of a model were called in its source: the names that libraries convert from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.contents import read_contents
+from blobstore.errors import BlobDamaged
+from blobstore.quantize import gpt_oss
+from blobstore.quantize.stated import StatedQuantization
+from blobstore.stacks import read_stacks
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from typing import Any
+
+    from blobstore.loader import Model
+    from blobstore.store.local import LocalStore
+
+
+def stacked_names(store: LocalStore, model: Model) -> dict[str, list[str]]:
+    """Return the names of the tensors that each stacked tensor of a model was made of.
+
+    Raises:
+        BlobDamaged: the list names tensors that do not exist, or have not as many parts, or it
+            gives two tensors one name.
+    """
+    stacks = read_stacks(store, model.manifest)
+    specs = model.specs if stacks else {}
+    used = set(specs) - set(stacks)
+    for name, sources in stacks.items():
+        shape = specs[name].shape if name in specs else ()
+        if shape[:1] != (len(sources),):
+            message = (
+                f"{model.reference}: tensor {quoted(name)} is said to be made of {len(sources)} "
+                f"tensors, and it {f'has shape {list(shape)}' if shape else 'does not exist'}"
+            )
+            raise BlobDamaged(message)
+        for source in sources:
+            if source in used:
+                message = f"{model.reference}: two tensors were both called {quoted(source)}"
+                raise BlobDamaged(message)
+            used.add(source)
+    return stacks
+
+
+def component_prefixes(model: Model) -> tuple[str, ...]:
+    """Return what the names of tensors begin with that belong to other components of a pipeline."""
+    folders = {file.rpartition("/")[0] for file in model.files if "/" in file}
+    return tuple(f"{folder}/" for folder in sorted(folders))
+
+
+def gpt_oss_experts(store: LocalStore, model: Model, config: Mapping[str, Any]) -> Collection[str]:
+    """Return the quantized weights of a model if they are held as gpt-oss holds them.
+
+    Raises:
+        BlobMissing, BlobDamaged: a blob is not whole.
+    """
+    if StatedQuantization(config).method != gpt_oss.METHOD:
+        return ()  # which spares us the headers of all blobs
+    tensors = read_contents(store, model.manifest).tensors.values()
+    packed = [(item.name, item.shape, item.item) for item in tensors if item.companions]
+    return [name for name, *_ in packed] if gpt_oss.is_form_of(config, packed) else ()

@@ -1,0 +1,264 @@
+"""Models and tokenizers of the transformers library, from the store.
+
+On the processor a parameter is a view of the mapped blob: nothing is copied that transformers does
+not compute anew (experts that it fuses, other element types). The maps are private, so training such
+a model never reaches the store, and they live as long as any parameter does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from blobstore.errors import BlobstoreError, UsageError
+from blobstore.integrations.model_files import blaming, check_names, decoded, folder_of_files
+from blobstore.integrations.source_names import (
+    component_prefixes,
+    gpt_oss_experts,
+    stacked_names,
+)
+from blobstore.loader import open_model
+from blobstore.quantize.mlx_form import exported_config
+from blobstore.store.local import LocalStore
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    from blobstore.loader import Model, Verify
+    from blobstore.manifests.reference import Reference
+    from blobstore.residence import Prefetch, Read
+
+_FILES = ("*config.json", "*.py")
+"""What is needed to build a model, of all components."""
+
+
+def from_store(
+    name: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    auto_class: type | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str = "cpu",
+    subfolder: str = "",
+    strict: bool = True,
+    trust_remote_code: bool = False,
+    verify: Verify = "size",
+    read: Read = "mmap",
+    prefetch: Prefetch | None = None,
+    **options: Any,
+) -> transformers.PreTrainedModel:
+    """Return a model of the store, in evaluation mode.
+
+    Args:
+        name: the name, ``[host/][namespace/]model[:tag]``.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        auto_class: a class of models, an Auto class, or the name of one in transformers; by default
+            the class that ``config.json`` names.
+        dtype: the element type; by default that of ``config.json``, else that of the first tensor.
+            Any other than the stored one costs a copy. Quantized weights become plain numbers.
+        device: where the model is put; anything but ``cpu`` is a copy.
+        subfolder: the component of a pipeline.
+        strict: refuse a model that lacks tensors, or has others than the class takes. Otherwise
+            transformers makes up what is missing, and warns.
+        trust_remote_code: run the code that came with the model, if its config asks for it.
+        verify: this, ``read`` and ``prefetch`` are those of :func:`blobstore.open`.
+        read: see there.
+        prefetch: see there.
+        options: for ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        ModelNotFound: the store has no such name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
+        UsageError: there is no such class or device.
+        BlobstoreError: transformers cannot build it; which tensors are missing or unexpected is
+            listed in full.
+    """
+    store = store or LocalStore()
+    _check_device(device)
+    with open_model(
+        name,
+        store=store,
+        framework="torch",
+        verify=verify,
+        dequantize=True,
+        read=read,
+        prefetch=prefetch,
+    ) as model:
+        what = f"transformers cannot build {model.reference}"
+        stated = _stated(model, subfolder)
+        with _folder(model, subfolder, stated) as folder, blaming(what):
+            config = _config(folder, trust_remote_code)
+            chosen = _model_class(config, auto_class, folder if trust_remote_code else None)
+            if (folder / "generation_config.json").exists():
+                own = transformers.GenerationConfig.from_pretrained(folder)
+                options.setdefault("generation_config", own)
+        if strict:
+            options["ignore_mismatched_sizes"] = True  # they are listed below
+        state = _state(store, model, subfolder, gpt_oss_experts(store, model, stated))
+        with blaming(what):
+            built, info = chosen.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                **options,
+            )
+    if strict:
+        check_names(
+            f"{chosen.__name__} cannot take the tensors of {model.reference}",
+            missing=list(info["missing_keys"]),
+            unexpected=list(info["unexpected_keys"]),
+            misshapen=list(info["mismatched_keys"]),
+        )
+    built.config.name_or_path = built.name_or_path = str(model.reference)
+    placed: transformers.PreTrainedModel = built if device == "cpu" else built.to(device)
+    return placed
+
+
+def config_from_store(
+    name: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    subfolder: str = "",
+    trust_remote_code: bool = False,
+) -> transformers.PreTrainedConfig:
+    """Return the config of a model of the store, without a word about quantization.
+
+    Raises:
+        BlobstoreError: transformers cannot make one of ``config.json``. Otherwise as
+            :func:`from_store`.
+    """
+    with open_model(name, store=store, verify="none") as model:
+        stated = _stated(model, subfolder)
+        what = f"transformers cannot make a config of that of {model.reference}"
+        with _folder(model, subfolder, stated) as folder, blaming(what):
+            config = _config(folder, trust_remote_code)
+    config.name_or_path = str(model.reference)
+    return config
+
+
+def tokenizer_from_store(
+    name: str | Reference,
+    store: LocalStore | None = None,
+    *,
+    subfolder: str = "",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer of a model of the store.
+
+    Raises:
+        BlobstoreError: transformers cannot make one of the files. Otherwise as :func:`from_store`.
+    """
+    with (
+        open_model(name, store=store, verify="none") as model,
+        folder_of_files(model) as folder,
+        blaming(f"transformers cannot make a tokenizer of the files of {model.reference}"),
+    ):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder / subfolder, trust_remote_code=trust_remote_code, **options
+        )
+    tokenizer.name_or_path = str(model.reference)
+    return tokenizer
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        message = f"torch has no device {quoted(device)} here: {str(error).splitlines()[0]}"
+        raise UsageError(message) from None
+
+
+def _stated(model: Model, subfolder: str) -> dict[str, Any]:
+    return decoded(model, f"{subfolder}/config.json" if subfolder else "config.json")
+
+
+@contextlib.contextmanager
+def _folder(model: Model, subfolder: str, stated: dict[str, Any]) -> Iterator[Path]:
+    """Give a temporary folder of the component's configs, of weights that are plain numbers."""
+    plain = exported_config(stated, {})
+    path = f"{subfolder}/config.json" if subfolder else "config.json"
+    written = {} if plain is None else {path: json.dumps(plain).encode()}
+    with folder_of_files(model, _FILES, written) as folder:
+        yield folder / subfolder
+
+
+def _config(folder: Path, trust_remote_code: bool) -> transformers.PreTrainedConfig:
+    config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+        folder, trust_remote_code=trust_remote_code
+    )
+    return config
+
+
+def _model_class(
+    config: transformers.PreTrainedConfig, wanted: type | str | None, code: Path | None
+) -> Any:
+    """Return the class to build; one that came with the model only if its folder is given."""
+    if wanted is None and config.architectures:
+        return _named_class(config, config.architectures[0], code)
+    chosen: Any = transformers.AutoModel if wanted is None else wanted
+    if isinstance(chosen, str):
+        chosen = getattr(transformers, chosen, None)
+    if (mapping := getattr(chosen, "_model_mapping", None)) is not None:
+        return _mapped_class(config, chosen, mapping)
+    if not _is_model_class(chosen):
+        message = f"{quoted(wanted)} is no class of models of transformers"
+        raise UsageError(message)
+    return chosen
+
+
+def _named_class(config: transformers.PreTrainedConfig, name: str, code: Path | None) -> Any:
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        if code is not None and str(reference).endswith(f".{name}"):
+            return get_class_from_dynamic_module(reference, code)
+    found = getattr(transformers, name, None)
+    if not _is_model_class(found):
+        message = (
+            f"config.json names the class {quoted(name)}, which transformers "
+            f"{transformers.__version__} has not"
+        )
+        raise BlobstoreError(message)
+    return found
+
+
+def _mapped_class(config: transformers.PreTrainedConfig, auto_class: Any, mapping: Any) -> Any:
+    try:
+        found = mapping[type(config)]
+    except KeyError:
+        message = (
+            f"{auto_class.__name__} has no class for models of type {quoted(config.model_type)}"
+        )
+        raise BlobstoreError(message) from None
+    classes = found if isinstance(found, tuple) else (found,)
+    names = config.architectures or []
+    return next((item for item in classes if item.__name__ in names), classes[0])
+
+
+def _is_model_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
+
+
+def _state(
+    store: LocalStore, model: Model, subfolder: str, transposed: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a component under the names of its source."""
+    prefix = f"{subfolder}/" if subfolder else ""
+    state = model.tensors(prefix)
+    for name in transposed:
+        state[name] = state[name].transpose(-1, -2).contiguous()
+    for name, sources in stacked_names(store, model).items():
+        if name in state:
+            state.update(zip(sources, state.pop(name).unbind(0), strict=True))
+    if prefix:
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    others = component_prefixes(model)
+    return {name: state[name] for name in state if not name.startswith(others)}

@@ -1,0 +1,556 @@
+"""Models of transformers from the store compute what the same models compute from their folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+import blobstore
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    ModelNotFound,
+    UsageError,
+)
+from blobstore.export import export_model
+from blobstore.integrations.transformers import (
+    config_from_store,
+    from_store,
+    tokenizer_from_store,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from blobstore.verify import verify_models
+from tests.real.test_transformers import logits, make
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.plan import ExpertForm
+
+needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel in Linux's way")
+TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a model of random weights, the same ones every time."""
+    if kind == "mixtral":
+        torch.manual_seed(0)
+        config = transformers.MixtralConfig(**TEXT, num_local_experts=12)
+        model: Any = transformers.MixtralForCausalLM._from_config(config, dtype=dtype)
+    elif kind == "tied":
+        torch.manual_seed(0)
+        tied = transformers.LlamaConfig(**TEXT, tie_word_embeddings=True)
+        model = transformers.LlamaForCausalLM._from_config(tied, dtype=dtype)
+    else:
+        model = make(kind, dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def from_folder(folder: Path, **options: Any) -> Any:
+    auto: Any = transformers.AutoModelForCausalLM
+    if "vit" in json.loads((folder / "config.json").read_text())["model_type"]:
+        auto = transformers.AutoModelForImageClassification
+    return auto.from_pretrained(folder, **options)
+
+
+def mapped(model: Any, store: LocalStore) -> set[str]:
+    """Return the parameters that lie in a mapped blob, as the kernel tells."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    spans = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in lines
+        if str(store.layout.root) in line
+    ]
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if any(begin <= parameter.data_ptr() < end for begin, end in spans)
+    }
+
+
+def parameters(model: Any) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "mixtral", "vit"])
+def test_a_model_computes_what_it_does_from_its_folder(
+    kind: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved(kind, tmp_path / "source")
+    blobstore.create(source, "m", store=store, experts=experts)
+
+    model = from_store("m", store=store)
+
+    expected = from_folder(source)
+    assert type(model) is type(expected)
+    assert not model.training
+    assert torch.equal(logits(model), logits(expected))
+    assert model.name_or_path == model.config.name_or_path == "m:latest"
+
+
+@needs_maps
+@pytest.mark.parametrize("kind", ["llama", "tied", "vit"])
+def test_every_parameter_of_a_dense_model_is_a_part_of_a_blob(
+    kind: str, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
+
+    model = from_store("m", store=store)
+
+    assert mapped(model, store) == parameters(model) != set()
+
+
+@needs_maps
+def test_blobs_can_be_read_and_not_mapped(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+
+    model = from_store("m", store=store, read="pread")
+
+    assert mapped(model, store) == set()
+    assert torch.equal(logits(model), logits(from_folder(source)))
+
+
+@needs_maps
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
+def test_only_fused_experts_are_new_memory(kind: str, store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
+
+    model = from_store("m", store=store)
+
+    copied = parameters(model) - mapped(model, store)
+    assert len(copied) == 4
+    assert all(".experts." in name for name in copied)
+
+
+def test_tied_weights_stay_tied(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("tied", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+
+    model: Any = from_store("m", store=store)
+
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), logits(from_folder(source)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "quant_type", "experts"),
+    [
+        ("llama", "int8", "packed"),
+        ("qwen3-moe", "int4", "packed"),
+        ("mixtral", "mxfp4", "packed"),
+        ("qwen3-moe", "mxfp8", "stacked"),
+    ],
+)
+def test_a_quantized_model_computes_what_its_dequantized_export_does(
+    kind: str, quant_type: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved(kind, tmp_path / "source", torch.bfloat16)
+    blobstore.create(
+        source, "m", store=store, quantize=quant_type, policy="uniform", experts=experts
+    )
+    export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
+
+    model = from_store("m", store=store)
+
+    assert torch.equal(logits(model), logits(from_folder(tmp_path / "out")))
+    assert not torch.equal(logits(model), logits(from_folder(source)))
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_model_that_mlx_quantized_is_plain_numbers(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source", torch.bfloat16)
+    blobstore.create(source, "first", store=store, quantize="int4", policy="uniform")
+    export_model(Reference.parse("first"), tmp_path / "mlx", store=store)
+    assert "quantization" in json.loads((tmp_path / "mlx" / "config.json").read_text())
+    blobstore.create(tmp_path / "mlx", "m", store=store)
+
+    model = from_store("m", store=store)
+
+    assert torch.equal(logits(model), logits(from_store("first", store=store)))
+    assert not hasattr(config_from_store("m", store=store), "quantization")
+
+
+def write_gpt_oss(source: Path) -> Path:
+    """Write a model of random weights with experts in mxfp4."""
+    torch.manual_seed(0)
+    shape = {**TEXT, "hidden_size": 64, "max_position_embeddings": 131072}
+    config = transformers.GptOssConfig(
+        **shape, head_dim=16, num_local_experts=3, num_experts_per_tok=2
+    )
+    model: Any = transformers.GptOssForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(source)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for place in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, _, rows = tensors.pop(place).shape
+        blocks = torch.randint(0, 256, (experts, rows, 2, 16), dtype=torch.uint8)
+        tensors[f"{place}_blocks"] = blocks
+        scales = torch.randint(118, 124, (experts, rows, 2), dtype=torch.uint8)
+        tensors[f"{place}_scales"] = scales
+    save_file(tensors, file, metadata={"format": "pt"})
+    path = source / "config.json"
+    stated = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(stated))
+    return source
+
+
+def test_gpt_oss_is_read_as_transformers_multiplies(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(write_gpt_oss(tmp_path / "source"), "m", store=store)
+    export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
+
+    found = from_store("m", store=store)
+
+    assert torch.equal(logits(found), logits(from_folder(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float16"])
+def test_another_type_is_what_it_is_from_the_folder(
+    dtype: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+
+    model = from_store("m", store=store, dtype=dtype)
+
+    assert model.dtype is getattr(torch, str(dtype).removeprefix("torch."))
+    assert torch.equal(logits(model), logits(from_folder(source, dtype=dtype)))
+
+
+def test_training_never_reaches_the_store(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+    model: Any = from_store("m", store=store)
+    before = logits(model)
+
+    model(torch.arange(1, 33)[None], labels=torch.arange(1, 33)[None]).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+    assert not torch.equal(logits(model), before)
+    assert verify_models(store=store).faults == ()
+    assert torch.equal(logits(from_store("m", store=store)), before)
+
+
+def test_a_model_outlives_its_store(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+    model = from_store("m", store=store)
+
+    shutil.rmtree(store.layout.root)
+    gc.collect()
+
+    assert torch.equal(logits(model), logits(from_folder(source)))
+
+
+@pytest.mark.parametrize(
+    "auto_class",
+    [
+        "AutoModelForCausalLM",
+        "LlamaForCausalLM",
+        transformers.AutoModelForCausalLM,
+        transformers.LlamaForCausalLM,
+    ],
+)
+def test_a_class_can_be_named(auto_class: Any, store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+
+    model = from_store("m", store=store, auto_class=auto_class)
+
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("auto_class", ["NoSuchModel", "pipeline", dict])
+def test_rejects_what_is_no_class_of_models(
+    auto_class: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+
+    with pytest.raises(UsageError, match="is no class of models"):
+        from_store("m", store=store, auto_class=auto_class)
+
+
+def test_rejects_an_auto_class_that_has_none(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("vit", tmp_path / "source"), "m", store=store)
+
+    with pytest.raises(BlobstoreError, match="AutoModelForCausalLM has no class for .* 'vit'"):
+        from_store("m", store=store, auto_class="AutoModelForCausalLM")
+
+
+def test_a_model_without_a_head_is_an_auto_model(store: LocalStore, tmp_path: Path) -> None:
+    model: Any = make("vit")
+    model.vit.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    path.write_text(json.dumps(config))
+    # It has a pooler, which the classifier does without.
+    full = transformers.ViTModel.from_pretrained(tmp_path / "source")
+    full.save_pretrained(tmp_path / "full")
+    shutil.copy(path, tmp_path / "full" / "config.json")
+    blobstore.create(tmp_path / "full", "m", store=store)
+
+    assert type(from_store("m", store=store)) is transformers.ViTModel
+
+
+def renamed(folder: Path, names: dict[str, str | None]) -> Path:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for old, new in names.items():
+        tensor = tensors.pop(old)
+        if new is not None:
+            tensors[new] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_missing_and_unexpected_tensors_are_listed_in_full(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    norms = [f"model.layers.{number}.input_layernorm.weight" for number in range(2)]
+    source = renamed(
+        saved("llama", tmp_path / "source"),
+        {norms[0]: "model.extra.weight", norms[1]: None, "lm_head.weight": "head.weight"},
+    )
+    blobstore.create(source, "m", store=store)
+
+    with pytest.raises(BlobstoreError) as caught:
+        from_store("m", store=store)
+
+    assert str(caught.value) == (
+        "LlamaForCausalLM cannot take the tensors of m:latest: "
+        f"3 tensors missing: 'lm_head.weight', '{norms[0]}', '{norms[1]}'; "
+        "2 tensors unexpected: 'head.weight', 'model.extra.weight'"
+    )
+    assert type(from_store("m", store=store, strict=False)) is transformers.LlamaForCausalLM
+
+
+def test_tensors_of_another_shape_are_listed(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 80}))
+    blobstore.create(source, "m", store=store)
+
+    with pytest.raises(BlobstoreError) as caught:
+        from_store("m", store=store)
+
+    assert str(caught.value).endswith(
+        "2 tensors of another shape: 'lm_head.weight' [64, 32] where [80, 32] is expected, "
+        "'model.embed_tokens.weight' [64, 32] where [80, 32] is expected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 32}, r"cannot build m:latest: ValueError: Unrecognized model"),
+        ({"model_type": "nothing"}, "cannot build m:latest: .*`nothing`"),
+        ({"model_type": "llama", "architectures": ["NoSuchModel"]}, "class 'NoSuchModel'"),
+        ({"model_type": "llama", "architectures": ["pipeline"]}, "class 'pipeline'"),
+        ({"model_type": "llama", "hidden_size": "much"}, "cannot build m:latest"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_one_line(
+    config: dict[str, Any], message: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved("llama", tmp_path / "source")
+    (source / "config.json").write_text(json.dumps(config))
+    blobstore.create(source, "m", store=store)
+
+    with pytest.raises(BlobstoreError, match=message) as caught:
+        from_store("m", store=store)
+
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.exit_code == 1
+
+
+def test_a_model_without_a_config_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source / "model.safetensors", "m", store=store)
+
+    with pytest.raises(BlobstoreError, match="m:latest has no config.json"):
+        from_store("m", store=store)
+
+
+def test_a_missing_model_and_a_damaged_blob_are_told_apart(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+    with pytest.raises(ModelNotFound, match="'other:latest'"):
+        from_store("other", store=store)
+
+    layer = next(item for item in store.resolve(Reference.parse("m")).layers if item.name)
+    path = Path(store.layout.blob(layer.digest))
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BlobDamaged, match="m:latest"):
+        from_store("m", store=store, verify="digest")
+    path.write_bytes(data[:-1])
+    with pytest.raises(BlobDamaged, match="m:latest"):
+        from_store("m", store=store)
+
+
+def test_rejects_a_device_before_anything_is_read(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="torch has no device 'nothing' here"):
+        from_store("missing", store=store, device="nothing")
+
+
+def test_the_finished_model_is_moved_to_a_device(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+
+    model = from_store("m", store=store, device="meta")
+
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_settings_of_generation_are_taken_over(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    settings = {"eos_token_id": [7, 9], "max_new_tokens": 5, "repetition_penalty": 1.5}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    blobstore.create(source, "m", store=store)
+
+    model: Any = from_store("m", store=store)
+
+    expected = from_folder(source).generation_config.to_dict()
+    assert model.generation_config.to_dict() == expected
+    assert expected["eos_token_id"] == [7, 9]
+
+
+def test_options_reach_transformers(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+
+    model = from_store("m", store=store, attn_implementation="eager")
+
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_component_of_a_pipeline_is_a_model(store: LocalStore, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved("llama", source / "text_encoder")
+    index = {"_class_name": "P", "text_encoder": ["transformers", "LlamaForCausalLM"]}
+    (source / "model_index.json").write_text(json.dumps(index))
+    blobstore.create(source, "m", store=store)
+
+    model = from_store("m", store=store, subfolder="text_encoder")
+
+    assert torch.equal(logits(model), logits(from_folder(source / "text_encoder")))
+    with pytest.raises(BlobstoreError, match="has no vae/config.json"):
+        from_store("m", store=store, subfolder="vae")
+
+
+def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "2_Dense"}]))
+    (source / "2_Dense").mkdir()
+    (source / "2_Dense" / "config.json").write_text("{}")
+    save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense" / "model.safetensors")
+    blobstore.create(source, "m", store=store)
+    with blobstore.open("m", store=store) as stored:
+        assert "2_Dense/linear.weight" in stored
+
+    assert torch.equal(logits(from_store("m", store=store)), logits(from_folder(source)))
+
+
+def test_a_tokenizer_is_made_of_the_small_files_which_are_removed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved("llama", tmp_path / "source")
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(source)
+    blobstore.create(source, "m", store=store)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    found: Any = tokenizer_from_store("m", store)
+
+    assert found("b")["input_ids"] == tokenizer("b")["input_ids"] == [1]
+    assert found.chat_template == "{{ messages }}"
+    assert found.name_or_path == "m:latest"
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_model_without_a_tokenizer_says_so(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+
+    with pytest.raises(BlobstoreError, match="cannot make a tokenizer of the files of m:latest"):
+        tokenizer_from_store("m", store)
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_only_if_it_is_trusted(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    monkeypatch.syspath_prepend(str(cache))
+    source = saved("llama", tmp_path / "source")
+    marker = tmp_path / "it-ran"
+    (source / "own.py").write_text(CODE.format(marker=str(marker)))
+    path = source / "config.json"
+    own = {
+        "model_type": "own",
+        "architectures": ["OwnModel"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | own))
+    blobstore.create(source, "m", store=store)
+
+    with pytest.raises(BlobstoreError, match="trust_remote_code"):
+        from_store("m", store=store)
+    with pytest.raises(BlobstoreError, match="trust_remote_code"):
+        config_from_store("m", store=store)
+    assert not marker.exists()
+
+    model = from_store("m", store=store, trust_remote_code=True)
+    assert marker.exists()
+    assert type(model).__name__ == "OwnModel"
+    path.write_text(json.dumps(plain))
+    assert torch.equal(logits(model), logits(from_folder(source)))

@@ -1,0 +1,140 @@
+"""The pages on serving: what they show is run, from the first command to the last."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+
+import torch
+import transformers
+
+from tests.real.test_integrations_mlx_lm import free_port, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "serving"
+BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+SERVER = "python -m blobstore.integrations.mlx_lm_server "
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return [Block(match["language"], match["text"]) for match in BLOCK.finditer(text)]
+
+
+def commands(page: str) -> list[str]:
+    """Return the commands of a page that do not install anything."""
+    lines = [
+        line for block in blocks(page) if block.language == "sh" for line in block.text.splitlines()
+    ]
+    return [line for line in lines if not line.startswith("pip install ")]
+
+
+def program(page: str) -> str:
+    """Return the examples of a page as one program, for later ones build on earlier ones."""
+    return "\n".join(block.text for block in blocks(page) if block.language == "python")
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Give the variables of a process in a folder that has the model of the pages."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "llama-3.2-1b")
+    write_tokenizer(tmp_path / "llama-3.2-1b")
+    monkeypatch.chdir(tmp_path)
+    return {
+        **os.environ,
+        "BLOBSTORE_HOME": str(tmp_path / "store"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error",
+    }
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(command, capture_output=True, check=False, env=environment, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def in_python(command: str) -> list[str]:
+    """Return a command for this interpreter and this checkout."""
+    first, *rest = shlex.split(command)
+    if first == "blobstore":
+        return [sys.executable, "-m", "blobstore.cli", *rest]
+    return [sys.executable, *rest] if first == "python" else [first, *rest]
+
+
+def test_the_page_on_transformers_is_right(environment: dict[str, str]) -> None:
+    (create,) = commands("transformers.md")
+    assert "created llama-3.2:1b" in run(in_python(create), environment)
+
+    shown = run(
+        [sys.executable, "-c", f"{program('transformers.md')}\nprint(type(model), model.dtype)"],
+        environment,
+    )
+
+    generated, described = shown.splitlines()
+    assert len(re.findall(r"w\d+", generated)) >= 8
+    assert described.endswith("LlamaForCausalLM'> torch.float32")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page asks with curl")
+def test_the_page_on_mlx_lm_is_right(environment: dict[str, str]) -> None:
+    create, serve, *questions = commands("mlx-lm.md")
+    assert "created llama-3.2:1b" in run(in_python(create), environment)
+    generated = run([sys.executable, "-c", program("mlx-lm.md")], environment)
+    assert len(generated.split()) == 8
+
+    assert serve.startswith(SERVER)
+    port = str(free_port())
+    assert all("127.0.0.1:8080/" in question for question in questions)
+    assert "--port 8080" in serve
+    command = in_python(serve.replace("8080", port))
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
+        try:
+            while not is_up(f"http://127.0.0.1:{port}/health"):
+                assert server.poll() is None
+                time.sleep(0.05)
+            answers = [
+                run(["curl", "-sf", *shlex.split(question.replace("8080", port))[1:]], environment)
+                for question in questions
+            ]
+        finally:
+            server.terminate()
+    assert '"id": "llama-3.2:1b"' in answers[0]
+    assert f'"text": "{generated.strip()}"' in answers[1]
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=10) as answer:
+            return bool(answer.status == 200)
+    except URLError:
+        return False

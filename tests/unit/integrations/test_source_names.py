@@ -1,0 +1,137 @@
+"""What stacked tensors, components and the experts of gpt-oss were called before."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged
+from blobstore.integrations.source_names import (
+    component_prefixes,
+    gpt_oss_experts,
+    stacked_names,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
+from blobstore.store.local import LocalStore
+from tests.models import Arrays, moe_tensors, quantizable_tensors, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+UP = "model.layers.0.mlp.experts.up_proj.weight"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -> blobstore.Model:
+    """Return a model whose list of stacked tensors says something else."""
+    data = json.dumps(stacks).encode()
+    with store.ingest() as ingest:
+        ingest.add(len(data), lambda: [data])
+        ingest.publish()
+    layer = Descriptor(
+        media_type=media_types.STACKS, digest=Digest.of(data), size=len(data), name=""
+    )
+    with blobstore.open(name, store=store) as model:
+        layers = [
+            layer if item.media_type == media_types.STACKS else item
+            for item in model.manifest.layers
+        ]
+        manifest = Manifest(config=model.manifest.config, layers=tuple(layers))
+    store.publish(model.reference, manifest)
+    return blobstore.open(name, store=store)
+
+
+def test_gives_the_names_of_what_was_stacked(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", moe_tensors())
+    blobstore.create(source, "m", store=store, experts="stacked")
+
+    with blobstore.open("m", store=store) as model:
+        names = stacked_names(store, model)
+
+    place = "model.layers.0.mlp.experts"
+    assert names == {
+        f"{place}.{projection}.weight": [
+            f"{place}.{number}.{projection}.weight" for number in range(12)
+        ]
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def test_a_packed_model_has_none(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(write_folder(tmp_path / "source", moe_tensors()), "m", store=store)
+
+    with blobstore.open("m", store=store) as model:
+        assert stacked_names(store, model) == {}
+
+
+@pytest.mark.parametrize(
+    ("stacks", "message"),
+    [
+        ({"other": ["a"]}, r"'other' is said to be made of 1 tensors, and it does not exist"),
+        ({UP: ["a"]}, r"up_proj.weight' is said to be made of 1 tensors, and it has shape \[12, 6"),
+        ({UP: ["a"] * 12}, "two tensors were both called 'a'"),
+        (
+            {UP: ["model.layers.0.mlp.gate.weight", *map(str, range(11))]},
+            "two tensors were both called 'model.layers.0.mlp.gate.weight'",
+        ),
+    ],
+)
+def test_refuses_a_list_that_contradicts_the_tensors(
+    stacks: dict[str, list[str]], message: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "source", moe_tensors())
+    blobstore.create(source, "m", store=store, experts="stacked")
+
+    with with_stacks(store, "m", stacks) as model, pytest.raises(BlobDamaged, match=message):
+        stacked_names(store, model)
+
+
+def test_tells_the_components_by_their_files(store: LocalStore, tmp_path: Path) -> None:
+    files = {
+        "modules.json": b'[{"path": "1_Pooling"}, {"path": "2_Dense"}]',
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+    }
+    source = write_folder(tmp_path / "source", moe_tensors(), files=files)
+    blobstore.create(source, "m", store=store)
+
+    with blobstore.open("m", store=store) as model:
+        assert component_prefixes(model) == ("1_Pooling/", "2_Dense/")
+
+
+def test_knows_the_experts_of_gpt_oss(store: LocalStore, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    tensors: Arrays = {
+        "model.layers.0.mlp.experts.down_proj_blocks": np.zeros((3, 64, 2, 16), np.uint8),
+        "model.layers.0.mlp.experts.down_proj_scales": np.zeros((3, 64, 2), np.uint8),
+        "model.norm.weight": np.zeros(4, np.float32),
+    }
+    source = write_folder(
+        tmp_path / "source", tensors, files={"config.json": json.dumps(config).encode()}
+    )
+    blobstore.create(source, "m", store=store)
+
+    with blobstore.open("m", store=store) as model:
+        assert gpt_oss_experts(store, model, config) == ["model.layers.0.mlp.experts.down_proj"]
+        assert list(gpt_oss_experts(store, model, {})) == []
+
+
+def test_takes_no_other_quantized_model_for_gpt_oss(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", quantizable_tensors())
+    blobstore.create(source, "m", store=store, quantize="mxfp4")
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+
+    with blobstore.open("m", store=store) as model:
+        assert list(gpt_oss_experts(store, model, config)) == []
