@@ -643,11 +643,14 @@ def test_asks_for_no_code(tmp_path: Path, legacy: bool) -> None:
     )
 
 
-def test_names_some_of_what_is_asked_for(tmp_path: Path) -> None:
-    names = "".join(call(named("evil", f"name{n}")).decode() for n in range(10)).encode()
-    path = write(tmp_path, zip_file(pickled(b"](" + names + tensor() + b"e")))
-    assert "'evil.name0', 'evil.name1'" in refusal(path)
-    assert "'evil.name7' and 2 more" in refusal(path)
+@pytest.mark.parametrize(
+    ("count", "more"), [(1, ""), (8, ""), (9, " and 1 more"), (12, " and 4 more")]
+)
+def test_names_some_of_what_is_asked_for(tmp_path: Path, count: int, more: str) -> None:
+    calls = b"".join(call(named("evil", f"name{n}")) for n in range(count))
+    shown = ", ".join(f"'evil.name{n}'" for n in range(min(count, 8)))
+    message = refusal(write(tmp_path, zip_file(pickled(b"](" + calls + tensor() + b"e"))))
+    assert f"it asks for {shown}{more}, which no checkpoint" in message
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a.\udfff"])
@@ -751,6 +754,19 @@ def test_legacy_streams_with_such_storages_are_read(tmp_path: Path) -> None:
 def test_tensors_can_repeat_their_elements_within_bounds(tmp_path: Path) -> None:
     value = torch.randn(1, 1).expand(1 << 10, 1 << 10)
     check(save(tmp_path, {"a": value}), {"a": value})
+
+
+def test_how_much_tensors_can_repeat_depends_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_SPARE_SIZE", 0)
+    path = save(tmp_path, {"a": torch.zeros(1).expand(1 << 14)})
+    room = 16 * path.stat().st_size
+    assert room < 4 << 14
+    assert "its tensors are 65536 bytes" in refusal(path)
+    path = save(tmp_path, {"a": torch.zeros(1).expand(room // 8)})
+    with open_checkpoint(path) as checkpoint:
+        assert not any(read(checkpoint, "a"))
 
 
 @pytest.mark.parametrize("names", [1, 64])

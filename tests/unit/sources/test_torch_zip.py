@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import random
 import warnings
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from blobstore.errors import CheckpointRefused
+from blobstore.sources import torch_zip
 from blobstore.sources.torch_tensors import Storage
 from blobstore.sources.torch_zip import ZipCheckpoint
 from blobstore.tensor import DType
@@ -208,6 +210,20 @@ def test_rejects_a_pickle_that_compresses_beyond_belief() -> None:
     assert parsed(deflated_file(padded(4 * 2**20))).pickle_size > 4 * 2**20
     assert parsed(zip_file(padded(size))).pickle_size > size
     assert "over the limit of 4" in refusal(deflated_file(padded(size)))
+
+
+@pytest.mark.parametrize(("ratio", "is_read"), [(2, True), (1, False)])
+def test_what_a_pickle_may_become_depends_on_its_size(
+    monkeypatch: pytest.MonkeyPatch, ratio: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(torch_zip, "_SPARE_PICKLE_SIZE", 0)
+    monkeypatch.setattr(torch_zip, "_MAX_PICKLE_RATIO", ratio)
+    digits = random.Random(1).randbytes(10_000).hex()  # which compresses to a little over half
+    data = deflated_file(pickled(mapping(a=tensor(), b=text(digits))))
+    if is_read:
+        assert parsed(data).pickle_size > len(digits)
+    else:
+        assert "over the limit of 1" in refusal(data)
 
 
 # The storages
