@@ -111,9 +111,13 @@ class Checkpoint:
     def views(self) -> dict[str, TensorView]:
         """Return :meth:`view` of every tensor."""
         memory = self._memory()
+        new = tuple.__new__  # in C, as the constructors of named tuples are not
         with collector_paused():
             return {
-                name: TensorView(tensor.spec, memory[tensor.offset : tensor.offset + tensor.nbytes])
+                name: new(
+                    TensorView,
+                    (tensor.spec, memory[tensor.offset : tensor.offset + tensor.nbytes]),
+                )
                 if tensor.is_mapped
                 else self._view(tensor)
                 for name, tensor in self._tensors.items()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from blobstore.sources.zip_entries import ZipEntry
 
+_new = tuple.__new__
+"""In C, as the constructors of named tuples are not; a checkpoint makes tens of thousands."""
 MAX_RANK: Final = 64
 """Dimensions that numpy can hold."""
 _MAX_WRAPPERS = 8
@@ -185,13 +187,13 @@ class TensorReader:
             )
             raise CheckpointRefused(message)
         begin = begin + offset * itemsize if elements else 0
-        spec = TensorSpec(name, dtype, shape if dtype is not DType.F4 else _in_halves(shape))
+        shape = shape if dtype is not DType.F4 else _in_halves(shape)
         place = self._places[storage.key]
         is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
         is_turned = self._is_swapped and storage.itemsize > 1
         is_direct = is_ordered and not (is_turned or is_conjugated or is_negated)
-        return StridedTensor(
-            spec,
+        parts = (
+            _new(TensorSpec, (name, dtype, shape)),
             storage,
             place,
             begin,
@@ -204,6 +206,7 @@ class TensorReader:
             is_conjugated,
             is_negated,
         )
+        return _new(StridedTensor, parts)
 
     def _extent(self, shape: Any, stride: Any) -> Extent:
         found = self._extents[id(shape), id(stride)] = _measured(shape, stride)
@@ -239,7 +242,7 @@ class TensorReader:
             raise CheckpointRefused(message)
         if type(count) is not int or not 0 <= count <= _LARGEST:
             _natural(count, "a storage's count")
-        storage = Storage(key, name, dtype, itemsize, count)
+        storage = _new(Storage, (key, name, dtype, itemsize, count))
         known = self.storages.setdefault(key, storage)
         if known is not storage and known != storage:
             message = f"storage {quoted(key)} is given two types or counts"

@@ -39,14 +39,19 @@ if TYPE_CHECKING:
 
 # APPNOTE 4.3.7; x skips the version and the time.
 _LOCAL = Struct("<4s2xHH4xIIIHH")
+_LENGTHS = Struct("<HH").unpack_from
+_LENGTHS_AT = 26
+"""Where in a local header the lengths of the name and of the extra fields are."""
 _LOCAL_SIGN = b"PK\3\4"
 _SIZES_FOLLOW = 1 << 3
 
-_GROUP, _NEAR = 256, 4096
+_GROUP, _NEAR = 128, 4096
 """So many headers are read at once if they are so close to each other on average."""
 
 _INPUT = 1 << 16
 _PIECE = 1 << 20
+
+_new = tuple.__new__  # in C, as the constructors of named tuples are not
 
 _Local: TypeAlias = tuple[bytes, int, int, int, int, int, int, int]
 
@@ -113,8 +118,9 @@ def read_small_entry(descriptor: int, entry: ZipEntry, limit: int) -> bytes:
 def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEntry]:
     """Return the entries but folders; they are ``listed`` as they lie in the file up to ``end``."""
     entries = {}
-    unpack, parts_size = _LOCAL.unpack_from, _LOCAL.size
+    parts_size = _LOCAL.size
     window, window_start, free = b"", 0, 0
+    usual, usual_method = b"-", -1
     for index, entry in enumerate(listed):
         header, name, raw_name, method, crc, stored, size = entry
         at = header - window_start
@@ -122,27 +128,25 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         if name_at + len(raw_name) > len(window):
             window, window_start = _read_headers(descriptor, listed, index), header
             at, name_at = 0, parts_size
-        local = unpack(window, at)
-        sign, flags, other, other_crc, other_stored, other_size, name_size, extra_size = local
+        if method != usual_method or not window.startswith(usual, at):
+            local = _LOCAL.unpack_from(window, at)
+            _check_local(descriptor, entry, local)
+            if local[1] & _SIZES_FOLLOW and not any(local[3:6]):  # as it fits all entries
+                usual, usual_method = window[at : at + _LENGTHS_AT], method
+        name_size, extra_size = _LENGTHS(window, at + _LENGTHS_AT)
         offset = header + parts_size + name_size + extra_size
         if (
-            sign != _LOCAL_SIGN
-            or header < free
+            header < free
             or (not free and header)
-            or other != method
-            or flags & SEALED
             or name_size != len(raw_name)
             or not window.startswith(raw_name, name_at)
             or offset + stored > end
         ):
-            raise _fault(entry, local, free, end)
+            raise _misplaced(entry, name_size, offset, free, end)
         free = offset + stored
-        if (other_crc or other_stored or other_size or not flags & _SIZES_FOLLOW) and (
-            other_crc != crc or other_stored != stored or other_size != size
-        ):
-            _check_numbers(descriptor, entry, local)
         if not name.endswith("/"):
-            entries[name] = ZipEntry(name, offset, stored, size, crc, method == DEFLATED)
+            parts = (name, offset, stored, size, crc, method == DEFLATED)
+            entries[name] = _new(ZipEntry, parts)
         elif size:
             message = f"entry {quoted(name)} at byte {header} is a folder, but has {size} bytes"
             raise DamagedSource(message)
@@ -160,44 +164,45 @@ def _read_headers(descriptor: int, listed: list[Listed], index: int) -> bytes:
     return read_whole(descriptor, end - first[0], first[0])
 
 
-def _fault(entry: Listed, local: _Local, free: int, end: int) -> DamagedSource | UnsupportedSource:
-    """Return what is wrong with a local header."""
-    header, name, raw_name, method, _, stored, _ = entry
-    sign, flags, other, *_, name_size, extra_size = local
+def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
+    """Refuse a local header that says something else than the directory, but for its places."""
+    header, name, raw_name, method, *listed = entry
+    sign, flags, other_method, *numbers, _, extra_size = local
     who = f"entry {quoted(name)} at byte {header}"
     if sign != _LOCAL_SIGN:
-        return DamagedSource(f"no header of entry {quoted(name)} is at byte {header}")
+        message = f"no header of entry {quoted(name)} is at byte {header}"
+        raise DamagedSource(message)
+    if flags & SEALED:
+        message = f"{who} is encrypted or a patch, by its flags {flags:#06x}"
+        raise UnsupportedSource(message)
+    if other_method != method:
+        message = f"{who} has method {other_method}, but {method} in the directory"
+        raise DamagedSource(message)
+    may_miss = {0} if flags & _SIZES_FOLLOW else set()
+    if numbers == listed or {*numbers} <= may_miss:
+        return
+    extra = read_whole(descriptor, extra_size, header + _LOCAL.size + len(raw_name))
+    numbers[2], numbers[1], *_ = widen(extra, (numbers[2], numbers[1]), 0, 0, header)
+    for what, one, other in zip(("CRC", "stored size", "size"), numbers, listed, strict=True):
+        if one not in {other, *may_miss}:
+            message = f"{who} has the {what} {one} there, but {other} in the directory"
+            raise DamagedSource(message)
+
+
+def _misplaced(entry: Listed, name_size: int, offset: int, free: int, end: int) -> DamagedSource:
+    """Return what is wrong with an entry's name or place; its data would be at ``offset``."""
+    header, name, raw_name, _, _, stored, _ = entry
+    who = f"entry {quoted(name)} at byte {header}"
     if header < free:
         return DamagedSource(f"{who} begins before byte {free}, where the one before it ends")
     if not free and header:
         return DamagedSource(f"{who} is the first, and {header} bytes lie before it")
-    if flags & SEALED:
-        return UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
-    if other != method:
-        return DamagedSource(f"{who} has method {other}, but {method} in the directory")
-    offset = header + _LOCAL.size + name_size + extra_size
-    if name_size == len(raw_name) and offset + stored > end:
-        return DamagedSource(
-            f"{who} has {stored} bytes from byte {offset}, which go on past the start "
-            f"of the directory at byte {end}"
-        )
-    return DamagedSource(f"{who} has another name there than in the directory")
-
-
-def _check_numbers(descriptor: int, entry: Listed, local: _Local) -> None:
-    """Refuse a local header whose CRC and sizes are neither left out nor the directory's."""
-    header, name, raw_name, _, *listed = entry
-    _, flags, _, *numbers, _, extra_size = local
-    extra = read_whole(descriptor, extra_size, header + _LOCAL.size + len(raw_name))
-    numbers[2], numbers[1], *_ = widen(extra, (numbers[2], numbers[1]), 0, 0, header)
-    may_miss = {0} if flags & _SIZES_FOLLOW else set()
-    for what, one, other in zip(("CRC", "stored size", "size"), numbers, listed, strict=True):
-        if one not in {other, *may_miss}:
-            message = (
-                f"entry {quoted(name)} at byte {header} has the {what} {one} there, "
-                f"but {other} in the directory"
-            )
-            raise DamagedSource(message)
+    if offset + stored <= end or name_size != len(raw_name):
+        return DamagedSource(f"{who} has another name there than in the directory")
+    return DamagedSource(
+        f"{who} has {stored} bytes from byte {offset}, which go on past the start "
+        f"of the directory at byte {end}"
+    )
 
 
 def _copy(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memoryview]:

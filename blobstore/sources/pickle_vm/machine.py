@@ -178,6 +178,12 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                         whole = read_whole(state, at, numbers)
                         if whole is not None:
                             stack[-1], position = whole
+                elif code == BINUNICODE:
+                    begin = position + 4
+                    position = begin + _U32(data, position)[0]
+                    if position > size:
+                        raise state.cut_short()
+                    stack.append(str(data[begin:position], "utf-8", "surrogatepass"))
                 elif code == BININT1:
                     stack.append(data[position])
                     position += 1
@@ -192,12 +198,6 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                     stack = frames.pop()
                     stack.append(value)
                     objects += 1
-                elif code == BINUNICODE:
-                    begin = position + 4
-                    position = begin + _U32(data, position)[0]
-                    if position > size:
-                        raise state.cut_short()
-                    stack.append(str(data[begin:position], "utf-8", "surrogatepass"))
                 elif code == BININT2:
                     stack.append(_U16(data, position)[0])
                     position += 2

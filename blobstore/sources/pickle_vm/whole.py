@@ -39,10 +39,8 @@ _CALL = re.compile(
     rb"\x89h(.)\)Rr(.{4})tr(.{4})Rr(.{4})",
     re.DOTALL,
 )
-_SLOTS = struct.Struct("<7I").unpack
+_SLOTS = struct.Struct("<7I").pack
 _NUMBERS = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
-_LAST_SLOT = 6
-"""The run remembers seven values, under consecutive numbers."""
 _AFTER_CALL = 6
 """Bytes of REDUCE and LONG_BINPUT, with which a run ends."""
 _OBJECTS = 7
@@ -84,12 +82,15 @@ def read_whole(state: State, position: int, numbers: Numbers) -> tuple[Reduced, 
         strides,
         s4,
         hooks,
-        *more,
+        s5,
+        s6,
+        s7,
     ) = found.groups()
     memo = state.memo
     known = memo.items
-    a, b, c, d, e, f, g = _SLOTS(b"".join((s1, s2, s3, s4, *more)))
-    if not (len(known) == a < b < c < d < e < f < g == a + _LAST_SLOT) or memo.others:
+    a = len(known)
+    slots = _SLOTS(a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6)
+    if b"".join((s1, s2, s3, s4, s5, s6, s7)) != slots or memo.others:
         return None
     try:
         function = known[called[0]]

@@ -290,6 +290,27 @@ def test_rejects_another_number_in_the_header(field: str, flags: int) -> None:
     assert f"has the {what} 99 there" in refusal(make_zip([Member(local=alone)]))
 
 
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        ({"sign": b"PK\3\5"}, "no header of entry 'c'"),
+        ({"flags": 9}, "encrypted"),
+        ({"method": 8}, "method 8"),
+        ({"crc": 5}, "CRC 5 there"),
+        ({"size": 5}, "size 5 there"),
+        ({"flags": 0}, "CRC 0 there"),
+        ({"name_size": 2}, "another name"),
+    ],
+)
+def test_a_header_unlike_those_before_it_is_checked_as_they_were(
+    other: dict[str, Any], fault: str
+) -> None:
+    follows = {"flags": 8, "crc": 0, "stored": 0, "size": 0}
+    members = [Member(name, local=follows) for name in (b"a", b"b")]
+    with pytest.raises(BlobstoreError, match=fault):
+        entries(make_zip([*members, Member(b"c", local=follows | other)]))
+
+
 def test_numbers_may_be_missing_in_the_header_if_they_follow_the_data() -> None:
     for fields in itertools.product([{}, {"crc": 0}], [{}, {"stored": 0}], [{}, {"size": 0}]):
         missing: dict[str, int | bytes] = {k: v for part in fields for k, v in part.items()}
