@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -67,6 +69,25 @@ def read_exactly(descriptor: int, size: int, offset: int) -> bytes:
         size -= len(part)
         offset += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read into whole pages from the disk, leaving no copy in the page cache.
+
+    Returns:
+        The bytes read; none if the system or the file system cannot do it.
+    """
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)
+        return os.preadv(descriptor, [buffer], offset) if direct else 0
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def write_all(descriptor: int, data: Buffer) -> None:

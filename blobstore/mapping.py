@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
+import errno
 import mmap
 import os
 import sys
@@ -28,14 +28,19 @@ _MAP_OVER = mmap.MAP_PRIVATE | 0x10 | _MAP_NORESERVE
 # As Linux numbers them; macOS shares the first and refuses the others, which is no harm.
 _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 14, 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_LARGE_PAGE = 2 << 20
+_SAMPLES = 5
 
 
 class Region:
     """Room for some files, one after another in memory, each on a page of its own.
 
+    Files of a large page or more begin at one: where the page cache has them in large pages, Linux
+    maps these whole, and no byte of them takes a fault of its own.
+
     ``writable`` makes the maps private copies on write: what is written never reaches a file.
     A slot holds zeros until its file is mapped. With ``filled``, files are not mapped but read into
-    the slots by :meth:`view`; the memory is asked for in large pages.
+    the slots by :meth:`room`; the memory is asked for in large pages.
 
     Raises:
         BlobstoreError: there are not as many addresses, or the process may not have them.
@@ -44,8 +49,7 @@ class Region:
     def __init__(
         self, sizes: Sequence[int], *, writable: bool = False, filled: bool = False
     ) -> None:
-        pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
-        self.offsets = [0, *itertools.accumulate(pages)]
+        self.offsets = _layout(sizes, mmap.PAGESIZE if filled else _LARGE_PAGE)
         """Where each slot begins in :attr:`memory`."""
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable or filled else 0)
         # Without NORESERVE a private map larger than the machine's memory may be refused.
@@ -82,22 +86,82 @@ class Region:
         with contextlib.suppress(BufferError):
             self._all.close()
 
-    def view(self, slot: int, begin: int, end: int) -> memoryview:
-        """Return bytes of a slot to read a file into."""
+    def room(self, slot: int, begin: int, end: int) -> memoryview:
+        """Return the room of a slot for bytes of a file, to the end of their last page."""
         start = self.offsets[slot]
-        return memoryview(self._all)[start + begin : start + end]
+        return memoryview(self._all)[start + begin : start + _rounded(end, mmap.PAGESIZE)]
 
     def will_need(self, slot: int, size: int) -> None:
         """Ask for the bytes of a mapped file to be read, and do not wait for them."""
         if size:
             _madvise(self._address + self.offsets[slot], size, _MADV_WILLNEED)
 
-    def populate(self, slot: int, size: int) -> None:
-        """Read a mapped file and make its pages this process's, without the interpreter's lock."""
-        if not size or not _madvise(self._address + self.offsets[slot], size, _MADV_POPULATE_READ):
+    def is_cached(self, slot: int, size: int) -> bool:
+        """Tell whether a mapped file is in the page cache, by a sample of its pages."""
+        return _is_cached(self._address + self.offsets[slot], size)
+
+    def will_populate(self, slot: int, size: int) -> None:
+        """Ask for a mapped file to be read into large pages when it is populated."""
+        if size >= _LARGE_PAGE:
+            _madvise(self._address + self.offsets[slot], size, _MADV_HUGEPAGE)
+
+    def populate(self, slot: int, begin: int, end: int) -> None:
+        """Make pages of a mapped file this process's, without the interpreter's lock.
+
+        What is not in the page cache is read for that.
+
+        Raises:
+            OSError: it cannot be read, or has become shorter.
+        """
+        start = self.offsets[slot] + begin
+        if not _madvise(self._address + start, end - begin, _MADV_POPULATE_READ):
             return
-        start = self.offsets[slot]  # an old kernel, or another system
-        bytes(memoryview(self._all)[start : start + size : mmap.PAGESIZE])
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        # An old kernel, or another system.
+        bytes(memoryview(self._all)[start : start + end - begin : mmap.PAGESIZE])
+
+
+def is_cached(descriptor: int, size: int) -> bool:
+    """Tell whether an open file of ``size`` bytes is in the page cache, by a sample of its pages."""
+    if not size:
+        return True
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        return True
+    try:
+        return _is_cached(address, size)
+    finally:
+        _munmap(address, size)
+
+
+def _is_cached(address: int, size: int) -> bool:
+    last = (size - 1) // mmap.PAGESIZE
+    state = ctypes.create_string_buffer(1)
+    for part in range(_SAMPLES):
+        page = address + last * part // (_SAMPLES - 1) * mmap.PAGESIZE
+        # Where that is not told, as of files of others, it is no error and looks like a yes.
+        if _mincore(page, 1, state) == 0 and state.raw == b"\0":
+            return False
+    return True
+
+
+def _layout(sizes: Sequence[int], large_page: int) -> list[int]:
+    """Return where each file begins, and where the room for them ends."""
+    offsets = []
+    end = 0
+    for size in sizes:
+        begin = _rounded(end, large_page) if size >= large_page else end
+        offsets.append(begin)
+        end = begin + _rounded(size, mmap.PAGESIZE)
+    # Linux puts memory of whole large pages where such a page begins.
+    is_large = max(sizes, default=0) >= large_page
+    return [*offsets, _rounded(end, large_page if is_large else mmap.PAGESIZE)]
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 class _Buffer(ctypes.Structure):
@@ -126,7 +190,11 @@ _mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
-_madvise = ctypes.CDLL(None).madvise
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)

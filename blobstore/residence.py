@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.mapping import Region
 from blobstore.progress import Meter
 from blobstore.text import quoted
@@ -31,6 +31,7 @@ _REQUEST = 4 << 20
 _REQUESTS = 8
 """Requests at a time: one alone leaves a disk idle between two."""
 _POPULATING_THREADS = 2
+"""More would not come by what is in the page cache any faster."""
 
 
 class Residence:
@@ -91,6 +92,10 @@ class Residence:
                 self._warm(wanted & self._cold, self._region)
             return self._region
 
+    def holds(self, slot: int) -> bool:
+        """Tell whether a blob is in the memory."""
+        return slot not in self._absent
+
     def close(self) -> None:
         """Let go of the memory; views that were handed out keep it."""
         self._is_closed = True
@@ -110,22 +115,20 @@ class Residence:
             self._absent.discard(slot)
 
     def _fill(self, wanted: set[int], region: Region) -> None:
-        requests = [
-            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
-            for slot in sorted(wanted)
-            for begin in range(0, self._blobs[slot][1], _REQUEST)
-        ]
         meter = self._meter(wanted)
+        # Beforehand: it needs the lock of the address space, for which those who fill it would wait.
+        uncached = {slot for slot in wanted if not self._store.is_cached(*self._blobs[slot])}
 
         def read(request: tuple[int, int, int]) -> None:
             slot, begin, end = request
-            digest, size = self._blobs[slot]
-            self._store.read_into(digest, size, begin, region.view(slot, begin, end))
+            is_cold = slot in uncached
+            room = region.room(slot, begin, end)
+            if not is_cold:
+                room = room[: end - begin]
+            self._store.read_into(*self._blobs[slot], begin, room, past_cache=is_cold)
             meter.add(end - begin, "reading")
 
-        _all(read, requests, _REQUESTS)
-        for slot in wanted:  # empty ones have no requests, but must be there
-            self._store.check_size(*self._blobs[slot])
+        _all(read, self._requests(wanted), _REQUESTS)
         self._absent -= wanted
 
     def _warm(self, cold: set[int], region: Region) -> None:
@@ -133,15 +136,36 @@ class Residence:
             for slot in cold:
                 region.will_need(slot, self._blobs[slot][1])
         elif cold:
-            meter = self._meter(cold)
-
-            def populate(slot: int) -> None:
-                size = self._blobs[slot][1]
-                region.populate(slot, size)
-                meter.add(size, "reading")
-
-            _all(populate, sorted(cold), _POPULATING_THREADS)
+            self._populate(cold, region)
         self._cold -= cold
+
+    def _populate(self, cold: set[int], region: Region) -> None:
+        meter = self._meter(cold)
+        sizes = {slot: size for slot in cold if (size := self._blobs[slot][1])}
+        uncached = [slot for slot, size in sizes.items() if not region.is_cached(slot, size)]
+        for slot in uncached:
+            region.will_populate(slot, sizes[slot])
+
+        def populate(request: tuple[int, int, int]) -> None:
+            slot, begin, end = request
+            try:
+                region.populate(slot, begin, end)
+            except OSError as error:
+                digest, size = self._blobs[slot]
+                self._store.check_size(digest, size)  # it may have become shorter
+                message = f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
+                raise BlobDamaged(message) from error
+            meter.add(end - begin, "reading")
+
+        _all(populate, self._requests(cold), _REQUESTS if uncached else _POPULATING_THREADS)
+
+    def _requests(self, slots: set[int]) -> list[tuple[int, int, int]]:
+        """Return the requests for all bytes of some blobs."""
+        return [
+            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
+            for slot in sorted(slots)
+            for begin in range(0, self._blobs[slot][1], _REQUEST)
+        ]
 
     def _meter(self, slots: set[int]) -> Meter:
         return Meter(self._progress, sum(self._blobs[slot][1] for slot in slots))

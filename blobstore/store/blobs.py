@@ -19,7 +19,8 @@ from blobstore.errors import (
     InvalidHeader,
     StoreError,
 )
-from blobstore.files import read_exactly
+from blobstore.files import read_exactly, read_past_cache
+from blobstore.mapping import is_cached
 from blobstore.safetensors.file import read_header
 from blobstore.safetensors.header import Header
 from blobstore.text import quoted
@@ -105,14 +106,37 @@ class BlobReader:
                 os.close(descriptor)
             yield slot
 
-    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+    def is_cached(self, digest: Digest, size: int) -> bool:
+        """Tell whether most of a blob is in the page cache. Raises as :meth:`open_blob`."""
+        descriptor = self.open_blob(digest, size)
+        try:
+            return is_cached(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def read_into(
+        self,
+        digest: Digest,
+        size: int,
+        offset: int,
+        buffer: memoryview,
+        *,
+        past_cache: bool = False,
+    ) -> None:
         """Read bytes of a blob of ``size`` bytes, from ``offset`` on, until ``buffer`` is full.
+
+        With ``past_cache`` they do not come into the page cache. ``offset`` and ``buffer`` begin at a
+        page then, and ``buffer`` ends with one, behind the end of the blob if need be.
 
         Raises:
             BlobDamaged: also when the blob ends before. Otherwise as :meth:`open_blob`.
         """
         descriptor = self.open_blob(digest, size)
         try:
+            if past_cache:
+                count = read_past_cache(descriptor, buffer, offset)
+                buffer = buffer[count : size - offset]
+                offset += count
             while buffer:
                 count = os.preadv(descriptor, [buffer], offset)
                 if not count:

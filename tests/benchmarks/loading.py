@@ -69,7 +69,7 @@ def read_directly(paths: list[Path]) -> object:
         slot, begin = request
         descriptor = os.open(paths[slot], os.O_RDONLY | os.O_DIRECT)
         end = min(begin + _REQUEST, sizes[slot])
-        os.preadv(descriptor, [region.view(slot, begin, end)], begin)
+        os.preadv(descriptor, [region.room(slot, begin, end)], begin)
         os.close(descriptor)
 
     requests = [
@@ -77,6 +77,7 @@ def read_directly(paths: list[Path]) -> object:
     ]
     with ThreadPoolExecutor(_REQUESTS) as pool:
         list(pool.map(read, requests))
+    touch([torch.frombuffer(region.memory, dtype=torch.int64)])
     return region
 
 

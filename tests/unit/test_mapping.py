@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import BlobstoreError
-from blobstore.mapping import Region
+from blobstore.mapping import Region, is_cached
 from tests import sandbox
+from tests.page_cache import dropped
 
 PAGE = mmap.PAGESIZE
+LARGE = 2 << 20
 
 
 def put(region: Region, slot: int, path: Path) -> None:
@@ -142,10 +144,22 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
 
 def test_a_filled_region_is_read_into_and_read_only_for_others() -> None:
     region = Region([3, PAGE + 1], filled=True)
-    region.view(1, PAGE, PAGE + 1)[:] = b"z"
+    room = region.room(1, PAGE, PAGE + 1)
+    assert len(room) == PAGE
+    room[:1] = b"z"
     assert bytes(region.memory[region.offsets[1] + PAGE :][:1]) == b"z"
     assert memoryview(region.memory).readonly
     assert not memoryview(Region([3], filled=True, writable=True).memory).readonly
+
+
+def test_files_of_large_pages_begin_at_one(tmp_path: Path) -> None:
+    region = Region([5, LARGE, PAGE + 1, LARGE + 1, 7])
+    assert region.offsets == [
+        *(0, LARGE, 2 * LARGE, 3 * LARGE, 4 * LARGE + PAGE, 5 * LARGE),
+    ]
+    put(region, 3, file(tmp_path, b"x" * (LARGE + 1)))
+    assert region.memory[3 * LARGE : 4 * LARGE + 2] == b"x" * (LARGE + 1) + b"\0"
+    assert Region([5, LARGE], filled=True).offsets == [0, PAGE, PAGE + LARGE]
 
 
 def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
@@ -153,7 +167,7 @@ def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     for slot, size in ((0, PAGE * 3), (1, 0)):
         region.will_need(slot, size)
-        region.populate(slot, size)
+        region.populate(slot, 0, size)
     assert region.memory[: PAGE * 3] == b"x" * PAGE * 3
 
 
@@ -165,8 +179,51 @@ def test_populates_without_the_help_of_the_system(
     monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", -1)  # as for an old kernel
     region = Region([PAGE * 3])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
-    region.populate(0, PAGE * 3)
+    region.populate(0, 0, PAGE * 3)
     assert region.memory[:1] == b"x"
+
+
+@pytest.mark.parametrize("size", [3, 3 * PAGE, LARGE + 5])
+def test_tells_what_is_in_the_page_cache(tmp_path: Path, size: int) -> None:
+    path = file(tmp_path, b"x" * size)
+    region = Region([size])
+    put(region, 0, path)
+    descriptor = os.open(path, os.O_RDONLY)
+    for is_there in (True, False, True):
+        if is_there:
+            path.read_bytes()
+        elif not dropped(path):
+            pytest.skip("the file system keeps its files in memory")
+        assert region.is_cached(0, size) is is_there
+        assert is_cached(descriptor, size) is is_there
+    os.close(descriptor)
+
+
+def test_nothing_is_in_the_page_cache_whole(tmp_path: Path) -> None:
+    descriptor = os.open(file(tmp_path, b""), os.O_RDONLY)
+    assert is_cached(descriptor, 0)
+    os.close(descriptor)
+
+
+def test_populating_brings_large_pages_from_the_disk(tmp_path: Path) -> None:
+    path = file(tmp_path, os.urandom(2 * LARGE))
+    dropped(path)
+    region = Region([2 * LARGE])
+    put(region, 0, path)
+    region.will_populate(0, 2 * LARGE)
+    region.populate(0, 0, LARGE)
+    region.populate(0, LARGE, 2 * LARGE)
+    assert region.memory[: 2 * LARGE] == path.read_bytes()
+
+
+def test_populating_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+    path = file(tmp_path, b"x" * 3 * PAGE)
+    region = Region([3 * PAGE])
+    put(region, 0, path)
+    os.truncate(path, PAGE)
+    region.populate(0, 0, PAGE)
+    with pytest.raises(OSError, match="Bad address"):
+        region.populate(0, PAGE, 3 * PAGE)
 
 
 def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:

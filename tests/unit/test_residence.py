@@ -10,6 +10,7 @@ from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.residence import _REQUEST, Residence
 from blobstore.store.local import LocalStore
+from tests.page_cache import dropped
 
 Blobs = list[tuple[Digest, int]]
 SIZES = [5, 0, 4096, _REQUEST + 3, 70_000]
@@ -139,6 +140,48 @@ def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None
     before = faults()
     assert len(bytes(view[::4096])) == 1025
     assert faults() - before < 100
+
+
+@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+def test_brings_what_is_not_in_the_page_cache(
+    store: LocalStore, blobs: Blobs, contents: list[bytes], read: str, prefetch: str | None
+) -> None:
+    for digest, _ in blobs:
+        dropped(store.layout.blob(digest))
+    region = Residence("m", store, blobs, read=read, prefetch=prefetch).bring(range(len(blobs)))
+    for data, offset in zip(contents, region.offsets, strict=False):
+        assert bytes(region.memory[offset : offset + len(data)]) == data
+
+
+def test_what_is_read_for_this_process_alone_does_not_fill_the_page_cache(
+    store: LocalStore, blobs: Blobs, contents: list[bytes]
+) -> None:
+    if not all(dropped(store.layout.blob(digest)) for digest, size in blobs if size):
+        pytest.skip("the file system keeps its files in memory")
+    Residence("m", store, blobs, read="pread").bring(range(len(blobs)))
+    assert not store.is_cached(*blobs[3])
+    Residence("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    assert store.is_cached(*blobs[3])
+
+
+def test_reads_where_the_page_cache_cannot_be_passed(
+    store: LocalStore, blobs: Blobs, contents: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    for digest, _ in blobs:
+        dropped(store.layout.blob(digest))
+    region = Residence("m", store, blobs, read="pread").bring(range(len(blobs)))
+    assert bytes(region.memory[region.offsets[3] :][: SIZES[3]]) == contents[3]
+
+
+def test_a_mapped_blob_that_was_cut_short_is_an_error_when_prefetched(
+    store: LocalStore, blobs: Blobs
+) -> None:
+    region = Residence("m", store, blobs).bring(range(len(blobs)))
+    os.truncate(store.layout.blob(blobs[3][0]), 4096)
+    residence = Residence("m", store, blobs, region=region, prefetch="read")
+    with pytest.raises(BlobDamaged, match="it has 4096 bytes, expected"):
+        residence.bring(range(len(blobs)))
 
 
 def test_keeps_no_descriptor(store: LocalStore, blobs: Blobs) -> None:

@@ -1,0 +1,22 @@
+"""The page cache of the system, emptied of a file."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from blobstore.mapping import is_cached
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def dropped(path: Path | str) -> bool:
+    """Drop a file from the page cache; tell whether that can be done here."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return not is_cached(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
