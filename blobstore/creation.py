@@ -171,13 +171,15 @@ def _write(
         config = ingest.add(len(data), lambda: [data])
         stored.append(config)
         ingest.publish()
-    described = Descriptor(media_type=media_types.CONFIG, digest=config.digest, size=config.size)
-    manifest = Manifest(config=described, layers=tuple(layers))
-    # What a loader cannot resolve must not get a name; and the first one finds the index there.
-    places = find_places(store, manifest.to_bytes())
-    if not places.is_indexed:
-        write_index(store, manifest.to_bytes(), places)
-    store.publish(reference, manifest)
+        described = Descriptor(
+            media_type=media_types.CONFIG, digest=config.digest, size=config.size
+        )
+        manifest = Manifest(config=described, layers=tuple(layers))
+        # What a loader cannot resolve must not get a name; and the first one finds the index there.
+        places = find_places(store, manifest.to_bytes())
+        if not places.is_indexed:
+            write_index(store, manifest.to_bytes(), places)
+        store.publish(reference, manifest)
     return [described, *layers], stored
 
 

@@ -77,6 +77,10 @@ class StoreError(BlobstoreError):
     """The store's folder cannot be used: not a folder, read-only, full, or failing."""
 
 
+class StoreBusy(StoreError):
+    """Other processes have kept the store's lock for longer than was to be waited."""
+
+
 class Damaged(BlobstoreError):
     """Bytes are not what their name, header or listing promises."""
 

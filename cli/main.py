@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-_COMMANDS = ("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert")
+_COMMANDS = (
+    *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
+    "gc",
+)
 _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

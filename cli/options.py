@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _JSON_KEY = "blobstore.json"
+_WAIT_KEY = "blobstore.wait"
 _SIZE = re.compile(
     r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
 )
+_DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhd])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS = {
     "": 1,
     **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
@@ -57,6 +60,15 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(float(match["number"]) * unit)
 
 
+def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; a callback of click."""
+    match = _DURATION.fullmatch(value.strip())
+    if match is None:
+        message = f"{quoted(value)} is not a time such as 30m, 1h or 2d"
+        raise click.BadParameter(message, ctx, param)
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
 def expect_json(ctx: click.Context, args: Sequence[str]) -> None:
     """Note whether JSON is asked for, as far as it can be told of arguments not parsed yet."""
     ctx.meta[_JSON_KEY] = "--json" in args
@@ -79,7 +91,17 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
     if value == "":  # an unset variable of a script must not mean the current folder
         message = "the store's folder is empty text"
         raise click.BadParameter(message, ctx, param)
-    return LocalStore(value)
+    store = LocalStore(value)
+    store.locks.wait = ctx.meta.get(_WAIT_KEY, store.locks.wait)
+    return store
+
+
+def _wait_for_others(ctx: click.Context, param: click.Parameter, value: float | None) -> None:
+    del param
+    if value is not None:
+        ctx.meta[_WAIT_KEY] = value
+        if "store" in ctx.params:  # else it is opened after this
+            ctx.params["store"].locks.wait = value
 
 
 store_option = click.option(
@@ -89,6 +111,14 @@ store_option = click.option(
     show_envvar=True,
     callback=_open_store,
     help="Folder of the store; ~/.blobstore by default.",
+)
+wait_option = click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    expose_value=False,
+    callback=_wait_for_others,
+    help="How long to wait for other processes that use the store; 60 by default.",
 )
 json_option = click.option(
     "--json",

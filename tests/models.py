@@ -97,10 +97,10 @@ def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
             )
         ingest.add(len(config), lambda: [config])
         ingest.publish()
-    described = Descriptor(
-        media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
-    )
-    store.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
+        described = Descriptor(
+            media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
+        )
+        store.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
 
 
 def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> bytes:

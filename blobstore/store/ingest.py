@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.store.layout import Layout
+    from blobstore.store.locks import Lease
 
 _SYNC_THREADS = 4
 _MAX_UNSYNCED = 64
@@ -51,19 +51,25 @@ class Ingested:
 class Ingest:
     """One import into a store. Any number of threads may add blobs; one of them publishes.
 
-    Leaving the ``with`` block without :meth:`publish` removes what was written.
+    Leaving the ``with`` block without :meth:`publish` removes what was written. Until then, no blob
+    that was added is removed by others, be it new or not; afterwards a manifest must reach it.
     """
 
     def __init__(
-        self, layout: Layout, sizes: Collection[int], exists: Callable[[Digest, int], bool]
+        self,
+        layout: Layout,
+        lease: Lease,
+        sizes: Collection[int],
+        exists: Callable[[Digest, int], bool],
     ) -> None:
         self._layout = layout
+        self._lease = lease
         self._sizes = sizes
         """Sizes of the blobs that the store had; a blob of another size is new."""
         self._exists = exists
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Digest] = {}
-        self._prefix = f"{os.getpid()}-{secrets.token_hex(8)}-"
+        self._prefix = f"{lease.name}-"
         self._numbers = itertools.count()
         self._active = 0
         self._is_closed = False
@@ -140,6 +146,7 @@ class Ingest:
             raise BlobstoreError(message)
 
     def _present(self, digest: Digest, size: int) -> Ingested | None:
+        self._lease.hold([digest])  # before it is looked for
         if not self._exists(digest, size):
             return None
         # Whoever wrote it may not have synced it; for a file that is on disk this costs nothing.

@@ -28,6 +28,12 @@ class Layout:
         """The folder of manifests."""
         self.temporary = root / ".blobstore" / "tmp"
         """The folder of files that have no name yet."""
+        self.lock = root / ".blobstore" / "lock"
+        """The file whose lock all take who use the store; see :mod:`blobstore.store.locks`."""
+        self.leases = root / ".blobstore" / "leases"
+        """The folder of leases."""
+        self.quarantine = root / ".blobstore" / "quarantine"
+        """The folder of damaged files that repair has put aside."""
         self.headers = root / ".blobstore" / "headers"
         """The folder of the header index, a cache."""
         self._blob = str(self.blobs / Digest("").file_name)
@@ -35,6 +41,10 @@ class Layout:
     def blob(self, digest: Digest) -> str:
         """Return the path of a blob; a text, because a model has thousands."""
         return self._blob + digest.hex
+
+    def verified(self, user: int) -> Path:
+        """Return the path of what a user's processes found whole, a cache."""
+        return self.headers.parent / f"verified-{user}"
 
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""

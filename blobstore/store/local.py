@@ -20,6 +20,7 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Ingest
 from blobstore.store.layout import Layout
+from blobstore.store.locks import WAIT, Locks
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -38,27 +39,34 @@ def default_root() -> Path:
 class LocalStore(BlobReader):
     """Blobs and manifests below one folder, in Ollama's layout.
 
-    Reading needs no more than read permission; the folders are made by the first ingest.
+    Reading needs no more than read permission; the folders are made by the first ingest. Any number
+    of processes may use a store at once; ``wait`` is how many seconds one waits for the others.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, root: str | os.PathLike[str] | None = None, *, wait: float = WAIT) -> None:
         # Absolute, for the program may change its working directory while a model is open.
         super().__init__(Layout((default_root() if root is None else Path(root)).absolute()))
+        self.locks = Locks(self.layout, wait)
+        """Kept by who needs that nothing is removed meanwhile."""
 
     def __repr__(self) -> str:
         return f"LocalStore({quoted(self.layout.root)})"
 
     @contextlib.contextmanager
     def ingest(self) -> Iterator[Ingest]:
-        """Begin an import of blobs; see :class:`Ingest`.
+        """Begin an import of blobs; see :class:`Ingest`. Publish its manifest before it ends.
 
         Raises:
             StoreError: the store cannot be written: a file in its place, read-only, full.
+            StoreBusy: others have kept the store's lock all the time.
         """
-        with self._writing():
+        with self.writing():
             for folder in (self.layout.blobs, self.layout.manifests, self.layout.temporary):
                 make_folders(folder, self.layout.root)
-            with Ingest(self.layout, self.blob_sizes(), self.exists) as ingest:
+            with (
+                self.locks.lease() as lease,
+                Ingest(self.layout, lease, self.blob_sizes(), self.exists) as ingest,
+            ):
                 yield ingest
 
     # Manifests
@@ -150,11 +158,11 @@ class LocalStore(BlobReader):
             NameConflict: see :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        for blob in manifest.blobs:
-            self.check_size(blob.digest, blob.size)
-        self.check_name(reference)
         path = self.layout.manifest(reference)
-        with self._writing():
+        with self.writing(), self.locks.shared():
+            for blob in manifest.blobs:
+                self.check_size(blob.digest, blob.size)
+            self.check_name(reference)
             make_folders(path.parent, self.layout.root)
             write_file(path, [manifest.to_bytes()], mode=0o644, temporary=self.layout.temporary)
 
@@ -176,7 +184,12 @@ class LocalStore(BlobReader):
             write_file(folder / key.hex, [data], durable=False)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Say in errors that writing to the store has failed, and why.
+
+        Raises:
+            StoreError: the system refused something.
+        """
         try:
             yield
         except OSError as error:

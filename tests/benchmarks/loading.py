@@ -2,7 +2,8 @@
 
 "Ready" is when every tensor is there to be used, "touched" when every byte was read too. Cold is after
 the files were dropped from the page cache; the limit then is reading them past it, eight requests of
-4 MiB at a time, into memory of large pages.
+4 MiB at a time, into memory of large pages. fastsafetensors and Run:ai's streamer take part if they are
+installed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes  # noqa: F401 - gives numpy the type bfloat16
 import mlx.core as mx
 import torch
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
 import blobstore
@@ -81,6 +85,26 @@ def read_directly(paths: list[Path]) -> object:
     return region
 
 
+def fastsafetensors(file: Path) -> object:
+    """Load a file with fastsafetensors."""
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
+    loader.add_filenames({0: [str(file)]})
+    buffers = loader.copy_files_to_device()
+    return (loader, buffers), {key: buffers.get_tensor(key) for key in loader.get_keys()}
+
+
+def streamed(file: Path) -> object:
+    """Load a file with Run:ai's streamer, and read every byte."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(file))
+        touch(tensor for _, tensor in streamer.get_tensors())
+    return None
+
+
 def main() -> None:
     """Print the tables."""
     options = arguments(__doc__)
@@ -91,7 +115,9 @@ def main() -> None:
         store = blobstore.LocalStore(folder / "store")
         blobstore.create(source, "m", store=store)
         blobs = [
-            path for path in store.layout.blobs.iterdir() if path.stat().st_size > _REQUEST // 4
+            path
+            for path in store.layout.blobs.iterdir()
+            if path.stat().st_size > nbytes // _TENSORS // 2
         ]
         assert len(blobs) == _TENSORS
 
@@ -109,6 +135,9 @@ def main() -> None:
             "blobstore, prefetch=read": lambda: ours(prefetch="read"),
             "blobstore, read=pread": lambda: ours(read="pread"),
         }
+
+        if find_spec("fastsafetensors"):
+            loaders["fastsafetensors, one file"] = lambda: fastsafetensors(file)
 
         def touched(load: Callable[[], Any]) -> object:
             found = load()
@@ -130,10 +159,21 @@ def main() -> None:
         print("Warm, touched\n")
         cases = {name: partial(timed, partial(touched, load)) for name, load in loaders.items()}
         cases["mx.load and eval"] = lambda: timed(mlx)
+        if find_spec("runai_model_streamer"):
+            cases["Run:ai's streamer, one file"] = lambda: timed(lambda: streamed(file))
         table(rounds(cases, count), "safetensors, one file", nbytes)
+        warm_cases = cases
+        print("Into memory of its own, numpy\n")
+        cases = {
+            "safetensors": lambda: timed(lambda: load_arrays(file)),
+            "blobstore, read=pread": lambda: timed(
+                lambda: blobstore.open("m", store=store, read="pread").state_dict()
+            ),
+        }
+        table(rounds(cases, count), "safetensors", nbytes)
         print("Cold, touched\n")
         limit = "8 requests of 4 MiB, past the page cache"
-        cold = cases | {limit: lambda: timed(lambda: read_directly(blobs))}
+        cold = warm_cases | {limit: lambda: timed(lambda: read_directly(blobs))}
         table(rounds(cold, options.rounds, lambda: drop([file, *blobs])), limit, nbytes)
 
 

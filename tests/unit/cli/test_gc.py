@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import command_line, environment, run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def emptied(stored: LocalStore) -> LocalStore:
+    """Give a store whose one model has lost its name."""
+    stored.layout.manifest(Reference.parse("dense")).unlink()
+    return stored
+
+
+def test_removes_what_no_model_reaches_and_tells_it(emptied: LocalStore) -> None:
+    blobs = {path.name: path.stat().st_size for path in emptied.layout.blobs.iterdir()}
+    result = run("gc", "--older-than", "0s")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert {line.split()[1] for line in lines if "blobs/" in line} == {
+        f"blobs/{name}" for name in blobs
+    }
+    assert lines[-1].startswith(f"removed {len(blobs)} blobs, ")
+    assert list(emptied.layout.blobs.iterdir()) == []
+
+
+def test_young_blobs_are_kept_by_default(emptied: LocalStore) -> None:
+    count = len(list(emptied.layout.blobs.iterdir()))
+    result = run("gc")
+    assert f"removed 0 blobs, 0 B in all; kept {count} blobs in use or too young" in result.stdout
+    assert len(list(emptied.layout.blobs.iterdir())) == count
+
+
+def test_a_dry_run_says_what_would_be_removed(emptied: LocalStore) -> None:
+    found = run_json("gc", "--dry-run", "--older-than=0s")
+    assert found["dry_run"] is True
+    assert {Path(item["path"]).name for item in found["blobs"]} == {
+        path.name for path in emptied.layout.blobs.iterdir()
+    }
+    assert found["bytes"] == sum(item["bytes"] for item in [*found["blobs"], *found["leftovers"]])
+    again = run_json("gc", "--older-than=0s")
+    assert again == found | {"dry_run": False}
+    assert list(emptied.layout.blobs.iterdir()) == []
+
+
+def test_nothing_to_remove_is_said(stored: LocalStore) -> None:
+    assert run("gc", "--older-than=0s").stdout == "removed 0 blobs, 0 B in all\n"
+
+
+@pytest.mark.parametrize("time", ["1", "1w", "-1h", "h", "1e5s", "1h30m", "", "nan s"])
+def test_rejects_times_that_mean_nothing(stored: LocalStore, time: str) -> None:
+    result = run("gc", "--older-than", time)
+    assert result.exit_code == 2
+    assert "is not a time such as 30m, 1h or 2d" in result.stderr
+
+
+@pytest.mark.parametrize("time", ["0s", "90 m", "1.5h", "2d"])
+def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
+    assert run("gc", "--older-than", time).exit_code == 0
+
+
+def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) -> None:
+    path = emptied.layout.manifest(Reference.parse("torn"))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{")
+    count = len(list(emptied.layout.blobs.iterdir()))
+    result = run("gc", "--older-than=0s")
+    assert result.exit_code == 4
+    assert "torn/latest' needs" in result.stderr
+    assert len(list(emptied.layout.blobs.iterdir())) == count
+
+
+@pytest.mark.parametrize("options", [("--wait", "0.1"), ("--wait=0",)])
+def test_waits_no_longer_than_it_is_told(stored: LocalStore, options: tuple[str, ...]) -> None:
+    with stored.locks.shared():
+        for arguments in (("gc", *options), ("gc", *options, "--store", stored.layout.root)):
+            command = command_line(*arguments)
+            done = subprocess.run(
+                command, env=environment(), capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 1
+            assert "is in use" in done.stderr
+
+
+def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
+    assert run("gc").exit_code == 0
+    assert not store.layout.root.exists()

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import StoreBusy, StoreError
+from blobstore.store.local import LocalStore
+from blobstore.store.locks import read_leases
+from tests import sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+A, B, C = (Digest.of(name) for name in (b"a", b"b", b"c"))
+HOLD = """
+import sys, time
+from blobstore.digest import Digest
+from blobstore.store.local import LocalStore
+store = LocalStore(sys.argv[1])
+with getattr(store.locks, sys.argv[2])() as lease:
+    if lease is not None:
+        lease.hold([Digest.of(b"a"), Digest.of(b"b")])
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    descriptors = len(os.listdir("/dev/fd"))
+    yield LocalStore(tmp_path / "store", wait=0.05)
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+@pytest.fixture
+def others() -> Iterator[list[subprocess.Popen[str]]]:
+    """Give a list for the other processes, which are killed in the end."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def other(
+    processes: list[subprocess.Popen[str]], store: LocalStore, way: str
+) -> subprocess.Popen[str]:
+    """Start a process that holds a lock or a lease, and wait until it does."""
+    command = [sys.executable, "-c", HOLD, str(store.layout.root), way]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=sandbox.ROOT)
+    processes.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_free"),
+    [
+        ("shared", "shared", True),
+        ("shared", "alone", False),
+        ("alone", "shared", False),
+        ("alone", "reading", False),
+        ("alone", "alone", False),
+        ("reading", "shared", True),
+        ("lease", "alone", True),
+    ],
+)
+def test_who_is_alone_is_alone(
+    store: LocalStore,
+    others: list[subprocess.Popen[str]],
+    theirs: str,
+    ours: str,
+    is_free: bool,
+) -> None:
+    store.layout.leases.mkdir(parents=True)
+    process = other(others, store, theirs)
+    if is_free:
+        with getattr(store.locks, ours)():
+            pass
+    else:
+        with pytest.raises(StoreBusy, match=r"is in use: others have held its lock for 0.05 s"):
+            getattr(store.locks, ours)().__enter__()
+    process.kill()
+    process.wait()
+    with getattr(store.locks, ours)():  # the lock of a dead process is nobody's
+        pass
+
+
+def test_waits_for_the_lock(store: LocalStore) -> None:
+    store.locks.wait = 30
+    order: list[str] = []
+    with store.locks.alone():
+        thread = threading.Thread(target=lambda: _note(store, order))
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def _note(store: LocalStore, order: list[str]) -> None:
+    with store.locks.shared():
+        order.append("second")
+
+
+def test_threads_of_one_process_exclude_each_other_too(store: LocalStore) -> None:
+    with store.locks.shared(), store.locks.shared(), pytest.raises(StoreBusy):
+        store.locks.alone().__enter__()
+
+
+def test_a_lease_lists_what_it_holds(store: LocalStore) -> None:
+    with store.locks.lease() as lease:
+        lease.hold([A])
+        lease.hold([A, B])
+        found = read_leases(store.layout)
+        assert found == ({A, B}, {lease.name}, [])
+        assert (store.layout.leases / lease.name).stat().st_size == 2 * 65
+    assert read_leases(store.layout) == (set(), set(), [])
+    assert list(store.layout.leases.iterdir()) == []
+
+
+def test_leases_of_the_dead_are_told_from_those_of_the_living(
+    store: LocalStore, others: list[subprocess.Popen[str]]
+) -> None:
+    dead, living = (other(others, store, "lease") for _ in range(2))
+    dead.kill()
+    dead.wait()
+    found = read_leases(store.layout)
+    assert found.digests == {A, B}
+    assert [name.partition("-")[0] for name in found.names] == [str(living.pid)]
+    assert [path.name.partition("-")[0] for path in found.dead] == [str(dead.pid)]
+
+
+def test_a_lease_lives_as_long_as_a_forked_child(store: LocalStore) -> None:
+    reader, writer = os.pipe()
+    with store.locks.lease() as lease:
+        lease.hold([A])
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        (store.layout.leases / lease.name).rename(store.layout.leases / "kept")
+    assert read_leases(store.layout).digests == {A}
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+    assert read_leases(store.layout).digests == set()
+
+
+@pytest.mark.parametrize("junk", [b"\xff" * 65, b"zz", A.hex.encode(), b"\n" * 70])
+def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
+    with store.locks.lease() as lease:
+        (store.layout.leases / lease.name).write_bytes(junk)
+        assert not read_leases(store.layout).digests & {A, B, C}
+
+
+def test_a_link_is_no_lease(store: LocalStore, tmp_path: Path) -> None:
+    store.layout.leases.mkdir(parents=True)
+    (store.layout.leases / "1-a").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"):
+        read_leases(store.layout)
+
+
+def test_readers_need_no_lock_where_they_may_not_write(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "absent")
+    with store.locks.reading():
+        pass
+    assert not store.layout.root.exists()
+
+
+def test_readers_without_permission_need_no_lock() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder)
+        (folder / ".blobstore").mkdir(mode=0o755)
+
+        def read() -> str:
+            with store.locks.reading():
+                return "read"
+
+        assert sandbox.call(read, unprivileged=True) == "read"
+        with store.locks.alone():
+            pass
+        store.locks.wait = 0
+        with store.locks.alone():
+            assert "StoreBusy" in sandbox.call(read, unprivileged=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_an_error(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for way in (store.locks.shared, store.locks.alone, store.locks.lease, store.locks.reading):
+        if way == store.locks.reading:
+            store.layout.root.mkdir(exist_ok=True)
+        with pytest.raises(StoreError, match=r"has no locks \(flock\)"):
+            way().__enter__()
+    assert not any(store.layout.leases.iterdir())
+
+
+def test_locks_travel_with_their_store(store: LocalStore) -> None:
+    again: LocalStore = pickle.loads(pickle.dumps(store))
+    with again.locks.alone(), pytest.raises(StoreBusy):
+        store.locks.shared().__enter__()
