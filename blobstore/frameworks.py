@@ -13,7 +13,7 @@ from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from blobstore.quantize.formats import QuantFormat
     from blobstore.tensor import TensorSpec
@@ -44,6 +44,61 @@ class Dequantize(Protocol):
         """Return an array of the logical shape and of ``dtype``; the inputs are a framework's."""
 
 
+Move = tuple[Any, int, int, int]
+"""A tensor, the offset in it of some bytes, their offset in a staging buffer, and their count."""
+
+
+class Staging(Protocol):
+    """Memory of the host from which a device takes bytes."""
+
+    memory: memoryview
+    """To be filled."""
+
+    def send(self, moves: Sequence[Move], after: Any) -> Any:
+        """Ask for copies to the device, not before the :meth:`Lane.mark` ``after``; do not wait.
+
+        Return what :meth:`Lane.receive` takes. Called by any thread, as is :meth:`wait`.
+
+        Raises:
+            BlobstoreError: the device fails.
+        """
+
+    def wait(self) -> None:
+        """Wait until what was sent last has left, so that the memory may be filled again."""
+
+
+class Lane(Protocol):
+    """The way into the memory of a device. All but :meth:`staging` is for one thread."""
+
+    def room(self, spec: TensorSpec) -> Any:
+        """Return a tensor without content in the device's memory.
+
+        Raises:
+            BlobstoreError: there is not as much.
+            UnsupportedDType: the framework has no type for it.
+        """
+
+    def mark(self) -> Any:
+        """Mark the point that the current stream has got to, where all rooms may be filled."""
+
+    def staging(self, nbytes: int) -> Staging:
+        """Return a staging buffer. Called by any thread.
+
+        Raises:
+            BlobstoreError: the host has no memory for it.
+        """
+
+    def receive(self, sent: Any) -> None:
+        """Have the current stream wait for what was sent."""
+
+    def drain(self) -> None:
+        """Wait until all that was sent has arrived.
+
+        Raises:
+            BlobstoreError: the device fails.
+        """
+
+
 def original_dtype(item: QuantFormat, scale: DType) -> FloatName:
     """Return the element type before quantization, as far as the blob tells: bfloat16 if not."""
     return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
@@ -71,11 +126,12 @@ def converter(
         UsageError: there is no such framework, or it has no such device.
     """
     if framework == "torch":
-        from blobstore.safetensors.torch import as_tensor
+        from blobstore.safetensors.torch import as_tensor, check_device, copy_to
 
         if device == "cpu":
             return as_tensor
-        return lambda memory, offset, spec: as_tensor(memory, offset, spec).to(device)
+        check_device(device)
+        return lambda memory, offset, spec: copy_to(device, as_tensor(memory, offset, spec), spec)
     if framework not in ("numpy", "mlx"):
         message = f"framework must be numpy, torch or mlx, got {quoted(framework)}"
         raise UsageError(message)
@@ -89,6 +145,24 @@ def converter(
     from blobstore.safetensors.numpy import as_array
 
     return as_array
+
+
+def has_lane(framework: str, device: str) -> bool:
+    """Tell whether there is a way into the memory of a device, other than plain copies."""
+    return framework == "torch" and device.partition(":")[0] == "cuda"
+
+
+def lane_to(framework: str, device: str) -> Lane | None:
+    """Return the way into the memory of a device, or None where there is none.
+
+    Raises:
+        UsageError: the device is not there.
+    """
+    if not has_lane(framework, device):
+        return None
+    from blobstore.safetensors.torch_device import TorchLane
+
+    return TorchLane(device)
 
 
 def dequantizer(framework: str) -> Dequantize:

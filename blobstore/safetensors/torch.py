@@ -1,4 +1,4 @@
-"""Bytes of tensors as torch tensors, without a copy."""
+"""Bytes of tensors as torch tensors, without a copy on the processor."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blobstore.errors import UnsupportedDType
+from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
+from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     import mmap
@@ -55,19 +55,78 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
         try:
             return torch.empty(spec.shape, dtype=dtype)
         except (RuntimeError, TypeError):  # none of some dimensions and too many of others
-            message = f"tensor {quoted(spec.name)}: torch cannot hold its shape"
-            raise UnsupportedDType(message) from None
+            raise _misshapen(spec) from None
     flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
     return flat if len(spec.shape) == 1 else torch.reshape(flat, spec.shape)
 
 
+def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Return the tensor ``spec`` without content, in the memory of ``device``.
+
+    Raises:
+        UnsupportedDType: see :func:`as_tensor`.
+        BlobstoreError: the device has not as much memory.
+    """
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        return empty_tensor(_bytes_of_pairs(spec), device).view(torch.float4_e2m1fn_x2)
+    try:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:
+        raise _no_room(device, spec) from None
+    except (RuntimeError, TypeError):
+        if not math.prod(spec.shape):
+            raise _misshapen(spec) from None
+        raise
+
+
+def copy_to(device: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return ``tensor``, which is ``spec``, in the memory of ``device``.
+
+    Raises:
+        BlobstoreError: the device has not as much memory.
+    """
+    try:
+        return tensor.to(device)
+    except torch.OutOfMemoryError:
+        raise _no_room(device, spec) from None
+
+
+def check_device(device: str) -> None:
+    """Check that torch can use a device here.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = printable(str(error).partition("\n")[0])
+        message = f"torch has no device {quoted(device)} here: {reason}"
+        raise UsageError(message) from None
+
+
 def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
+    return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(torch.float4_e2m1fn_x2)
+
+
+def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
+    """Return the bytes that hold a tensor of pairs of 4 bits, as a tensor."""
     if spec.dtype is not DType.F4 or not spec.shape or spec.shape[-1] % 2:
         message = (
             f"tensor {quoted(spec.name)}: torch has no type for {spec.dtype.value} of shape "
             f"{list(spec.shape)}; read its bytes with Model.view()"
         )
         raise UnsupportedDType(message)
-    shape = (*spec.shape[:-1], spec.shape[-1] // 2)
-    packed = as_tensor(memory, offset, TensorSpec(spec.name, DType.U8, shape))
-    return packed.view(torch.float4_e2m1fn_x2)
+    return TensorSpec(spec.name, DType.U8, (*spec.shape[:-1], spec.shape[-1] // 2))
+
+
+def _misshapen(spec: TensorSpec) -> UnsupportedDType:
+    return UnsupportedDType(f"tensor {quoted(spec.name)}: torch cannot hold its shape")
+
+
+def _no_room(device: object, spec: TensorSpec) -> BlobstoreError:
+    return BlobstoreError(
+        f"{device} has no memory left for tensor {quoted(spec.name)} of {spec.nbytes} bytes; "
+        "use another device, or load fewer tensors at a time"
+    )

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from blobstore.errors import UsageError
+from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.frameworks import (
     FLOATS,
     NAMES,
     checked_dtype,
     converter,
     dequantizer,
+    lane_to,
     original_dtype,
 )
 from blobstore.quantize.formats import FORMATS
-from blobstore.tensor import DType
+from blobstore.tensor import DType, TensorSpec
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -53,3 +55,32 @@ def test_an_unknown_framework_or_device_is_told() -> None:
         converter("jax", "cpu")
     with pytest.raises(UsageError, match="device 'cuda' is for torch only; numpy takes cpu"):
         converter("numpy", "cuda")
+
+
+@pytest.mark.parametrize("device", ["nothing", "cuda:99", "cuda:x"])
+def test_a_device_that_torch_has_not_is_told(device: str) -> None:
+    with pytest.raises(UsageError, match=f"torch has no device '{device}' here: [A-Z]"):
+        converter("torch", device)
+
+
+def test_other_devices_get_copies() -> None:
+    convert = converter("torch", "meta")
+    found = convert(memoryview(bytearray(8)), 4, TensorSpec("a", DType.U16, (2,)))
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.uint16, (2,))
+    with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type"):
+        convert(memoryview(bytearray(8)), 0, TensorSpec("a", DType.F6_E2M3, (4,)))
+
+
+@pytest.mark.parametrize(
+    ("framework", "device"),
+    [("torch", "cpu"), ("torch", "mps"), ("torch", "meta"), ("numpy", "cpu"), ("mlx", "cpu")],
+)
+def test_only_cuda_has_a_way_of_its_own(framework: str, device: str) -> None:
+    assert lane_to(framework, device) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_way_to_a_device_that_is_not_there_is_an_error() -> None:
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(UsageError, match=f"torch has no device '{device}' here: "):
+            lane_to("torch", device)

@@ -1,0 +1,475 @@
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
+from blobstore.safetensors.torch_device import TorchLane
+from blobstore.store.local import LocalStore
+from blobstore.tensor import DType, TensorSpec
+from blobstore.transfer import Part, _Ring, transferred
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from blobstore.frameworks import Move
+
+    Read = Callable[[int, int, memoryview], None]
+
+BUFFERS = 10
+
+
+class Clock:
+    """A stream that works as late as it may: it copies when somebody waits for a copy."""
+
+    def __init__(self) -> None:
+        self._asked: deque[Callable[[], None]] = deque()
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def ask(self, copies: Callable[[], None]) -> int:
+        with self._lock:
+            self._asked.append(copies)
+            return self._done + len(self._asked)
+
+    def reach(self, point: int | None) -> None:
+        with self._lock:
+            while self._asked and (point is None or self._done < point):
+                self._asked.popleft()()
+                self._done += 1
+
+
+class LateStaging:
+    def __init__(self, nbytes: int, lane: LateLane) -> None:
+        self.memory = memoryview(bytearray(nbytes))
+        self._lane = lane
+        self._sent = 0
+
+    def send(self, moves: Sequence[Move], after: int) -> int:
+        moves = list(moves)
+        assert all(self._lane.taken[id(tensor)] <= after for tensor, *_ in moves)
+
+        def copies() -> None:
+            for tensor, start, at, count in moves:
+                assert start + count <= len(tensor)
+                assert at + count <= len(self.memory)
+                tensor[start : start + count] = self.memory[at : at + count]
+
+        self._sent = self._lane.clock.ask(copies)
+        return self._sent
+
+    def wait(self) -> None:
+        self._lane.clock.reach(self._sent)
+
+
+class Memory(bytearray):
+    """Memory of a device; weak references to it can be had."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LateLane:
+    """The way to a device that copies as late as it may."""
+
+    def __init__(self, *, room_for: int = 10**9, buffers: int = BUFFERS) -> None:
+        self.clock = Clock()
+        self.taken: dict[int, int] = {}
+        self.rooms: list[weakref.ref[Memory]] = []
+        self.buffers = 0
+        self.is_drained = False
+        self._left = room_for
+        self._may_make = buffers
+        self._awaited = 0
+
+    def room(self, spec: TensorSpec) -> Memory:
+        self._left -= spec.nbytes
+        if self._left < 0:
+            message = f"no memory for {spec.name}"
+            raise BlobstoreError(message)
+        memory = Memory(spec.nbytes)
+        self.rooms.append(weakref.ref(memory))
+        self.taken[id(memory)] = len(self.rooms)
+        return memory
+
+    def mark(self) -> int:
+        return len(self.rooms)
+
+    def staging(self, nbytes: int) -> LateStaging:
+        self.buffers += 1
+        if self.buffers > self._may_make:
+            message = "no memory to pin"
+            raise BlobstoreError(message)
+        return LateStaging(nbytes, self)
+
+    def receive(self, sent: int) -> None:
+        self._awaited = max(self._awaited, sent)
+
+    def drain(self) -> None:
+        self.is_drained = True
+        self.clock.reach(None)
+
+    def use(self, tensor: Memory) -> bytes:
+        """Do what the caller's stream does with a tensor: after what it was told to wait for."""
+        self.clock.reach(self._awaited)
+        return bytes(tensor)
+
+    def alive(self) -> int:
+        return sum(room() is not None for room in self.rooms)
+
+
+class Blobs:
+    """Blobs in memory, and a record of what was read."""
+
+    def __init__(self, contents: Sequence[bytes]) -> None:
+        self.contents = contents
+        self.reads: list[tuple[int, int, int]] = []
+
+    def __call__(self, blob: int, begin: int, buffer: memoryview) -> None:
+        assert len(buffer)
+        self.reads.append((blob, begin, len(buffer)))
+        buffer[:] = self.contents[blob][begin : begin + len(buffer)]
+
+
+def of_bytes(name: str, nbytes: int) -> TensorSpec:
+    return TensorSpec(name, DType.U8, (nbytes,))
+
+
+def one_each(sizes: Sequence[int]) -> tuple[list[Part], Blobs]:
+    parts = [Part(of_bytes(str(i), size), i, 8) for i, size in enumerate(sizes)]
+    return parts, Blobs([os.urandom(size + 8) for size in sizes])
+
+
+def one_blob(sizes: Sequence[int]) -> tuple[list[Part], Blobs]:
+    begins = itertools.accumulate(sizes, initial=8)
+    parts = [
+        Part(of_bytes(str(i), size), 0, begin)
+        for i, (size, begin) in enumerate(zip(sizes, begins, strict=False))
+    ]
+    return parts, Blobs([os.urandom(sum(sizes) + 8)])
+
+
+def expected(part: Part, blobs: Blobs) -> bytes:
+    return blobs.contents[part.blob][part.begin : part.begin + part.spec.nbytes]
+
+
+def check(parts: list[Part], blobs: Blobs, buffer: int) -> LateLane:
+    lane = LateLane()
+    found = transferred(parts, lane, blobs, buffer=buffer)
+    for part, (name, tensor) in zip(parts, found, strict=True):
+        assert name == part.spec.name
+        assert lane.use(tensor) == expected(part, blobs)
+    return lane
+
+
+# The bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(0, 700), max_size=12), max_size=8),
+    buffer=st.integers(1, 900),
+    order=st.randoms(use_true_random=False),
+)
+def test_all_bytes_arrive_in_the_order_of_the_parts(
+    groups: list[list[int]], buffer: int, order: Any
+) -> None:
+    parts: list[Part] = []
+    for blob, sizes in enumerate(groups):
+        begin = 3
+        for number, size in enumerate(sizes):
+            parts.append(Part(of_bytes(f"{blob}.{number}", size), blob, begin))
+            begin += size
+    order.shuffle(parts)
+    blobs = Blobs([os.urandom(sum(sizes) + 3) for sizes in groups])
+    check(parts, blobs, buffer)
+    assert all(0 < count <= buffer for _, _, count in blobs.reads)
+    assert sum(count for _, _, count in blobs.reads) == sum(part.spec.nbytes for part in parts)
+
+
+def test_a_buffer_is_not_filled_again_before_its_bytes_have_left() -> None:
+    parts, blobs = one_each([64] * 500)
+    lane = check(parts, blobs, 64)
+    assert lane.buffers == BUFFERS
+
+
+def test_a_tensor_larger_than_all_buffers_goes_through_them_in_pieces() -> None:
+    parts, blobs = one_blob([1000 * 64 + 5])
+    check(parts, blobs, 64)
+    assert sorted(blobs.reads) == [
+        *((0, 8 + begin, 64) for begin in range(0, 1000 * 64, 64)),
+        (0, 8 + 64_000, 5),
+    ]
+
+
+def test_neighbours_in_a_blob_are_read_together() -> None:
+    parts, blobs = one_blob([64, 128, 640, 64])
+    lane = check(parts, blobs, 1024)
+    assert blobs.reads == [(0, 8, 896)]
+    assert lane.buffers == 1
+
+
+def test_tensors_that_are_no_neighbours_share_a_buffer() -> None:
+    parts, blobs = one_each([64, 128, 640, 64])
+    lane = check(parts, blobs, 1024)
+    assert blobs.reads == [(0, 8, 64), (1, 8, 128), (2, 8, 640), (3, 8, 64)]
+    assert lane.buffers == 1
+
+
+def test_the_same_bytes_twice_are_two_tensors() -> None:
+    _, blobs = one_each([64])
+    check([Part(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
+
+
+def test_empty_tensors_come_in_their_places() -> None:
+    parts, blobs = one_each([0, 64, 0, 0, 64, 0])
+    check(parts, blobs, 64)
+    parts, blobs = one_each([0, 0])
+    check(parts, blobs, 64)
+    assert blobs.reads == []
+
+
+def test_no_tensors_are_no_work() -> None:
+    assert list(transferred([], LateLane(), Blobs([]))) == []
+
+
+def test_the_buffer_is_no_larger_than_the_tensors() -> None:
+    sizes: list[int] = []
+
+    class Lane(LateLane):
+        def staging(self, nbytes: int) -> LateStaging:
+            sizes.append(nbytes)
+            return super().staging(nbytes)
+
+    parts, blobs = one_blob([64, 36])
+    list(transferred(parts, Lane(), blobs))
+    assert sizes == [128]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.bits != 6])
+@pytest.mark.parametrize("shape", [(3, 14), (0, 2), (2,)])
+def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...]) -> None:
+    specs = [TensorSpec(name, dtype, shape) for name in "abc"]
+    nbytes = specs[0].nbytes
+    data = bytes(i % 2 for i in range(3 * nbytes))
+    parts = [Part(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
+    found = dict(transferred(parts, TorchLane("cpu"), Blobs([data]), buffer=100))
+    for name, tensor in found.items():
+        begin = "abc".index(name) * nbytes
+        assert tensor.view(torch.uint8).flatten().tolist() == list(data[begin : begin + nbytes])
+        assert tensor.dtype.itemsize * tensor.numel() == nbytes
+        assert tensor._base is None or dtype is DType.F4
+
+
+def test_a_type_that_torch_has_not_is_told() -> None:
+    part = Part(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
+    with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type for F6_E2M3"):
+        list(transferred([part], TorchLane("cpu"), Blobs([bytes(3)])))
+
+
+def test_tensors_may_be_had_in_inference_mode() -> None:
+    part = Part(TensorSpec("a", DType.F32, ()), 0, 0)
+    with torch.inference_mode():
+        ((_, tensor),) = transferred([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
+    assert tensor.is_inference()
+    assert tensor.item() == 1
+
+
+# The order of events
+
+
+def test_the_order_holds_though_files_are_read_in_any() -> None:
+    parts, blobs = one_each([64] * 30)
+    last = threading.Event()
+
+    def read(blob: int, begin: int, buffer: memoryview) -> None:
+        if blob == 0:
+            assert last.wait(60)
+        blobs(blob, begin, buffer)
+        if blob == 7:
+            last.set()
+
+    lane = LateLane()
+    found = transferred(parts, lane, read, buffer=64)
+    assert [lane.use(tensor) for _, tensor in found] == [expected(part, blobs) for part in parts]
+
+
+def test_memory_is_taken_for_a_few_tensors_ahead_only() -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane()
+    for number, _ in enumerate(transferred(parts, lane, blobs, buffer=64)):
+        assert len(lane.rooms) <= number + BUFFERS + 1
+
+
+def test_a_tensor_is_not_kept_once_it_was_yielded() -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane()
+    for _, tensor in transferred(parts, lane, blobs, buffer=64):
+        lane.use(tensor)
+        assert lane.alive() <= BUFFERS + 2
+
+
+def test_a_batch_of_tensors_is_not_kept_until_its_last_was_yielded() -> None:
+    parts, blobs = one_each([64] * 4)
+    lane = LateLane()
+    alive = []
+    for _, tensor in transferred(parts, lane, blobs, buffer=1024):
+        lane.use(tensor)
+        del tensor
+        alive.append(lane.alive())
+    assert alive == [3, 2, 1, 0]
+
+
+def test_tells_of_the_bytes() -> None:
+    steps: list[tuple[str, int, int]] = []
+    parts, blobs = one_each([100, 0, 28])
+    found = transferred(
+        parts, LateLane(), blobs, buffer=64, progress=lambda *step: steps.append(step)
+    )
+    assert len(list(found)) == 3
+    assert steps == [("loading", done, 128) for done in (64, 100, 128)]
+
+
+# The ring
+
+
+def test_the_buffer_that_was_given_back_first_is_taken_first() -> None:
+    ring = _Ring(LateLane(), 64, 2)
+    one, two = ring.take(), ring.take()
+    ring.give(two)
+    ring.give(one)
+    assert [ring.take(), ring.take()] == [two, one]
+
+
+def test_a_buffer_that_could_not_be_made_is_not_counted() -> None:
+    lane = LateLane(buffers=0)
+    ring = _Ring(lane, 64, 1)
+    with pytest.raises(BlobstoreError, match="no memory to pin"):
+        ring.take()
+    lane.buffers -= 2
+    assert ring.take().memory.nbytes == 64
+
+
+# What fails
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def failing_at(number: int, blobs: Blobs) -> Read:
+    def read(blob: int, begin: int, buffer: memoryview) -> None:
+        if blob == number:
+            message = "blob is gone"
+            raise BlobMissing(message)
+        blobs(blob, begin, buffer)
+
+    return read
+
+
+@pytest.mark.parametrize("number", [0, 1, 50, 99])
+def test_an_error_of_reading_ends_it_and_keeps_nothing(number: int) -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane()
+    with pytest.raises(BlobMissing, match="blob is gone") as caught:
+        dict(transferred(parts, lane, failing_at(number, blobs), buffer=64))
+    assert lane.is_drained
+    assert len(blobs.reads) < number + 2 * BUFFERS
+    assert lane.alive() == 0
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_device_without_room_ends_it_and_keeps_nothing() -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane(room_for=64 * 50)
+    with pytest.raises(BlobstoreError, match="no memory for 50") as caught:
+        dict(transferred(parts, lane, blobs, buffer=96))
+    assert lane.is_drained
+    assert lane.alive() == 0
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("buffers", [0, 1, 5])
+def test_a_host_without_memory_for_buffers_ends_it(buffers: int) -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane(buffers=buffers)
+    with pytest.raises(BlobstoreError, match="no memory to pin"):
+        dict(transferred(parts, lane, blobs, buffer=64))
+    assert lane.alive() == 0
+
+
+def test_a_device_that_fails_in_the_end_is_told() -> None:
+    class Lane(LateLane):
+        def drain(self) -> None:
+            super().drain()
+            message = "device is lost"
+            raise BlobstoreError(message)
+
+    parts, blobs = one_each([64])
+    with pytest.raises(BlobstoreError, match="device is lost"):
+        dict(transferred(parts, Lane(), blobs))
+    with pytest.raises(BlobMissing, match="blob is gone"):  # the first cause goes first
+        dict(transferred(parts, Lane(), failing_at(0, blobs)))
+
+
+def test_progress_may_end_it() -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane()
+
+    def stop(_what: str, done: int, _total: int) -> None:
+        if done > 640:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dict(transferred(parts, lane, blobs, buffer=64, progress=stop))
+    assert lane.is_drained
+    assert lane.alive() == 0
+
+
+def test_whoever_has_enough_may_stop() -> None:
+    parts, blobs = one_each([64] * 100)
+    lane = LateLane()
+    found = transferred(parts, lane, blobs, buffer=64)
+    _, tensor = next(found)
+    found.close()
+    assert lane.is_drained
+    assert lane.use(tensor) == expected(parts[0], blobs)
+    assert lane.alive() == 1
+    assert len(blobs.reads) <= BUFFERS
+
+
+def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.layout.blobs.mkdir(parents=True)
+    data = os.urandom(100 * 64)
+    digest = Digest.of(data)
+    path = tmp_path / "blobs" / f"sha256-{digest.hex}"
+    path.write_bytes(data)
+
+    def read(_: int, begin: int, buffer: memoryview) -> None:
+        store.read_into(digest, len(data), begin, buffer)
+
+    found = transferred(
+        [Part(of_bytes("a", 64), 0, 0), Part(of_bytes("b", 99 * 64), 0, 64)],
+        TorchLane("cpu"),
+        read,
+        buffer=64,
+    )
+    name, tensor = next(found)
+    assert (name, bytes(tensor.tolist())) == ("a", data[:64])
+    os.truncate(path, 64)
+    with pytest.raises(BlobDamaged, match="it has 64 bytes, expected 6400"):
+        next(found)
