@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.contents import COMPANIONS
-from blobstore.errors import UnsupportedDType
+from blobstore.cuts import cut
+from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
-from blobstore.quantize.recipes import SCALE
+from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.tensor import DTYPES, TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.frameworks import FloatName
+    from blobstore.cuts import Cut, Index
+    from blobstore.frameworks import Dequantize, FloatName
     from blobstore.places import Place
     from blobstore.quantize.formats import QuantFormat
+
+
+class PackedPart(NamedTuple):
+    """A part of a quantized weight."""
+
+    cuts: dict[str, Cut]
+    """What is taken of the weight and of its companions, as they are stored, by name."""
+    inner: int | slice
+    """The columns that were asked for, of those that these groups hold."""
 
 
 class PackedWeights:
@@ -32,6 +43,9 @@ class PackedWeights:
         self._name = name
         self._places = places
         self._quantized = quantized
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._quantized
 
     def format(self, name: str) -> tuple[QuantFormat, int]:
         """Return the type of a weight, and how many of its elements share a scale.
@@ -57,10 +71,6 @@ class PackedWeights:
         ends = {suffix: name + end for suffix, end in COMPANIONS.items()}
         return {key: end for key, end in ends.items() if end in places and places[end][2] == blob}
 
-    def all_companions(self) -> set[str]:
-        """Return the names of the companions of all weights."""
-        return {end for name in self._quantized for end in self.companions(name).values()}
-
     def original_dtype(self, name: str) -> FloatName:
         """Return the element type that a weight had before, as far as its blob tells."""
         item, _ = self.format(name)
@@ -72,6 +82,70 @@ class PackedWeights:
         shape = self._places[name][1]
         dtype = FLOATS[self.original_dtype(name)]
         return TensorSpec(name, dtype, (*shape[:-1], item.columns(shape[-1])))
+
+    def numbers(
+        self,
+        name: str,
+        arrays: Mapping[str, Any],
+        dequantize: Dequantize,
+        dtype: FloatName | None = None,
+    ) -> Any:
+        """Return a weight, or a part of it, as plain numbers.
+
+        Args:
+            name: of the weight.
+            arrays: what is stored of it, by name.
+            dequantize: the arithmetic of their framework.
+            dtype: by default what the weight had before.
+
+        Raises:
+            UnsupportedDType: as :meth:`format`.
+        """
+        item, group_size = self.format(name)
+        names = self.companions(name)
+        scale, bias, scalar = (
+            arrays.get(names.get(key, "")) for key in (SCALE, BIAS, GLOBAL_SCALE)
+        )
+        factor = None if scalar is None else scalar.item()
+        chosen = dtype or self.original_dtype(name)
+        return dequantize(arrays[name], scale, bias, item, group_size, chosen, factor)
+
+    def owners(self) -> dict[str, str]:
+        """Return the weight of each companion."""
+        return {end: name for name in self._quantized for end in self.companions(name).values()}
+
+    def part(self, name: str, index: Index, *, widened: bool = False) -> PackedPart:
+        """Return what is stored of a part of a weight, which ``index`` asks for in plain numbers.
+
+        Args:
+            name: of the weight.
+            index: what is asked for.
+            widened: take whole groups if the part begins or ends inside of one.
+
+        Raises:
+            UsageError: it does, and is not to be widened; or as :func:`cut`.
+            UnsupportedDType: as :meth:`format`.
+        """
+        item, group_size = self.format(name)
+        spec = self.plain_spec(name)
+        whole = cut(spec, index)
+        start, stop = whole.ranges[-1]
+        first, last = start // group_size, -(-stop // group_size)
+        bounds = (first * group_size, last * group_size)
+        if bounds != (start, stop) and not widened:
+            message = (
+                f"tensor {quoted(name)} of {self._name} is quantized in groups of {group_size}; columns "
+                f"{start} to {stop} would cut one apart: open the model with dequantize=True for that"
+            )
+            raise UsageError(message)
+        kept = whole._replace(is_kept=(*whole.is_kept[:-1], True))
+        cuts = {name: kept.with_last(item.words(bounds[0]), item.words(bounds[1]))}
+        for suffix, end in self.companions(name).items():
+            cuts[end] = (
+                cut(self._spec(end), ...) if suffix == GLOBAL_SCALE else kept.with_last(first, last)
+            )
+        inner = slice(start - bounds[0], stop - bounds[0])
+        return PackedPart(cuts, inner if whole.is_kept[-1] else inner.start)
 
     def _spec(self, name: str) -> TensorSpec:
         dtype, shape, _, _ = self._places[name]

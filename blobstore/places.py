@@ -74,18 +74,26 @@ def find_places(
         InvalidManifest: the manifest breaks the format.
         BlobMissing, BlobDamaged: a blob is not whole, or two tensors have one name.
     """
-    key = Digest.of(manifest)
-    with collector_paused():
-        places = _decode(key, store.read_index(key)) if use_index else None
-        if places is None:
+    places = indexed_places(store, manifest) if use_index else None
+    if places is None:
+        with collector_paused():
             places = _resolve(store, Manifest.from_bytes(manifest), reserve)
     return places
+
+
+def indexed_places(store: LocalStore, manifest: bytes) -> Places | None:
+    """Return what the header index says, None if there is none for the model."""
+    key = Digest.of(manifest)
+    with collector_paused():
+        return _decode(key, store.read_index(key))
 
 
 def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
     """Keep what :func:`find_places` found, if the store can be written."""
     key = Digest.of(manifest)
-    store.write_index(key, _encode(key, places))
+    data = _encode(key, places)
+    if store.read_index(key) != data:
+        store.write_index(key, data)
 
 
 def _resolve(

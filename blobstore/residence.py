@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.mapping import Region
 from blobstore.progress import Meter
 from blobstore.text import quoted
@@ -95,6 +95,19 @@ class Residence:
     def holds(self, slot: int) -> bool:
         """Tell whether a blob is in the memory."""
         return slot not in self._absent
+
+    def read_into(self, slot: int, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with bytes of a blob's file, or if that is gone, of what is in the memory.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is not whole.
+        """
+        try:
+            self._store.read_into(*self._blobs[slot], begin, buffer)
+        except BlobMissing:  # no more, but it may be mapped
+            region = self.bring((slot,))
+            start = region.offsets[slot] + begin
+            buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
 
     def close(self) -> None:
         """Let go of the memory; views that were handed out keep it."""

@@ -3,25 +3,34 @@
 Every blob is hashed once, however many models share it. Then each model's tensor blobs are parsed and
 compared with what the manifest says of them. Faults are collected, not raised: one damaged blob does
 not hide another.
+
+Models may come, change and go meanwhile. What was found of one counts only if its manifest is still
+the same afterwards; otherwise it is looked at again, or forgotten if it is gone.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore import strictjson
 from blobstore.contents import COMPANIONS, read_contents
-from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests import media_types
+from blobstore.pace import Pace
+from blobstore.places import indexed_places
 from blobstore.stacks import read_stacks
+from blobstore.store.blobs import ADVICE
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
+from blobstore.store.verified import VerifiedBlobs
 from blobstore.text import quoted
+from blobstore.verification import name_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.contents import Contents
     from blobstore.digest import Digest
@@ -29,10 +38,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.progress import Progress
-    from blobstore.safetensors.header import Header
-
-_CONSTANT_KEY = "data"
-"""The key of the only tensor in blobs that Ollama wrote before February 2026."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Fault:
     """The layer's name, or its media type where it has no name."""
     tensor: str
     message: str
+    blob: str = ""
+    """The digest of the blob; empty where the fault is none of a blob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,8 @@ class Verified:
     bytes_read: int
     seconds: float
     faults: tuple[Fault, ...]
+    damaged: tuple[Descriptor, ...]
+    """Blobs that are missing, or whose size or bytes are wrong, each once."""
 
 
 class _BlobKey(NamedTuple):
@@ -69,68 +78,143 @@ def verify_models(
     references: Sequence[Reference] = (),
     *,
     store: LocalStore | None = None,
+    quick: bool = False,
+    rate: float | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Verified:
     """Check models whole: manifests, digests of all blobs, headers of tensors, the config.
 
+    Everything is hashed, whatever was found before. What is found whole now is noted, so that models
+    need not be hashed again when they are opened with ``verify="digest"``.
+
     JSON files are compared by digest only, since what a source held is kept as it was, valid or not.
 
     Args:
-        references: the models; none means all of the store.
+        references: the models; none means all of the store. A model that is removed meanwhile is
+            no fault.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        quick: look at sizes and headers only, and at the content of what must be parsed anyway.
+        rate: bytes to read a second at most, by all threads together.
         jobs: threads; by default the machine's processors.
         progress: called with what is being done, bytes done and bytes in all.
 
     Raises:
         ModelNotFound: a model that was asked for does not exist.
         StoreError: the store cannot be listed.
-        UsageError: ``jobs`` is below 1.
+        UsageError: ``jobs`` is below 1, or ``rate`` not above 0, or given where nothing is hashed.
     """
     started = time.monotonic()
     if jobs is not None and jobs < 1:
         message = f"jobs must be at least 1, got {jobs}"
         raise UsageError(message)
+    if quick and rate is not None:
+        message = "a rate means nothing for a quick look, which reads next to nothing"
+        raise UsageError(message)
     store = store or LocalStore()
-    asked = tuple(dict.fromkeys(references)) or tuple(store.references())
-    faults: dict[Reference, list[Fault]] = {reference: [] for reference in asked}
-    manifests = _resolve(store, faults, must_exist=bool(references))
-    # Not by digest alone: layers of one manifest may contradict each other about the size.
-    blobs = {
-        _key(blob): blob
-        for manifest in manifests.values()
-        for blob in (manifest.config, *manifest.layers)
-    }
-    bytes_read = 0
-
-    def count(what: str, done: int, total: int) -> None:
-        nonlocal bytes_read
-        bytes_read = done
-        if progress is not None:
-            progress(what, done, total)
-
-    found = damaged_blobs(store, list(blobs.values()), jobs=jobs, progress=count)
-    damaged = {_key(blob): error for blob, error in found}
-    for reference, manifest in manifests.items():
-        faults[reference].extend(_model_faults(store, reference, manifest, damaged))
+    check = _Check(store, jobs, progress, None if rate is None else Pace(rate), is_quick=quick)
+    names = tuple(dict.fromkeys(references)) or tuple(store.references())
+    faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
+    must_exist = bool(references)
+    while names:
+        manifests = _resolve(store, faults, names, must_exist=must_exist)
+        check.add(manifests.values())
+        changed = []
+        for reference, manifest in manifests.items():
+            faults[reference] = list(_model_faults(store, reference, manifest, check.damaged))
+            if faults[reference] and not _is_still(store, reference, manifest):
+                changed.append(reference)
+        names, must_exist = tuple(changed), False
+    found = tuple(fault for of_model in faults.values() for fault in of_model)
+    told = {fault.blob for fault in found}
     return Verified(
         models=len(faults),
-        blobs=len(blobs),
-        bytes_read=bytes_read,
+        blobs=len(check.seen),
+        bytes_read=check.bytes_read,
         seconds=time.monotonic() - started,
-        faults=tuple(fault for found in faults.values() for fault in found),
+        faults=found,
+        damaged=tuple(
+            check.seen[key]
+            for key, error in check.damaged.items()
+            if isinstance(error, BlobMissing | BlobDamaged) and str(key.digest) in told
+        ),
     )
 
 
+class _Check:
+    """What was found of blobs by themselves."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        jobs: int | None,
+        progress: Progress | None,
+        pace: Pace | None,
+        *,
+        is_quick: bool,
+    ) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._progress = progress
+        self._pace = pace
+        self._is_quick = is_quick
+        # Not by digest alone: layers of one manifest may contradict each other about the size.
+        self.seen: dict[_BlobKey, Descriptor] = {}
+        self.damaged: dict[_BlobKey, BlobstoreError] = {}
+        self.bytes_read = 0
+
+    def add(self, manifests: Iterable[Manifest]) -> None:
+        """Look at the blobs of manifests, but at none again that was whole."""
+        blobs = {
+            _key(blob): blob
+            for manifest in manifests
+            for blob in (manifest.config, *manifest.layers)
+            if _key(blob) not in self.seen or _key(blob) in self.damaged
+        }
+        self.seen |= blobs
+        for key in blobs:
+            self.damaged.pop(key, None)
+        look = self._look if self._is_quick else self._hash
+        self.damaged |= {_key(blob): error for blob, error in look(list(blobs.values()))}
+
+    def _hash(self, blobs: Sequence[Descriptor]) -> Iterator[tuple[Descriptor, BlobstoreError]]:
+        before = self.bytes_read
+
+        def count(what: str, done: int, total: int) -> None:
+            self.bytes_read = before + done
+            if self._progress is not None:
+                self._progress(what, done, total)
+
+        return damaged_blobs(
+            self._store,
+            blobs,
+            jobs=self._jobs,
+            progress=count,
+            verified=VerifiedBlobs(self._store.layout),
+            pace=self._pace,
+        )
+
+    def _look(self, blobs: Sequence[Descriptor]) -> Iterator[tuple[Descriptor, BlobstoreError]]:
+        for blob in blobs:
+            try:
+                self._store.check_size(blob.digest, blob.size)
+            except BlobstoreError as error:
+                yield blob, error
+
+
 def _resolve(
-    store: LocalStore, faults: dict[Reference, list[Fault]], *, must_exist: bool
+    store: LocalStore,
+    faults: dict[Reference, list[Fault]],
+    names: Sequence[Reference],
+    *,
+    must_exist: bool,
 ) -> dict[Reference, Manifest]:
     """Return the manifests that can be read; note what is wrong with the others in ``faults``.
 
     Unless they ``must_exist``, names that are gone since they were listed leave ``faults``.
     """
     manifests: dict[Reference, Manifest] = {}
-    for reference in tuple(faults):
+    for reference in names:
         try:
             manifests[reference] = store.resolve(reference)
         except ModelNotFound:
@@ -138,8 +222,15 @@ def _resolve(
                 raise
             del faults[reference]
         except BlobstoreError as error:
-            faults[reference].append(Fault(str(reference), "", "", str(error)))
+            faults[reference] = [Fault(str(reference), "", "", str(error))]
     return manifests
+
+
+def _is_still(store: LocalStore, reference: Reference, manifest: Manifest) -> bool:
+    try:
+        return store.resolve(reference) == manifest
+    except BlobstoreError:
+        return False
 
 
 def _key(blob: Descriptor) -> _BlobKey:
@@ -153,28 +244,32 @@ def _model_faults(
     damaged: Mapping[_BlobKey, BlobstoreError],
 ) -> Iterator[Fault]:
     told: set[_BlobKey] = set()
+    indexed = _IndexedNames(store, manifest)
     for layer in (manifest.config, *manifest.layers):
         error = damaged.get(_key(layer))
         if layer.media_type == media_types.TENSOR:
             found = _tensor_fault(store, layer, error)
         elif error is not None:
-            found = ("", str(error))
+            found = ("", _said(error))
         elif layer.media_type == media_types.STACKS:
             found = _stacks_fault(store, manifest)
         else:
             found = _config_fault(store, layer) if layer is manifest.config else None
         if found is not None:
             told.add(_key(layer))
-            yield Fault(str(reference), layer.name or layer.media_type, *found)
+            tensor = found[0] or _tensor_name(layer, indexed.of(layer))
+            where = (str(reference), layer.name or layer.media_type, tensor)
+            yield Fault(*where, found[1], str(layer.digest))
     try:
         contents = read_contents(store, manifest, collect_faults=True)
     except BlobstoreError as twice:  # a tensor in two layers; the message names both
-        yield Fault(str(reference), "", "", str(twice))
+        yield Fault(str(reference), "", "", _said(twice))
         return
     for layer in manifest.layers_of(media_types.TENSOR):
         fault = contents.faults.get(_key(layer))
         if fault is not None and _key(layer) not in told:  # what metadata says is not so
-            yield Fault(str(reference), layer.name, "", str(fault))
+            tensor = _tensor_name(layer, indexed.of(layer))
+            yield Fault(str(reference), layer.name, tensor, _said(fault), str(layer.digest))
     yield from _clashes(str(reference), contents)
 
 
@@ -186,7 +281,8 @@ def _clashes(reference: str, contents: Contents) -> Iterator[Fault]:
             name = tensor.name + COMPANIONS[suffix]
             if name in names:
                 message = f"two tensors of the model would both be called {quoted(name)}"
-                yield Fault(reference, tensor.layer.name, tensor.name, message)
+                digest = str(tensor.layer.digest)
+                yield Fault(reference, tensor.layer.name, tensor.name, message, digest)
             names.add(name)
 
 
@@ -197,7 +293,7 @@ def _stacks_fault(store: LocalStore, manifest: Manifest) -> tuple[str, str] | No
     try:
         read_stacks(store, manifest)
     except BlobstoreError as error:
-        return "", str(error)
+        return "", _said(error)
     return None
 
 
@@ -205,7 +301,7 @@ def _config_fault(store: LocalStore, layer: Descriptor) -> tuple[str, str] | Non
     try:
         value = strictjson.loads(store.read_blob(layer.digest, layer.size))
     except (ValueError, BlobstoreError) as error:
-        return "", f"the config, blob {layer.digest}, cannot be read: {error}"
+        return "", f"the config, blob {layer.digest}, cannot be read: {_said(error)}"
     if not isinstance(value, dict):
         return "", f"the config, blob {layer.digest}, is not a JSON object"
     return None
@@ -219,22 +315,45 @@ def _tensor_fault(
         header = store.read_blob_header(layer.digest, layer.size)
     except BlobstoreError as broken:
         if error is None or str(error) == str(broken):
-            return "", str(broken)
-        return "", f"{error} ({broken})"
-    if error is not None:  # the header can be read, so the damage is most likely in the data
-        return (next(iter(header.tensors)) if len(header.tensors) == 1 else ""), str(error)
-    return _name_fault(layer, header)
-
-
-def _name_fault(layer: Descriptor, header: Header) -> tuple[str, str] | None:
-    """Check that the layer's name is a tensor of its blob, or a prefix of all of them."""
+            return "", _said(broken)
+        return "", f"{_said(error)} ({_said(broken)})"
     names = list(header.tensors)
-    if not names:
-        return "", f"blob {layer.digest} holds no tensor"
-    if layer.name in names or names == [_CONSTANT_KEY]:
-        return None
-    foreign = [name for name in names if not name.startswith(f"{layer.name}.")]
-    if not foreign:
-        return None
-    message = f"blob {layer.digest} holds tensor {quoted(foreign[0])}, which is not of this layer"
-    return foreign[0], message
+    if error is None:
+        return name_fault(layer, names)
+    tensor = _tensor_name(layer, names)
+    group = "" if tensor else f"; which of its {len(names)} tensors is damaged cannot be told"
+    return tensor, _said(error) + group
+
+
+def _said(error: Exception) -> str:
+    """Return a message without the advice, which is given once for all faults."""
+    return str(error).removesuffix(ADVICE)
+
+
+def _tensor_name(layer: Descriptor, names: Collection[str]) -> str:
+    """Return the one tensor of a blob, whose header may be damaged; empty for a group of them."""
+    if layer.name in names:
+        return layer.name  # the others are its companions
+    if len(names) != 1:
+        return ""
+    (name,) = names
+    return name if name.startswith(f"{layer.name}.") else layer.name
+
+
+class _IndexedNames:
+    """The names of tensors by the header index, for blobs whose own headers cannot be read."""
+
+    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._names: dict[_BlobKey, list[str]] | None = None
+
+    def of(self, layer: Descriptor) -> Collection[str]:
+        """Return the names that a layer's blob holds; none where that is not known."""
+        if self._names is None:
+            self._names = defaultdict(list)
+            places = indexed_places(self._store, self._manifest.to_bytes())
+            if places is not None:
+                for name, (_, _, slot, _) in places.tensors.items():
+                    self._names[_BlobKey(*places.blobs[slot])].append(name)
+        return self._names.get(_key(layer), ())

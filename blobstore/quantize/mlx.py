@@ -42,6 +42,10 @@ def dequantize(
     if weight.ndim == 1:
         row = None if bias is None else bias[None]
         return dequantize(weight[None], scale[None], row, item, group_size, dtype, global_scale)[0]
+    if item.mode == "nvfp4" and scale.size % 2:  # MLX takes two groups at a time
+        words, scales = (mx.concatenate([array, array], axis=-2) for array in (weight, scale))
+        found = dequantize(words, scales, None, item, group_size, dtype, global_scale)
+        return found[..., : weight.shape[-2], :]
     if global_scale is None:
         return mx.dequantize(weight, scale, bias, dtype=wanted, **options)
     # MLX means 2688 times as much by a global scale; divided by that it would not be the same number.

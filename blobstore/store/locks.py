@@ -80,11 +80,14 @@ class Locks:
     @contextlib.contextmanager
     def lease(self) -> Iterator[Lease]:
         """Give a lease, which ends with the block. Raises as :meth:`shared`."""
+        with self.new_lease() as lease:
+            yield lease
+
+    def new_lease(self) -> Lease:
+        """Return a lease, to be closed by the caller. Raises as :meth:`shared`."""
         self._layout.leases.mkdir(parents=True, exist_ok=True)
         with self.shared():  # who is alone takes a lease that is not locked yet for a dead one's
-            lease = Lease(self._layout, self)
-        with lease:
-            yield lease
+            return Lease(self._layout, self)
 
     @contextlib.contextmanager
     def _held(self, kind: int) -> Iterator[None]:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -345,3 +346,61 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
         patch.setattr(collect, "_read", noted)
         assert len(collect_garbage(store, older_than=0).blobs) == 20
     assert len(reads) == len(set(reads)) == 31
+
+
+READING: list[dict[str, Any]] = [
+    {},
+    {"copy": True},
+    {"verify": "none"},
+    {"verify": "header"},
+    {"verify": "digest"},
+    {"prefetch": "read"},
+    {"read": "pread", "verify": "none"},
+]
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
+    store: LocalStore, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    expected = dense_tensors()
+    write_folder(tmp_path / "model", expected)
+    blobstore.create(tmp_path / "model", "a", store=store)
+    with blobstore.open("a", store=store, **options) as model:
+        store.layout.manifest(A).unlink()
+        collect_garbage(store, older_than=0)
+        for name, array in model.state_dict().items():
+            assert array.tobytes() == expected[name].tobytes()
+        del array
+    collect_garbage(store, older_than=0)
+    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.layout.leases.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_a_model_that_is_let_go_of_holds_nothing(
+    store: LocalStore, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    write_folder(tmp_path / "model", dense_tensors())
+    blobstore.create(tmp_path / "model", "a", store=store)
+    descriptors = len(os.listdir("/dev/fd"))
+    model = blobstore.open("a", store=store, **options)
+    del model
+    gc.collect()
+    assert list(store.layout.leases.iterdir()) == []
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_a_model_opens_in_a_store_that_this_process_may_not_write_to(
+    options: dict[str, Any],
+) -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+        (folder / "store").chmod(0o755)
+
+        def read() -> bytes:
+            return bytes(blobstore.open("a", store=store, **options)["x"])
+
+        assert sandbox.call(read, unprivileged=True) == str(b"abc")

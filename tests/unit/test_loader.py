@@ -4,7 +4,10 @@ import gc
 import json
 import os
 import pickle
+import resource
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +30,15 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType
+from tests import sandbox
 from tests.models import (
     add_blobs,
     blob,
@@ -362,7 +369,7 @@ def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
 # What is not whole
 
 
-@pytest.mark.parametrize("level", ["size", "digest"])
+@pytest.mark.parametrize("level", ["size", "header", "digest", "rehash"])
 def test_a_missing_blob_is_told_with_model_layer_and_file(either: LocalStore, level: Any) -> None:
     path = path_of(either, "scalar")
     path.unlink()
@@ -430,7 +437,7 @@ def test_one_flipped_bit_is_found_on_request(either: LocalStore, layer: str) -> 
     path.write_bytes(data)
     blobstore.open("m", store=either).close()
     with pytest.raises(
-        BlobDamaged, match=f"m:latest, layer '{layer}': blob '.*its bytes have digest"
+        BlobDamaged, match=f"m:latest: layer '{layer}': blob '.*its bytes have digest"
     ):
         blobstore.open("m", store=either, verify="digest")
 
@@ -463,7 +470,7 @@ def test_a_broken_manifest_is_told(store: LocalStore) -> None:
     ("options", "what"),
     [
         ({"framework": "jax"}, "framework must be numpy, torch or mlx, got 'jax'"),
-        ({"verify": "all"}, "verify must be none, size or digest, got 'all'"),
+        ({"verify": "all"}, "verify must be none, size, header, digest or rehash, got 'all'"),
         ({"device": "cuda"}, "device 'cuda' is for torch only; numpy takes cpu"),
         ({"framework": "mlx", "device": "gpu"}, "device 'gpu' is for torch only; mlx takes cpu"),
     ],
@@ -804,3 +811,106 @@ def test_a_model_goes_to_another_process_by_what_it_was_opened_from(store: Local
     blobstore.create(store.layout.root.parent / "model" / "model.safetensors", "m", store=store)
     assert again.manifest == model.manifest
     assert torch.equal(again["model.layers.0.norm.weight"], model["model.layers.0.norm.weight"])
+
+
+WORKER = """
+import pickle, sys
+
+model = pickle.load(sys.stdin.buffer)
+total = sum(int(array.sum(dtype="u8")) for array in model.values())
+blobs = str(model._store.layout.blobs)
+own = shared = 0
+is_blob = False
+for line in open("/proc/self/smaps"):
+    field, _, rest = line.partition(":")
+    if "-" in field.split(" ")[0]:
+        is_blob = blobs in line
+    elif is_blob and field in ("Private_Clean", "Private_Dirty"):
+        own += int(rest.split()[0])
+    elif is_blob and field in ("Shared_Clean", "Shared_Dirty"):
+        shared += int(rest.split()[0])
+print(total, own, shared)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells")
+def test_a_worker_process_shares_the_page_cache(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    random = np.random.default_rng(1)
+    arrays = {f"w{number}": random.integers(0, 256, 4 << 20, dtype=np.uint8) for number in range(4)}
+    blobstore.create(write_folder(tmp_path / "model", arrays), "m", store=store)
+    with blobstore.open("m", store=store, prefetch="read") as model:
+        total = sum(int(array.sum(dtype=np.uint64)) for array in model.values())
+        found = subprocess.run(
+            [sys.executable, "-c", WORKER],
+            input=pickle.dumps(model),
+            env={**os.environ, "PYTHONPATH": str(Path(blobstore.__file__).parents[1])},
+            capture_output=True,
+            check=True,
+        )
+    summed, own, shared = map(int, found.stdout.split())
+    assert summed == total
+    assert shared >= 16 << 10  # KiB
+    assert own < shared * 0.05
+
+
+def test_a_worker_process_opens_a_model_as_it_was_opened(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, dequantize=True, verify="header") as model:
+        again = pickle.loads(pickle.dumps(model))
+        assert again._options == model._options
+        assert set(again) == set(model)
+    model.close()
+    assert pickle.loads(pickle.dumps(model))["scalar"] == 7  # what is closed is opened again
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """Return a store with a model of 3,000 blobs, which was opened before."""
+    store = LocalStore(tmp_path_factory.mktemp("many"))
+    add_blobs(store, "m", {"w0": blob(("w0", "U32", (), bytes(4)))})
+    layers = []
+    for number in range(3000):
+        data = blob((f"w{number}", "U32", (), number.to_bytes(4, "little")))
+        digest = Digest.of(data)
+        Path(store.layout.blob(digest)).write_bytes(data)
+        layers.append(
+            Descriptor(
+                media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"
+            )
+        )
+    config = store.resolve(NAME).config
+    store.publish(NAME, Manifest(config=config, layers=tuple(layers)))
+    return store
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"read": "mmap"},
+        {"read": "pread"},
+        {"read": "pread", "verify": "none"},
+        {"prefetch": "read"},
+        {"verify": "header"},
+        {"verify": "rehash"},
+    ],
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_many_blobs_need_few_descriptors(
+    many: LocalStore, options: dict[str, Any], *, index: bool
+) -> None:
+    blobstore.open("m", store=many, verify="none").close()
+    if not index:
+        drop_index(many)
+
+    def run() -> str:
+        before = len(os.listdir("/dev/fd"))
+        with blobstore.open("m", store=many, **options) as model:
+            parts = dict(model.iter_tensors(parts=lambda _: ...))
+            tensors = model.state_dict()
+            assert tensors.keys() == parts.keys()
+            assert all(tensors[name] == parts[name] == int(name[1:]) for name in tensors)
+            return f"{len(tensors)} tensors, {len(os.listdir('/dev/fd')) - before} descriptors"
+
+    outcome = sandbox.call(run, limits={resource.RLIMIT_NOFILE: 256})
+    leases = int(options.get("verify") == "none")
+    assert outcome == f"3000 tensors, {leases} descriptors"

@@ -72,3 +72,19 @@ def test_rows_alone_and_no_rows_at_all_are_dequantized_too(
         assert scale is not None
         expected = reference.dequantize(weight, scale, bias, item, group_size, "float32")
         assert_same(to_numpy(found), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (3, 3, 1)])
+@pytest.mark.parametrize("global_scale", [None, 0.37])
+def test_an_odd_number_of_groups_is_dequantized_too(
+    shape: tuple[int, ...], global_scale: float | None
+) -> None:
+    item, random = FORMATS["nvfp4"], np.random.default_rng(1)
+    weight = random.integers(0, 2**32, (*shape[:-1], shape[-1] * 2), dtype=np.uint32)
+    scale = random.integers(0, 120, shape, dtype=np.uint8)
+    with mx.stream(mx.cpu):
+        given = to_mlx(weight), to_mlx(scale), None
+        found = engine.dequantize(*given, item, 16, "float32", global_scale)
+        mx.eval(found)
+    expected = reference.dequantize(weight, scale, None, item, 16, "float32", global_scale)
+    assert_same(to_numpy(found), expected)

@@ -10,8 +10,10 @@ import pytest
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.store import verified
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
+from blobstore.store.verified import VerifiedBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +52,13 @@ def test_reports_the_bytes_of_whole_blobs(store: LocalStore) -> None:
     assert [done for _, done, _ in calls][-1] == 5
     assert {what for what, *_ in calls} == {"ab", "cde"}
     assert {total for *_, total in calls} == {5}
+
+
+def test_the_largest_blobs_come_first(store: LocalStore) -> None:
+    told: list[str] = []
+    blobs = put(store, b"ab", b"abcd", b"a", b"abc")
+    list(damaged_blobs(store, blobs, jobs=1, progress=lambda what, *_: told.append(what)))
+    assert told == ["abcd", "abc", "ab", "a"]
 
 
 def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
@@ -99,3 +108,26 @@ def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: Lo
     assert list(damaged_blobs(store, blobs, jobs=8, progress=lambda _, n, __: done.append(n))) == []
     assert done == sorted(done)
     assert done[-1] == sum(blob.size for blob in blobs)
+
+
+def test_what_is_found_is_noted(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    blobs = put(store, b"whole", b"changed")
+    list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store.layout)))
+    Path(store.layout.blob(blobs[1].digest)).write_bytes(b"Changed")
+    noted = VerifiedBlobs(store.layout)
+    assert [noted.has(blob.digest, blob.size) for blob in blobs] == [True, False]
+    ((found, _),) = damaged_blobs(store, blobs, verified=noted)
+    assert found == blobs[1]
+
+
+def test_what_was_found_is_kept_when_the_work_is_broken_off(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    blobs = put(store, b"the larger one comes first", b"small")
+    Path(store.layout.blob(blobs[1].digest)).unlink()
+    found = damaged_blobs(store, blobs, jobs=1, verified=VerifiedBlobs(store.layout))
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    assert VerifiedBlobs(store.layout).has(blobs[0].digest, blobs[0].size)

@@ -1,0 +1,85 @@
+"""What an opened model has beside its tensors: its manifest, config and small files."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import BlobDamaged, Damaged, TensorNotFound
+from blobstore.manifests import media_types
+from blobstore.manifests.model import Manifest
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.errors import BlobstoreError
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+class Documents:
+    """The model ``reference``, whose manifest has the bytes ``manifest``."""
+
+    def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
+        self.reference = reference
+        self._manifest = manifest
+        self._store = store
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """The model's manifest."""
+        return Manifest.from_bytes(self._manifest)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The decoded ``config.json``, empty if the model has none.
+
+        Raises:
+            BlobMissing, BlobDamaged: it is not whole, or not a JSON object.
+        """
+        if "config.json" not in self.files:
+            return {}
+        try:
+            value = json.loads(self.read_file("config.json"))
+        except (ValueError, RecursionError) as error:  # it is kept as the source had it
+            message = f"config.json of {self.reference} is not JSON: {error}"
+            raise BlobDamaged(message) from None
+        if not isinstance(value, dict):
+            message = f"config.json of {self.reference} is not a JSON object"
+            raise BlobDamaged(message)
+        return value
+
+    @property
+    def files(self) -> Mapping[str, Descriptor]:
+        """The small files of the model by name."""
+        kinds = (media_types.JSON, media_types.FILE)
+        return {
+            layer.name: layer
+            for layer in self.manifest.layers
+            if layer.media_type in kinds and layer.name
+        }
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of a small file, its digest checked.
+
+        Raises:
+            TensorNotFound: the model has no such file.
+            BlobMissing, BlobDamaged: it is not whole.
+        """
+        layer = self.files.get(name)
+        if layer is None:
+            message = f"model {self.reference} has no file {quoted(name)}"
+            raise TensorNotFound(message)
+        return self._store.read_blob(layer.digest, layer.size)
+
+    def _located(self, error: Damaged) -> BlobstoreError:
+        """Return the error with the model and the damaged blob's layer in front of its message."""
+        for layer in self.manifest.layers_of(media_types.TENSOR):
+            try:
+                self._store.check_size(layer.digest, layer.size)
+            except Damaged as found:
+                return found.at(f"{self.reference}: layer {quoted(layer.name)}")
+        return error.at(str(self.reference))

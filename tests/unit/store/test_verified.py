@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, StoreError
+from blobstore.store import verified
+from blobstore.store.local import LocalStore
+from blobstore.store.verified import VerifiedBlobs
+from tests import sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DATA = b"bytes of a blob"
+DIGEST = Digest.of(DATA)
+SIZE = len(DATA)
+OTHER = Digest.of(b"another")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    """Return a store with one blob, which counts as unchanged for long."""
+    monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    store = LocalStore(tmp_path / "store")
+    store.layout.blobs.mkdir(parents=True)
+    path_of(store).write_bytes(DATA)
+    return store
+
+
+def path_of(store: LocalStore, digest: Digest = DIGEST) -> Path:
+    return Path(store.layout.blob(digest))
+
+
+def cache_of(store: LocalStore) -> Path:
+    return store.layout.verified(os.geteuid())
+
+
+def note(store: LocalStore, *digests: Digest) -> None:
+    blobs = VerifiedBlobs(store.layout)
+    for digest in digests or (DIGEST,):
+        with blobs.noting(digest):
+            pass
+    blobs.save()
+
+
+def has(store: LocalStore, digest: Digest = DIGEST, size: int = SIZE) -> bool:
+    return VerifiedBlobs(store.layout).has(digest, size)
+
+
+def test_remembers_what_was_found_whole(store: LocalStore) -> None:
+    assert not has(store)
+    note(store)
+    assert has(store)
+    assert not has(store, OTHER)
+    assert not has(store, size=SIZE + 1)
+
+
+def test_keeps_nothing_that_is_not_saved(store: LocalStore) -> None:
+    with VerifiedBlobs(store.layout).noting(DIGEST):
+        pass
+    assert not has(store)
+    assert not cache_of(store).exists()
+
+
+def test_lies_in_the_store_s_own_folder_and_leaves_nothing_else(store: LocalStore) -> None:
+    note(store)
+    assert [path.name for path in store.layout.blobs.iterdir()] == [DIGEST.file_name]
+    assert {path.name for path in store.layout.root.iterdir()} == {"blobs", ".blobstore"}
+    assert list((store.layout.root / ".blobstore").iterdir()) == [cache_of(store)]
+    assert cache_of(store).stat().st_mode & 0o777 == 0o600
+
+
+# What happens to the blob afterwards
+
+
+def rewrite(path: Path) -> None:
+    found = path.stat()
+    path.write_bytes(DATA[::-1])
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    found = path.stat()
+    new = path.with_name("new")
+    new.write_bytes(DATA[::-1])
+    os.utime(new, ns=(found.st_atime_ns, found.st_mtime_ns))
+    new.replace(path)
+
+
+def make_a_link(path: Path) -> None:
+    target = path.with_name("target")
+    path.replace(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, make_a_link, Path.unlink])
+def test_a_blob_that_was_changed_is_not_believed(
+    store: LocalStore, change: Callable[[Path], None]
+) -> None:
+    note(store)
+    change(path_of(store))
+    assert not has(store)
+
+
+@pytest.mark.parametrize("field", range(5))
+def test_every_property_of_the_file_counts(store: LocalStore, field: int) -> None:
+    note(store)
+    blobs = VerifiedBlobs(store.layout)
+    found = path_of(store).stat()
+    stamp = [found.st_dev, found.st_ino, SIZE, found.st_mtime_ns, found.st_ctime_ns]
+    assert blobs._known[DIGEST.hex] == tuple(stamp)
+    stamp[field] += 1
+    blobs._known[DIGEST.hex] = tuple(stamp)
+    assert not blobs.has(DIGEST, stamp[2])
+
+
+def test_a_blob_that_changed_just_before_it_was_hashed_is_not_noted(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 3600 * 10**9)
+    note(store)
+    assert not has(store)
+
+
+def test_a_blob_from_the_future_is_not_noted(store: LocalStore) -> None:
+    year = 365 * 86400 * 10**9
+    found = path_of(store).stat()
+    os.utime(path_of(store), ns=(found.st_atime_ns, found.st_mtime_ns + year))
+    note(store)
+    assert not has(store)
+
+
+def test_a_blob_that_changes_while_it_is_hashed_is_not_noted(store: LocalStore) -> None:
+    blobs = VerifiedBlobs(store.layout)
+    with blobs.noting(DIGEST):
+        rewrite(path_of(store))
+    blobs.save()
+    assert not has(store)
+
+
+def test_a_blob_that_is_found_damaged_is_forgotten(store: LocalStore) -> None:
+    note(store)
+    blobs = VerifiedBlobs(store.layout)
+    message = "a bit has rotted"
+    with pytest.raises(BlobDamaged), blobs.noting(DIGEST):
+        raise BlobDamaged(message)
+    blobs.save()
+    assert not has(store)
+
+
+def test_a_blob_that_could_not_be_read_is_as_it_was(store: LocalStore) -> None:
+    note(store)
+    blobs = VerifiedBlobs(store.layout)
+    message = "input/output error"
+    with pytest.raises(StoreError), blobs.noting(DIGEST):
+        raise StoreError(message)
+    blobs.save()
+    assert has(store)
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: b"\xff" * 1000,
+        lambda data: data.replace(b"sha256:", b"sha256:0", 1),
+        lambda data: data.replace(b"verified blobs 1", b"verified blobs 0"),
+    ],
+)
+def test_garbage_is_not_believed_and_written_anew(
+    store: LocalStore, damage: Callable[[bytes], bytes]
+) -> None:
+    note(store)
+    whole = cache_of(store).read_bytes()
+    cache_of(store).write_bytes(damage(whole))
+    assert not has(store)
+    note(store)
+    assert cache_of(store).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{DIGEST.hex} 1 2 3 4\n",
+        f"{DIGEST.hex} 1 2 3 4 5 6\n",
+        f"{DIGEST.hex} 1 2 3 4 x\n",
+        f"{DIGEST.hex}\n",
+        f"{DIGEST.hex} {'9' * 5000} 2 3 4 5\n",
+        "\n",
+        "é 1 2 3 4 5\n",
+    ],
+)
+def test_nonsense_with_a_right_seal_is_not_believed(store: LocalStore, text: str) -> None:
+    note(store)
+    whole = cache_of(store).read_bytes()
+    data = text.encode()
+    cache_of(store).write_bytes(b"verified blobs 1\n%s\n" % str(Digest.of(data)).encode() + data)
+    assert not has(store)
+    note(store)
+    assert cache_of(store).read_bytes() == whole
+
+
+def test_what_others_may_write_is_not_believed(store: LocalStore) -> None:
+    for mode, believed in [(0o600, True), (0o644, True), (0o620, False), (0o602, False)]:
+        note(store)
+        cache_of(store).chmod(mode)
+        assert has(store) is believed, oct(mode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_not_believed(store: LocalStore) -> None:
+    note(store)
+    os.chown(cache_of(store), sandbox.NOBODY, -1)
+    assert not has(store)
+    note(store)
+    assert has(store)
+
+
+def test_links_and_pipes_are_not_followed(store: LocalStore) -> None:
+    note(store)
+    elsewhere = store.layout.root / "elsewhere"
+    cache_of(store).replace(elsewhere)
+    cache_of(store).symlink_to(elsewhere)
+    assert not has(store)
+    cache_of(store).unlink()
+    os.mkfifo(cache_of(store))
+    assert not has(store)
+    note(store)
+    assert has(store)
+
+
+def test_a_file_of_any_size_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    note(store)
+    size = cache_of(store).stat().st_size
+    monkeypatch.setattr(verified, "_MAX_BYTES", size)
+    assert has(store)
+    monkeypatch.setattr(verified, "_MAX_BYTES", size - 1)
+    assert not has(store)
+
+
+def test_the_oldest_entries_go_first(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "_MAX_ENTRIES", 2)
+    found = [Digest.of(bytes([number])) for number in range(4)]
+    for digest in found:
+        path_of(store, digest).write_bytes(DATA)
+    note(store, *found[:2])
+    note(store, found[0], found[2])
+    assert [has(store, digest) for digest in found] == [True, False, True, False]
+    note(store, found[3])
+    assert [has(store, digest) for digest in found] == [False, False, True, True]
+
+
+def test_what_another_process_has_noted_meanwhile_is_kept(store: LocalStore) -> None:
+    path_of(store, OTHER).write_bytes(DATA)
+    blobs = VerifiedBlobs(store.layout)
+    note(store, OTHER)
+    with blobs.noting(DIGEST):
+        pass
+    blobs.save()
+    assert has(store)
+    assert has(store, OTHER)
+
+
+def test_a_store_that_cannot_be_written_is_no_error(store: LocalStore) -> None:
+    def run() -> bool:
+        note(store)
+        return has(store)
+
+    assert sandbox.call(run, unprivileged=True) == "False"
+    note(store)
+    whole = cache_of(store).read_bytes()
+    path_of(store, OTHER).write_bytes(DATA)
+    assert sandbox.call(lambda: note(store, OTHER), unprivileged=True) == "None"
+    assert cache_of(store).read_bytes() == whole
+
+
+def test_the_store_itself_is_not_made_anew(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "gone")
+    note(store)
+    assert not store.layout.root.exists()

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blobstore.cuts import cut, runs
+from blobstore.errors import UsageError
+from blobstore.tensor import DType, TensorSpec
+
+
+def spec_of(*shape: int, dtype: DType = DType.U16) -> TensorSpec:
+    return TensorSpec("x", dtype, shape)
+
+
+def bounds(size: int) -> st.SearchStrategy[Any]:
+    end = st.none() | st.integers(-size - 2, size + 2)
+    return st.builds(slice, end, end, st.sampled_from([None, 1]))
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    items = [
+        draw(bounds(size) | st.integers(-size, size - 1) if size else bounds(size))
+        for size in shape[: draw(st.integers(0, len(shape)))]
+    ]
+    if draw(st.booleans()):
+        items.insert(draw(st.integers(0, len(items))), ...)
+        # After the ellipsis the items stand for the last dimensions, whose sizes are others.
+        place = items.index(...)
+        items[place + 1 :] = [
+            draw(bounds(size)) for size in shape[len(shape) - len(items) + place + 1 :]
+        ]
+    if len(items) == 1 and draw(st.booleans()):
+        return shape, items[0]
+    return shape, tuple(items)
+
+
+@given(parts())
+def test_takes_what_numpy_takes(example: tuple[tuple[int, ...], Any]) -> None:
+    shape, index = example
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.uint16).reshape(shape)
+    expected = array[index]
+    spec = spec_of(*shape)
+    part = cut(spec, index)
+    assert part.shape == expected.shape
+    np.testing.assert_array_equal(array[(*part.taken, ...)], expected)
+    where = runs(spec, part)
+    data = array.tobytes()
+    found = b"".join(data[start : start + where.length] for start in where.offsets)
+    assert found == expected.tobytes()
+
+
+def test_what_lies_together_is_one_run() -> None:
+    spec = spec_of(8, 4, 6)
+    assert runs(spec, cut(spec, slice(2, 5))) == (96, 144, ())
+    assert runs(spec, cut(spec, (3, slice(1, 3)))) == (156, 24, ())
+    assert runs(spec, cut(spec, ...)) == (0, 384, ())
+    assert runs(spec, cut(spec, (slice(0, 2), slice(1, 3)))) == (12, 24, ((2, 48),))
+    assert runs(spec, cut(spec, (..., slice(0, 3)))) == (0, 6, ((8, 48), (4, 12)))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    part = cut(spec_of(4, 4), (np.int64(-1), slice(np.int32(1), None)))
+    assert part.ranges == ((3, 4), (1, 4))
+    assert part.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("index", "what"),
+    [
+        (4, "has 4 elements in a dimension, and no number 4"),
+        (-5, "has 4 elements in a dimension, and no number -5"),
+        ((0, 0, 0), "has 2 dimensions; .* asks for more"),
+        ((..., ...), "has 2 dimensions; .* asks for more"),
+        (slice(0, 4, 2), r"slices of step 1, got slice\(0, 4, 2\)"),
+        (slice(None, None, -1), "slices of step 1"),
+        (slice("a"), "slices of step 1"),
+        (True, "slices of step 1, got True"),
+        (None, "slices of step 1, got None"),
+        ([0, 1], r"slices of step 1, got \[0, 1\]"),
+        (1.0, "slices of step 1"),
+        ("\n", r"slices of step 1, got '\\n'"),
+    ],
+)
+def test_other_indexes_are_told(index: Any, what: str) -> None:
+    with pytest.raises(UsageError, match=f"tensor 'x'.*{what}"):
+        cut(spec_of(4, 4), index)
+
+
+def test_a_scalar_has_only_itself() -> None:
+    assert cut(spec_of(), ...).shape == cut(spec_of(), ()).shape == ()
+    assert runs(spec_of(), cut(spec_of(), ())) == (0, 2, ())
+    with pytest.raises(UsageError, match="has 0 dimensions"):
+        cut(spec_of(), 0)
+
+
+def test_elements_of_half_a_byte_are_not_cut_apart() -> None:
+    spec = spec_of(4, 6, dtype=DType.F4)
+    assert runs(spec, cut(spec, (slice(1, 3), slice(2, 4)))) == (4, 1, ((2, 3),))
+    assert runs(spec, cut(spec, 1)) == (3, 3, ())
+    for index in ((..., slice(1, 3)), (..., slice(0, 3)), (0, 0)):
+        with pytest.raises(UsageError, match="'x' cannot be cut there: .* 4 bits"):
+            runs(spec, cut(spec, index))
+    odd = spec_of(2, 3, dtype=DType.F4)
+    with pytest.raises(UsageError, match="cannot be cut there"):
+        runs(odd, cut(odd, 1))

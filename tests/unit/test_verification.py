@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.header import encode_header
+from blobstore.store import verified
+from blobstore.store.local import LocalStore
+from blobstore.store.verified import VerifiedBlobs
+from blobstore.tensor import DType, TensorSpec
+from blobstore.verification import Verify, check_level, reads_headers
+from blobstore.verify import verify_models
+from tests.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = Reference.parse("m")
+NORM = "norm.weight"
+TENSORS = {
+    NORM: np.arange(6, dtype=np.float32).reshape(2, 3),
+    "embed.weight": np.arange(8, dtype=np.float32),
+    **moe_tensors(4),
+}
+ABOVE_SIZE = ("header", "digest", "rehash")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
+    return store
+
+
+@pytest.fixture
+def settled(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    """Return a store whose blobs count as unchanged for long."""
+    monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    return store
+
+
+def path_of(store: LocalStore, layer: str) -> Path:
+    (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
+    return Path(store.layout.blob(found.digest))
+
+
+def index_file(store: LocalStore) -> Path:
+    (path,) = store.layout.headers.iterdir()
+    return path
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    assert len(data) == path.stat().st_size
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def give_another_header(path: Path, *specs: TensorSpec) -> None:
+    """Give a blob a sound header of the same length and the bytes that it had."""
+    old = path.read_bytes()
+    new = encode_header(specs)
+    rewrite(path, new + old[len(new) :])
+
+
+def hashed(store: LocalStore, level: Verify, **options: Any) -> set[str]:
+    """Open a model; return the layers that were hashed for it."""
+    told: set[str] = set()
+
+    def progress(what: str, done: int, total: int) -> None:
+        assert 0 < done <= total
+        told.add(what)
+
+    blobstore.open("m", store=store, verify=level, progress=progress, **options).close()
+    return told
+
+
+def all_layers(store: LocalStore) -> set[str]:
+    manifest = store.resolve(NAME)
+    return {blob.name or str(blob.digest) for blob in manifest.blobs}
+
+
+# Levels
+
+
+def test_levels_are_told_apart() -> None:
+    for level in get_args(Verify):
+        check_level(level)
+    assert [level for level in get_args(Verify) if reads_headers(level)] == list(ABOVE_SIZE)
+
+
+def test_an_unknown_level_is_told_before_anything_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="verify must be none, size, header, digest or rehash"):
+        blobstore.open("none", store=LocalStore(tmp_path), verify="sizes")  # type: ignore[arg-type]
+
+
+def test_every_level_finds_what_those_before_it_find(store: LocalStore) -> None:
+    path = path_of(store, NORM)
+    whole = path.read_bytes()
+
+    def finds(level: Verify) -> bool:
+        try:
+            blobstore.open("m", store=store, verify=level).close()
+        except BlobstoreError:
+            return True
+        return False
+
+    def found() -> list[str]:
+        return [level for level in get_args(Verify) if finds(level)]
+
+    assert found() == []
+    rewrite(path, whole[:-1] + b"x")
+    assert found() == ["digest", "rehash"]
+    rewrite(path, whole)
+    give_another_header(path, TensorSpec(NORM, DType.F32, (3, 2)))
+    assert found() == ["header", "digest", "rehash"]
+    os.truncate(path, len(whole) - 1)
+    assert found() == ["size", "header", "digest", "rehash"]
+    path.unlink()
+    assert found() == ["size", "header", "digest", "rehash"]
+
+
+@pytest.mark.parametrize("level", get_args(Verify))
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_whole_model_passes_every_level(
+    store: LocalStore, level: Verify, read: Any, *, index: bool
+) -> None:
+    if not index:
+        index_file(store).unlink()
+    for _ in range(2):
+        with blobstore.open("m", store=store, verify=level, read=read) as model:
+            for name, expected in TENSORS.items():
+                np.testing.assert_array_equal(model[name], expected, strict=True)
+    index_file(store)
+
+
+# Headers
+
+
+def test_another_header_of_equal_size_is_told_with_layer_and_digest(store: LocalStore) -> None:
+    give_another_header(path_of(store, NORM), TensorSpec(NORM, DType.I32, (2, 3)))
+    with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* its bytes have digest"):
+        blobstore.open("m", store=store, verify="header")
+
+
+def test_tensors_that_changed_places_are_found(store: LocalStore) -> None:
+    layer = "model.layers.0.mlp.experts"
+    path = path_of(store, layer)
+    data = path.read_bytes()
+    first, other = b"experts.0.up_proj", b"experts.1.up_proj"
+    free = b"@" * len(first)
+    swapped = data.replace(first, free).replace(other, first).replace(free, other)
+    rewrite(path, swapped)
+    with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{layer}': .* its bytes have digest"):
+        blobstore.open("m", store=store, verify="header")
+
+
+def test_another_type_of_quantization_is_found(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", quantizable_tensors())
+    blobstore.create(folder, "m", store=store, quantize="int4")
+    layer = "model.layers.0.self_attn.q_proj.weight"
+    path = path_of(store, layer)
+    stated, other = (
+        b'"group_size":"32","quant_type":"int4"',
+        b'"group_size":"64","quant_type":"int2"',
+    )
+    data = path.read_bytes()
+    assert stated in data
+    rewrite(path, data.replace(stated, other))  # which has words and scales of the same shapes
+    blobstore.open("m", store=store).close()
+    with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{layer}': .* bytes have digest"):
+        blobstore.open("m", store=store, verify="header")
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_tensor_of_another_name_needs_no_index_to_be_found(
+    store: LocalStore, *, index: bool
+) -> None:
+    if not index:
+        index_file(store).unlink()
+    give_another_header(path_of(store, NORM), TensorSpec("norm.height", DType.F32, (2, 3)))
+    with pytest.raises(
+        BlobDamaged,
+        match=f"^m:latest: layer '{NORM}': .* holds tensor 'norm.height', which is not",
+    ):
+        blobstore.open("m", store=store, verify="header")
+
+
+def test_a_blob_without_tensors_is_found(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"a": blob()})
+    blobstore.open("m", store=store).close()
+    with pytest.raises(BlobDamaged, match="m:latest: layer 'a': blob .* holds no tensor"):
+        blobstore.open("m", store=store, verify="header")
+
+
+def test_no_data_is_read_for_headers(store: LocalStore) -> None:
+    path = path_of(store, NORM)
+    rewrite(path, path.read_bytes()[:-4] + b"else")
+    assert hashed(store, "header") == set()
+
+
+def forge_index(store: LocalStore, change: Callable[[Any], None]) -> None:
+    path = index_file(store)
+    value = json.loads(path.read_bytes().partition(b"\n")[2])
+    change(value)
+    text = json.dumps(value).encode()
+    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{seal}\n".encode() + text)
+
+
+def take_the_type_of_another(value: Any) -> None:
+    value[0][NORM][0] = "I32"
+
+
+def forget_a_tensor(value: Any) -> None:
+    del value[0][NORM]
+
+
+def invent_a_tensor(value: Any) -> None:
+    value[0]["more"] = value[0][NORM]
+
+
+def name_another_blob(value: Any) -> None:
+    value[1][0][0] = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "change", [take_the_type_of_another, forget_a_tensor, invent_a_tensor, name_another_blob]
+)
+@pytest.mark.parametrize("level", ABOVE_SIZE)
+def test_an_index_that_is_wrong_is_made_anew_and_the_blobs_are_believed(
+    store: LocalStore, change: Callable[[Any], None], level: Verify
+) -> None:
+    whole = index_file(store).read_bytes()
+    forge_index(store, change)
+    with blobstore.open("m", store=store, verify=level) as model:
+        np.testing.assert_array_equal(model[NORM], TENSORS[NORM], strict=True)
+        assert set(model) == set(TENSORS)
+    assert index_file(store).read_bytes() == whole
+
+
+def test_an_open_model_can_be_checked_more_closely(store: LocalStore) -> None:
+    path = path_of(store, NORM)
+    whole = path.read_bytes()
+    with blobstore.open("m", store=store) as model:
+        for level in get_args(Verify):
+            model.check(level)
+        rewrite(path, whole[:-1] + b"x")
+        model.check("header")
+        for level in ("digest", "rehash"):
+            with pytest.raises(BlobDamaged, match=f"m:latest: layer '{NORM}'"):
+                model.check(level)
+        rewrite(path, whole)
+        give_another_header(path, TensorSpec(NORM, DType.F32, (3, 2)))
+        with pytest.raises(BlobDamaged, match=f"m:latest: layer '{NORM}'"):
+            model.check("header")
+        path.unlink()
+        with pytest.raises(BlobMissing, match=f"m:latest: layer '{NORM}'"):
+            model.check("header")
+
+
+@pytest.mark.parametrize("change", [take_the_type_of_another, name_another_blob])
+def test_a_model_that_was_opened_by_a_wrong_index_says_so(
+    store: LocalStore, change: Callable[[Any], None]
+) -> None:
+    forge_index(store, change)
+    with (
+        blobstore.open("m", store=store, verify="none") as model,
+        pytest.raises(BlobDamaged, match="m:latest: the header index is wrong; open the model"),
+    ):
+        model.check("header")
+
+
+def test_an_index_that_says_the_same_is_not_written_again(store: LocalStore) -> None:
+    before = index_file(store).stat().st_mtime_ns, index_file(store).stat().st_ino
+    blobstore.open("m", store=store, verify="header").close()
+    assert (index_file(store).stat().st_mtime_ns, index_file(store).stat().st_ino) == before
+
+
+# Digests
+
+
+def test_what_was_hashed_is_not_hashed_again(settled: LocalStore) -> None:
+    assert hashed(settled, "digest") == all_layers(settled)
+    assert hashed(settled, "digest") == set()
+    assert hashed(settled, "rehash") == all_layers(settled)
+
+
+def test_only_what_was_changed_is_hashed_again(settled: LocalStore) -> None:
+    assert hashed(settled, "digest") == all_layers(settled)
+    path = path_of(settled, NORM)
+    whole, before = path.read_bytes(), path.stat()
+    rewrite(path, whole)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert hashed(settled, "digest") == {NORM}
+    rewrite(path, whole[:-1] + b"x")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* have digest"):
+            blobstore.open("m", store=settled, verify="digest")
+
+
+def test_rot_is_found_by_hashing_anew_and_not_forgotten(
+    settled: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed(settled, "digest")
+    path = path_of(settled, NORM)
+    stamp = verified._stamp(str(path))
+    rewrite(path, path.read_bytes()[:-1] + b"x")
+
+    def stamped(name: str, real: Any = verified._stamp) -> Any:  # what rots changes no time
+        return stamp if name == str(path) else real(name)
+
+    monkeypatch.setattr(verified, "_stamp", stamped)
+    assert hashed(settled, "digest") == set()
+    with pytest.raises(BlobDamaged):
+        blobstore.open("m", store=settled, verify="rehash")
+    with pytest.raises(BlobDamaged):
+        blobstore.open("m", store=settled, verify="digest")
+
+
+def test_a_model_that_was_just_stored_is_hashed_each_time(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 3600 * 10**9)
+    assert hashed(store, "digest") == all_layers(store)
+    assert hashed(store, "digest") == all_layers(store)
+
+
+def test_the_command_hashes_all_and_spares_those_who_open_models(settled: LocalStore) -> None:
+    hashed(settled, "digest")
+    found = verify_models(store=settled)
+    assert found.faults == ()
+    assert found.bytes_read == sum(blob.size for blob in settled.resolve(NAME).blobs)
+    settled.layout.verified(os.geteuid()).unlink()
+    verify_models(store=settled)
+    assert hashed(settled, "digest") == set()
+
+
+def test_two_names_of_one_blob_share_what_is_known(settled: LocalStore, tmp_path: Path) -> None:
+    hashed(settled, "digest")
+    more = TENSORS | {"another": np.zeros(3)}
+    blobstore.create(write_folder(tmp_path / "more", more), "more", store=settled)
+    told: set[str] = set()
+    blobstore.open(
+        "more", store=settled, verify="digest", progress=lambda what, *_: told.add(what)
+    ).close()
+    assert "another" in told
+    assert not told & set(TENSORS)
+
+
+def test_a_contradicting_size_is_told_whatever_is_known(settled: LocalStore) -> None:
+    hashed(settled, "digest")
+    (layer,) = [item for item in settled.resolve(NAME).layers if item.name == NORM]
+    assert VerifiedBlobs(settled.layout).has(layer.digest, layer.size)
+    path = settled.layout.manifest(NAME)
+    path.write_text(path.read_text().replace(f'"size":{layer.size}', f'"size":{layer.size + 1}'))
+    with pytest.raises(BlobDamaged, match="expected"):
+        blobstore.open("m", store=settled, verify="digest")
