@@ -1,0 +1,169 @@
+"""A random Llama from the store beside the same from its folder: first token, and second processes.
+
+The time to the first token of a small one, in transformers and in mlx-lm, in a process that has
+imported them and as a process of its own; and the memory that a second process has for itself when it
+serves a model of 512 MiB that another one serves, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import blobstore
+from tests.benchmarks.common import arguments, rounds, table, timed, warm, workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PROMPT = "w1"
+_ROOT = Path(__file__).parents[2]
+_KINDS = ("transformers, folder", "transformers, store", "mlx-lm, folder", "mlx-lm, store")
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
+_LARGE = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 4096}
+
+
+def make_model(folder: Path, **sizes: Any) -> Path:
+    """Write a model of random weights in bf16, and a tokenizer, and put it into the store."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes)
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.save_pretrained(folder / "model")
+    blobstore.create(folder / "model", "m", store=blobstore.LocalStore(folder / "store"))
+    warm(folder)
+    return folder
+
+
+def first_token(kind: str, folder: Path) -> object:
+    """Load a model, generate one token, and return the model."""
+    model: Any
+    tokenizer: Any
+    store = blobstore.LocalStore(folder / "store")
+    if kind.startswith("mlx-lm"):
+        import mlx_lm
+
+        if kind.endswith("folder"):
+            model, tokenizer, *_ = mlx_lm.load(str(folder / "model"))
+        else:
+            from blobstore.integrations.mlx_lm import load
+
+            model, tokenizer = load("m", store=store)
+        mlx_lm.generate(model, tokenizer, _PROMPT, max_tokens=1)
+        return model
+    if kind.endswith("folder"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    else:
+        from blobstore.integrations.transformers import from_store, tokenizer_from_store
+
+        model = from_store("m", store=store)
+        tokenizer = tokenizer_from_store("m", store)
+    prompt = tokenizer(_PROMPT, return_tensors="pt")["input_ids"]
+    model.generate(prompt, max_new_tokens=1, do_sample=False)
+    return model
+
+
+def serve(kind: str, small: str, folder: str) -> None:
+    """Print the private memory that a model adds to a process, and keep it until told to end."""
+    first_token(kind, Path(small))  # for what the libraries need, whatever the model
+    gc.collect()
+    before = private_bytes()
+    model = first_token(kind, Path(folder))
+    gc.collect()
+    print(private_bytes() - before, flush=True)
+    sys.stdin.read()
+    del model
+
+
+def private_bytes() -> int:
+    """Return the bytes of memory that only this process has mapped."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return 1024 * sum(
+        int(size) for size in re.findall(r"^Private_\w+:\s+(\d+)", text, re.MULTILINE)
+    )
+
+
+def command(function: str, *arguments: str | Path) -> dict[str, Any]:
+    """Return how a process is started that calls a function of this module."""
+    code = f"from tests.benchmarks import first_token as m; import sys; m.{function}(*sys.argv[1:])"
+    args = [sys.executable, "-c", code, *map(str, arguments)]
+    return {"args": args, "cwd": _ROOT, "stderr": subprocess.DEVNULL}
+
+
+def run(kind: str, folder: str) -> None:
+    """Be a process that generates one token."""
+    first_token(kind, Path(folder))
+
+
+def second_process(kind: str, small: Path, folder: Path) -> int:
+    """Return the private memory of a model in the second of two processes that serve it."""
+    how = command("serve", kind, small, folder)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(**how, **pipes) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline()
+        with subprocess.Popen(**how, **pipes) as second:
+            assert second.stdout is not None
+            found = int(second.stdout.readline())
+            second.communicate()
+        first.communicate()
+    return found
+
+
+def collected(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes; nobody pays for collecting what another left."""
+    gc.collect()
+    return timed(work)
+
+
+def compare(folder: Path, count: int) -> None:
+    """Print the tables of the first token, in this process and as one of its own."""
+    import torch
+
+    torch.set_num_threads(1)  # for two that wait for each other measure what else the machine does
+    for title, calls, times in (
+        ("libraries imported", lambda kind: partial(first_token, kind, folder), 4 * count),
+        (
+            "whole process",
+            lambda kind: partial(subprocess.run, check=True, **command("run", kind, folder)),
+            count,
+        ),
+    ):
+        for kinds in (_KINDS[:2], _KINDS[2:]):
+            print(f"First token, {title}\n")
+            cases = {kind: partial(collected, calls(kind)) for kind in kinds}
+            table(rounds(cases, times), kinds[0])
+
+
+def main() -> None:
+    """Print the tables."""
+    options = arguments(__doc__)
+    with workspace(options.folder) as folder:
+        small = make_model(folder / "small", **_SMALL)
+        compare(small, options.rounds)
+        large = make_model(folder / "large", **_LARGE)
+        size = (large / "model" / "model.safetensors").stat().st_size
+        print(f"Private memory of a second process, of a model of {size / 2**20:.0f} MiB\n")
+        print("| case | MiB | of the model |\n| --- | --- | --- |")
+        for kind in _KINDS:
+            private = second_process(kind, small, large)
+            print(f"| {kind} | {private / 2**20:.1f} | {private / size:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
