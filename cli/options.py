@@ -86,6 +86,8 @@ def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
 
 
 def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -> LocalStore:
+    from blobstore.cli.render import show_note
+    from blobstore.store.concerns import folder_concerns
     from blobstore.store.local import LocalStore
 
     if value == "":  # an unset variable of a script must not mean the current folder
@@ -93,6 +95,8 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
         raise click.BadParameter(message, ctx, param)
     store = LocalStore(value)
     store.locks.wait = ctx.meta.get(_WAIT_KEY, store.locks.wait)
+    for concern in folder_concerns(store):
+        show_note(concern)
     return store
 
 
@@ -139,7 +143,15 @@ jobs_option = click.option(
 
 @contextlib.contextmanager
 def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iterator[None]:
-    """Add names of the store that are nearly those asked for to an error that says not found."""
+    """Add names of the store that are nearly those asked for to an error that says not found.
+
+    Whether other users have given these names is said first.
+    """
+    from blobstore.cli.render import show_note
+    from blobstore.store.concerns import name_concerns
+
+    for concern in name_concerns(store, references):
+        show_note(concern)
     try:
         yield
     except ModelNotFound as error:

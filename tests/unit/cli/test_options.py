@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import click
 import pytest
 
 from blobstore.cli.options import parse_size
+from blobstore.manifests.reference import Reference
+from tests.sandbox import NOBODY
+from tests.unit.cli.running import run
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
 
 PARAMETER = click.Option(["--shard-size"])
 
@@ -29,3 +38,17 @@ def test_reads_sizes(text: str, size: int) -> None:
 def test_refuses_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size such as 5GB"):
         parse_size(click.Context(click.Command("x")), PARAMETER, text)
+
+
+def test_a_store_that_everybody_may_write_to_is_told(stored: LocalStore) -> None:
+    stored.layout.root.chmod(0o777)
+    result = run("show", "dense")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("note: every user may write to '")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_name_that_another_user_gave_is_told(stored: LocalStore) -> None:
+    os.chown(stored.layout.manifest(Reference.parse("dense")), NOBODY, NOBODY)
+    assert "was put into the store by another user" in run("show", "dense").stderr
+    assert run("list").stderr == ""

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.store.concerns import folder_concerns, name_concerns
+from blobstore.store.local import LocalStore
+from tests.models import add_blobs, blob
+from tests.sandbox import NOBODY
+
+A = Reference.parse("a")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    return store
+
+
+def test_a_store_of_one_s_own_is_of_no_concern(store: LocalStore) -> None:
+    assert list(folder_concerns(store)) == []
+    assert list(name_concerns(store, [A, Reference.parse("absent")])) == []
+
+
+def test_an_absent_store_is_of_no_concern(tmp_path: Path) -> None:
+    assert list(folder_concerns(LocalStore(tmp_path / "absent"))) == []
+
+
+@pytest.mark.parametrize("folder", ["", "blobs", "manifests"])
+def test_tells_of_a_folder_that_everybody_may_write_to(store: LocalStore, folder: str) -> None:
+    path = store.layout.root / folder
+    path.chmod(0o1777)
+    (found,) = folder_concerns(store)
+    assert found == f"every user may write to '{path}'; take that away with chmod o-w"
+
+
+def test_a_folder_of_a_group_is_of_no_concern(store: LocalStore) -> None:
+    store.layout.root.chmod(0o2775)
+    assert list(folder_concerns(store)) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_tells_of_a_name_that_another_user_gave(store: LocalStore) -> None:
+    os.chown(store.layout.manifest(A), NOBODY, NOBODY)
+    (found,) = name_concerns(store, [A])
+    assert found.startswith(f"'a:latest' was put into the store by another user (number {NOBODY})")
+    assert list(folder_concerns(store)) == []
