@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -106,10 +106,7 @@ class _Collection:
 
     def run(self) -> Collected:
         self._marks.update()
-        reached = self._marks.reached()
-        candidates = [entry for entry in self._blobs() if entry.digest not in reached]
-        self._kept = []
-        blobs = list(self._sweep(candidates))
+        blobs = list(self._sweep(self._unreached()))
         with self._alone():
             leftovers = [*self._leftovers()]
             folders = [*self._empty_folders()]
@@ -121,21 +118,26 @@ class _Collection:
             kept_size=sum(self._kept),
         )
 
-    def _blobs(self) -> Iterator[_Blob]:
-        for entry in _scan(self._layout.blobs):
-            with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
-                yield _Blob(Digest.parse(entry.name.replace("-", ":", 1)), Path(entry.path))
+    def _unreached(self) -> list[Digest]:
+        reached = self._marks.reached()
+        found = []
+        for name in _names(self._layout.blobs):
+            if name.removeprefix(_PREFIX) not in reached:
+                with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
+                    found.append(Digest.parse(name.replace("-", ":", 1)))
+        return sorted(found)
 
-    def _sweep(self, candidates: Iterable[_Blob]) -> Iterator[Removed]:
+    def _sweep(self, candidates: Iterable[Digest]) -> Iterator[Removed]:
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
             with self._alone():
                 leased = read_leases(self._layout).digests
                 self._marks.update()
                 reached = self._marks.reached()
-                for blob in batch:
-                    is_needed = blob.digest in leased or blob.digest in reached
-                    yield from self._remove_blob(blob.path, is_needed=is_needed)
+                for digest in batch:
+                    is_needed = digest in leased or digest.hex in reached
+                    path = Path(self._layout.blob(digest))
+                    yield from self._remove_blob(path, is_needed=is_needed)
                 if not self._is_dry:
                     sync_folder(self._layout.blobs)
 
@@ -191,15 +193,11 @@ class _Collection:
         return Removed(path.relative_to(self._layout.root), size)
 
 
-class _Blob(NamedTuple):
-    digest: Digest
-    path: Path
-
-
 class _Marked(NamedTuple):
     state: tuple[int, ...]
     manifest: Digest
-    blobs: frozenset[Digest]
+    blobs: tuple[str, ...]
+    """Their digests, without what is the same in all: there may be hundreds of thousands."""
 
 
 class _Marks:
@@ -208,7 +206,7 @@ class _Marks:
     def __init__(self, store: LocalStore) -> None:
         self._layout = store.layout
         self._marked: dict[str, _Marked] = {}
-        self._reached: set[Digest] = set()
+        self._reached: set[str] = set()
 
     def update(self) -> None:
         """Read what has come or changed.
@@ -225,11 +223,11 @@ class _Marks:
                 known = self._marked.get(path)
                 found[path] = known if known and known.state == state else _read(path, state)
         if found != self._marked or not found:
-            self._reached = {digest for item in found.values() for digest in item.blobs}
+            self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._marked = found
 
-    def reached(self) -> set[Digest]:
-        """Return the blobs that the manifests reach."""
+    def reached(self) -> set[str]:
+        """Return the blobs that the manifests reach, by the digits of their digests."""
         return self._reached
 
     def manifests(self) -> set[Digest]:
@@ -240,14 +238,14 @@ class _Marks:
 def _read(path: str, state: tuple[int, ...]) -> _Marked:
     try:
         data = read_regular(path, MAX_MANIFEST_SIZE)
-        blobs = frozenset(blob.digest for blob in Manifest.from_bytes(data).blobs)
+        manifest = Manifest.from_bytes(data)
     except BlobstoreError as error:
         message = (
             f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
             "repair or remove that file first"
         )
         raise InvalidManifest(message) from None
-    return _Marked(state, Digest.of(data), blobs)
+    return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -257,6 +255,13 @@ def _files(folder: Path) -> Iterator[str]:
             yield from _files(Path(entry.path))
         else:
             yield entry.path
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
+    except FileNotFoundError:
+        return []
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:

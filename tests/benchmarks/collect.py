@@ -1,0 +1,82 @@
+"""Collecting in a store of 1,000 models of 300 layers each, beside listing and reading its files.
+
+No blob is shared, and one model in ten has lost its name. The limit is what any collector has to do: list
+the blobs, read all manifests as JSON, and remove the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from blobstore.collect import collect_garbage
+from blobstore.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests.benchmarks.common import arguments, rounds, table, timed, workspace
+
+_MODELS, _LAYERS, _UNNAMED = 1000, 300, 10
+
+
+def fill(store: LocalStore, models: int) -> None:
+    """Give a store models of tiny blobs, the last tenth without a name."""
+    for folder in (store.layout.blobs, store.layout.temporary):
+        folder.mkdir(parents=True, exist_ok=True)
+    for model in range(models):
+        digests = [Digest(f"{model * 1000 + layer:064x}") for layer in range(_LAYERS)]
+        for digest in digests:
+            with open(store.layout.blob(digest), "wb") as file:  # noqa: PTH123 - a text
+                file.write(b"x")
+        if model % _UNNAMED:
+            layers = [
+                Descriptor(
+                    media_type=media_types.TENSOR, digest=digest, size=1, name=f"l{number}.weight"
+                )
+                for number, digest in enumerate(digests)
+            ]
+            config = Descriptor(media_type=media_types.CONFIG, digest=digests[0], size=1)
+            path = store.layout.manifest(Reference.parse(f"m{model}"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(Manifest(config=config, layers=tuple(layers)).to_bytes())
+
+
+def limit(store: LocalStore) -> object:
+    """Find and remove garbage without asking anybody, as a script would."""
+    reached: set[str] = set()
+    for path in store.layout.manifests.rglob("latest"):
+        manifest = json.loads(path.read_bytes())
+        reached.update(layer["digest"].replace(":", "-") for layer in manifest["layers"])
+    garbage = [path for path in store.layout.blobs.iterdir() if path.name not in reached]
+    for path in garbage:
+        path.stat()
+        path.unlink()
+    return len(garbage)
+
+
+def main() -> None:
+    """Print the table."""
+    options = arguments(__doc__)
+    models = int(_MODELS * options.scale)
+    with workspace(options.folder) as folder:
+
+        def case(number: int) -> LocalStore:
+            return LocalStore(folder / f"store{number}")
+
+        def collect(number: int) -> float:
+            store = case(number)
+            fill(store, models)
+            work = (lambda: collect_garbage(store, older_than=0)) if number else None
+            taken = timed(work or (lambda: limit(store)))
+            shutil.rmtree(store.layout.root)
+            return taken
+
+        print(f"{models:,} models of {_LAYERS} layers, {models // _UNNAMED:,} without a name\n")
+        cases = {"a script that asks nobody": lambda: collect(0), "gc": lambda: collect(1)}
+        table(rounds(cases, options.rounds), "a script that asks nobody")
+
+
+if __name__ == "__main__":
+    main()
