@@ -25,6 +25,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.files import sync_folder, write_all
 from blobstore.mapping import Region
 from blobstore.progress import Meter
+from blobstore.store.blobs import ADVICE
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class _Copying:
         if blob.digester.digest() != layer.digest:
             message = (
                 f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
-                f"have digest {blob.digester.digest()}; remove it and create the model again"
+                f"have digest {blob.digester.digest()}{ADVICE}"
             )
             raise BlobDamaged(message)
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import time
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from blobstore.cloning import clone_data
@@ -24,6 +26,7 @@ from blobstore.farm import lay_out_farm
 from blobstore.filling import building, free_target, write_new, write_weights
 from blobstore.manifests.reference import Reference
 from blobstore.memory import collector_paused
+from blobstore.quantize.mlx_form import mlx_config
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
 
@@ -62,6 +65,7 @@ def link_model(
     *,
     store: LocalStore | None = None,
     hard: bool = False,
+    old_keys: bool = False,
     progress: Progress | None = None,
 ) -> Linked:
     """Make a Hugging Face folder of a model whose weight files are links to its blobs.
@@ -76,6 +80,8 @@ def link_model(
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         hard: make hard links, which keep the bytes when the store removes a blob, and not symbolic
             ones, which then lead nowhere.
+        old_keys: let ``config.json`` say also under the keys of transformers 4 what only those of
+            transformers 5 say; mlx-lm reads those. That of quantized weights always does.
         progress: called with what is being copied, bytes done and bytes in all.
 
     Raises:
@@ -96,7 +102,10 @@ def link_model(
             layout = lay_out_farm(store, manifest)
         with building(target) as new:
             for name, layer in layout.files.items():
-                write_new(new / name, store.read_blob(layer.digest, layer.size))
+                content = store.read_blob(layer.digest, layer.size)
+                if old_keys and PurePosixPath(name).name == "config.json":
+                    content = _with_old_keys(content)
+                write_new(new / name, content)
             for name, content in layout.written.items():
                 write_new(new / name, content)
             _link(store, layout.links, new, hard=hard)
@@ -108,18 +117,30 @@ def link_model(
     return _result(target, layout, shared, copied, time.monotonic() - started)
 
 
+def _with_old_keys(content: bytes) -> bytes:
+    """Return a config that says all under both names; what is no config stays as it is."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(config, dict) or (both := mlx_config(config)) == config:
+        return content
+    return f"{json.dumps(both, indent=2)}\n".encode()
+
+
 def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool) -> None:
     # Resolved, so that a link says where its blob is whatever names led to the store.
-    blobs = os.path.realpath(store.layout.blobs)
+    blobs = f"{os.path.realpath(store.layout.blobs)}{os.sep}"
+    for parent in {os.path.dirname(name) for name, _ in links}:  # noqa: PTH120 - there are thousands
+        (folder / parent).mkdir(parents=True, exist_ok=True)
+    base = f"{folder}{os.sep}"
     for name, layer in links:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        blob = os.path.join(blobs, layer.digest.file_name)  # noqa: PTH118 - paths of blobs are texts
+        blob = blobs + layer.digest.file_name
         if hard:
             with _explained(store, blob):
-                os.link(blob, path, follow_symlinks=False)
+                os.link(blob, base + name, follow_symlinks=False)
         else:
-            path.symlink_to(blob)
+            os.symlink(blob, base + name)  # noqa: PTH211 - there are thousands
 
 
 @contextlib.contextmanager

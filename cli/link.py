@@ -27,8 +27,16 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Make hard links, which stay whole whatever the store removes, and not symbolic ones.",
 )
+@click.option(
+    "--old-keys",
+    is_flag=True,
+    help="Let config.json say also under the keys of transformers 4 what it says under those of 5; "
+    "mlx-lm reads them.",
+)
 @json_option
-def command(name: Reference, folder: str, store: LocalStore, hard: bool, as_json: bool) -> None:
+def command(
+    name: Reference, folder: str, store: LocalStore, hard: bool, old_keys: bool, as_json: bool
+) -> None:
     """Make the new folder DIR, from which servers load the model NAME as from an export.
 
     Its weight files are links to blobs. Only blobs whose tensors have other names in such a folder
@@ -37,7 +45,9 @@ def command(name: Reference, folder: str, store: LocalStore, hard: bool, as_json
     from blobstore.linking import link_model
 
     with suggesting_names(store, [name]), render.progress_bar() as progress:
-        linked = link_model(name, folder, store=store, hard=hard, progress=progress)
+        linked = link_model(
+            name, folder, store=store, hard=hard, old_keys=old_keys, progress=progress
+        )
     for notice in linked.notices:
         render.show_note(notice)
     if as_json:

@@ -10,34 +10,31 @@ the model is open.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
-from blobstore.contents import COMPANIONS, read_contents
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.mlx_names import Naming, mlx_config, mlx_naming
-from blobstore.integrations.model_files import blaming, check_names, decoded, folder_of_files
-from blobstore.integrations.source_names import (
-    component_prefixes,
-    gpt_oss_experts,
-    stacked_names,
+from blobstore.integrations.mlx_weights import Weights, naming_of
+from blobstore.integrations.model_files import (
+    blaming,
+    check_layers,
+    check_names,
+    decoded,
+    folder_of_files,
 )
+from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.loader import open_model
-from blobstore.quantize import gpt_oss
-from blobstore.quantize.mlx_form import exported_config, mlx_name
-from blobstore.quantize.recipes import SCALE
-from blobstore.safetensors.mlx import as_mlx
+from blobstore.quantize.mlx_form import exported_config, mlx_config
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Unpack
@@ -128,10 +125,10 @@ def load_model(
 @contextlib.contextmanager
 def _opened(
     name: str | Reference, store: LocalStore | None, opening: Opening
-) -> Iterator[tuple[Model, Iterator[tuple[str, Any]], dict[str, Any]]]:
+) -> Iterator[tuple[Model, Weights, dict[str, Any]]]:
     """Give a model, its weights as mlx-lm takes them, not read yet, and its config likewise."""
     store = store or LocalStore()
-    with open_model(name, store=store, framework="mlx", **opening) as stored:
+    with open_model(name, store=store, framework="numpy", **opening) as stored:
         config = decoded(stored, "config.json")
         if "model_file" in config:
             message = (
@@ -139,9 +136,11 @@ def _opened(
                 f"{quoted(config['model_file'])}, which is not run"
             )
             raise BlobstoreError(message)
+        check_layers(stored, config)
         experts = gpt_oss_experts(store, stored, config)
-        naming = _naming(store, stored)
-        weights = chain(_weights(stored, naming, experts), _gpt_oss_weights(stored, experts))
+        specs = stored.specs
+        naming = naming_of(store, stored, specs)
+        weights = Weights(stored, specs, naming, experts)
         if not experts:  # whose config mlx-lm reads as it is
             config = exported_config(config, naming.types) or config
         yield stored, weights, mlx_config(config)
@@ -154,48 +153,10 @@ def _folder(
     return folder_of_files(stored, patterns, written)
 
 
-def _naming(store: LocalStore, stored: Model) -> Naming:
-    others = component_prefixes(stored)
-    stacks = stacked_names(store, stored)
-    specs = {name: spec for name, spec in stored.specs.items() if not name.startswith(others)}
-    if any(spec.dtype is DType.U32 and f"{name}_scale" in specs for name, spec in specs.items()):
-        tensors = read_contents(store, stored.manifest).tensors.values()
-        return mlx_naming((item for item in tensors if item.name in specs), stacks)
-    # Nothing is packed, and the headers of the blobs need not be read.
-    split = {name: stacks[name] for name in specs if name in stacks}
-    return Naming({name: name for name in specs if name not in stacks}, split, {}, {})
-
-
-def _weights(stored: Model, naming: Naming, others: Collection[str]) -> Iterator[tuple[str, Any]]:
-    hidden = {name + end for name in others for end in ("", *COMPANIONS.values())}
-    for runtime, name in naming.single.items():
-        if runtime not in hidden:
-            yield name, stored[runtime]
-    for runtime, names in naming.split.items():
-        array = stored[runtime]
-        yield from zip(names, array, strict=True)
-    for name, members in naming.joined.items():
-        # Joined before MLX sees them: its stack() would wait for other threads at every one.
-        views = [stored.view(member) for member in members]
-        shape = (len(views), *views[0].spec.shape)
-        joined = memoryview(b"".join(view.data for view in views))
-        yield name, as_mlx(joined, 0, TensorSpec(name, views[0].spec.dtype, shape))
-
-
-def _gpt_oss_weights(stored: Model, experts: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield quantized experts in the form that mlx-lm expects of gpt-oss."""
-    for name in experts:
-        for suffix in ("", SCALE):
-            runtime = f"{name}{COMPANIONS.get(suffix, '')}"
-            spec = stored.specs[runtime]._replace(name=mlx_name(name, suffix))
-            spec = gpt_oss.folder_spec(spec)
-            yield spec.name, stored[runtime].view(mx.uint8).reshape(spec.shape)
-
-
 def _build(
     reference: Reference,
     folder: Path,
-    weights: Iterator[tuple[str, Any]],
+    weights: Weights,
     model_config: Mapping[str, Any] | None,
     *,
     lazy: bool,
@@ -219,29 +180,72 @@ def _build(
     return model, config
 
 
-def _reading(base: Any, weights: Iterator[tuple[str, Any]], reference: str) -> Any:
+def _reading(base: Any, weights: Weights, reference: str) -> Any:
     """Return a class of models that take their weights from the store."""
+    what = f"{base.__module__.rpartition('.')[2]} of mlx-lm cannot take the tensors of {reference}"
 
     class FromStore(base):  # type: ignore[misc]
         def sanitize(self, _: dict[str, Any]) -> dict[str, Any]:
-            found = dict(weights)
-            return super().sanitize(found) if hasattr(base, "sanitize") else found
+            # First without a byte of them: what does not fit shall not take the memory either. On
+            # another model, for some change themselves by what they find; and some look at values.
+            tried = copy.copy(self)
+            with contextlib.suppress(ValueError):
+                _check(what, tried, _sanitized(tried, weights.stand_ins()))
+            return _sanitized(self, dict(weights.arrays()))
 
         def load_weights(self, found: list[tuple[str, Any]], *, strict: bool) -> Any:
             del strict
-            parameters: Any = tree_flatten(self.parameters())
-            expected = {name: array.shape for name, array in parameters}
-            given = {name: array.shape for name, array in found}
-            check_names(
-                f"{base.__module__.rpartition('.')[2]} of mlx-lm cannot take the tensors of {reference}",
-                missing=list(expected.keys() - given.keys()),
-                unexpected=list(given.keys() - expected.keys()),
-                misshapen=[
-                    (name, shape, expected[name])
-                    for name, shape in given.items()
-                    if name in expected and shape != expected[name]
-                ],
-            )
+            _check(what, self, dict(found))
             return super().load_weights(found, strict=True)
 
+    def _sanitized(model: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = (
+            base.sanitize(model, arrays) if hasattr(base, "sanitize") else arrays
+        )
+        return found
+
     return FromStore
+
+
+def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
+    """Check that a model gets all that it needs and no other, also before its layers are quantized.
+
+    Raises:
+        BlobstoreError: it does not; all is listed.
+    """
+    parameters: Any = tree_flatten(model.parameters())
+    expected = dict(parameters)
+    given = dict(found)
+    packed = {
+        name.removesuffix("scales")
+        for name in found
+        if name.endswith(".scales") and name not in expected
+    }
+    for module in packed:
+        weight = f"{module}weight"
+        if weight in expected and weight in given:  # the layer will have these three; of its rows
+            for kind in ("scales", "biases"):  # only the number is known
+                given.pop(module + kind, None)
+            rows = expected[weight].shape[:-1]
+            expected[weight] = mx.zeros((*rows, given[weight].shape[-1]), given[weight].dtype)
+    pairs = [(name, given[name], expected[name]) for name in given.keys() & expected.keys()]
+    check_names(
+        what,
+        missing=list(expected.keys() - given.keys()),
+        unexpected=list(given.keys() - expected.keys()),
+        misshapen=[
+            (name, array.shape, wanted.shape)
+            for name, array, wanted in pairs
+            if array.shape != wanted.shape
+        ],
+        mistyped=[
+            (name, _type_name(array), _type_name(wanted))
+            for name, array, wanted in pairs
+            if mx.issubdtype(wanted.dtype, mx.floating)
+            and not mx.issubdtype(array.dtype, mx.floating)
+        ],
+    )
+
+
+def _type_name(array: Any) -> str:
+    return str(array.dtype).rpartition(".")[2]

@@ -18,7 +18,7 @@ import sys
 from functools import partial
 from http.server import ThreadingHTTPServer
 from threading import Event
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from urllib.parse import unquote
 
 from mlx_lm import server
@@ -26,6 +26,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
+from blobstore.loader import Verify
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.text import printable, quoted
@@ -120,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", metavar="DIR", help="folder of the store")
     parser.add_argument(
         "--verify",
-        choices=("size", "digest"),
+        choices=get_args(Verify),
         default="size",
-        help="what of the blobs is checked before they are used (default: size)",
+        help="how closely blobs are looked at before they are used (default: size)",
     )
     parser.add_argument(
         "--read",

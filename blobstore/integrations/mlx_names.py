@@ -1,22 +1,19 @@
-"""What mlx-lm calls the tensors of a model and the keys of its config. Pure."""
+"""What mlx-lm calls the tensors of a model. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.contents import COMPANIONS
+from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.mlx_form import joined_experts, mlx_name
-from blobstore.quantize.recipes import BIAS, SCALE
+from blobstore.quantize.recipes import BIAS
 from blobstore.tensor import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from blobstore.contents import StoredTensor
     from blobstore.quantize.formats import QuantFormat
-
-_RUNTIME = {"": "", SCALE: "_scale", BIAS: "_qbias"}
-_OLD_KEYS = {"num_local_experts": "num_experts"}
-_ROPE = "rope_parameters"
 
 
 class Naming(NamedTuple):
@@ -32,13 +29,18 @@ class Naming(NamedTuple):
     """Type and group size of the packed weights, by MLX's names."""
 
 
-def mlx_naming(tensors: Iterable[StoredTensor], stacks: Mapping[str, Sequence[str]]) -> Naming:
+def mlx_naming(
+    all_specs: Mapping[str, TensorSpec],
+    quantized: Mapping[str, tuple[str, int]],
+    stacks: Mapping[str, Sequence[str]],
+) -> Naming:
     """Return how the tensors of a model become those that mlx-lm takes.
 
     They get the names that they have in an exported folder. Packed experts are one tensor there.
 
     Args:
-        tensors: all of the model.
+        all_specs: the tensors by their runtime names.
+        quantized: type and group size of those that are packed weights, as their blobs say.
         stacks: what stacked tensors were made of.
 
     Raises:
@@ -46,26 +48,44 @@ def mlx_naming(tensors: Iterable[StoredTensor], stacks: Mapping[str, Sequence[st
     """
     single: dict[str, str] = {}
     split: dict[str, list[str]] = {}
-    specs: dict[str, TensorSpec] = {}
+    packed: dict[str, TensorSpec] = {}
     plain: list[str] = []
     types: dict[str, tuple[QuantFormat, int]] = {}
-    for stored in tensors:
-        sources = stacks.get(stored.name)
-        for suffix, entry in {"": stored.entry, **stored.companions}.items():
-            names = [mlx_name(name, suffix) for name in sources or (stored.name,)]
-            runtime = stored.name + _RUNTIME[suffix]
-            dtype, shape = entry.spec.dtype, entry.spec.shape
-            if sources is None:
-                single[runtime] = names[0]
-            else:
-                split[runtime], shape = names, shape[1:]
-            if stored.companions:
-                specs |= {name: TensorSpec(name, dtype, shape) for name in names}
-            else:
-                plain += names
-        if stored.item is not None:
-            types |= dict.fromkeys(sources or (stored.name,), (stored.item, stored.group_size))
-    return _joined(Naming(single, split, {}, types), specs, plain)
+    companions = _companions(all_specs, quantized)
+    for runtime, spec in all_specs.items():
+        weight, suffix = companions.get(runtime, (runtime, ""))
+        names, shape = (
+            [mlx_name(name, suffix) for name in stacks.get(weight, (weight,))],
+            spec.shape,
+        )
+        if weight in stacks:
+            split[runtime], shape = names, shape[1:]
+        else:
+            single[runtime] = names[0]
+        if weight not in quantized:
+            plain += names
+            continue
+        for name in names:
+            packed[name] = TensorSpec(name, spec.dtype, shape)
+        kind, group_size = quantized[weight]
+        if kind in FORMATS and not suffix:
+            types |= dict.fromkeys(names, (FORMATS[kind], group_size))
+    return _joined(Naming(single, split, {}, types), packed, plain)
+
+
+def _companions(
+    names: Collection[str], quantized: Mapping[str, tuple[str, int]]
+) -> dict[str, tuple[str, str]]:
+    """Return the weight and the suffix of each of the companions, by its runtime name."""
+    found: dict[str, tuple[str, str]] = {}
+    for weight, (kind, _) in quantized.items():
+        for suffix, end in COMPANIONS.items():
+            # One of no offsets may have a real tensor of that name beside it.
+            if suffix == BIAS and kind in FORMATS and not FORMATS[kind].has_bias:
+                continue
+            if weight + end in names:
+                found[weight + end] = (weight, suffix)
+    return found
 
 
 def _joined(naming: Naming, specs: Mapping[str, TensorSpec], plain: Sequence[str]) -> Naming:
@@ -89,23 +109,3 @@ def _joined(naming: Naming, specs: Mapping[str, TensorSpec], plain: Sequence[str
         renamed |= dict.fromkeys(members, name)
     known = {renamed.get(name, name): value for name, value in types.items()}
     return Naming(single, split, joined, known)
-
-
-def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the keys that mlx-lm reads beside those that transformers 5 writes."""
-    old = dict(config)
-    for new, key in _OLD_KEYS.items():
-        if new in old:
-            old.setdefault(key, old[new])
-    rope = old.get(_ROPE)
-    # Some have parameters for each kind of layer; mlx-lm reads those where they are.
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        old.setdefault("rope_theta", rope["rope_theta"])
-        if "partial_rotary_factor" in rope:
-            old.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
-        if rope.get("rope_type", "default") != "default":
-            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-            old.setdefault("rope_scaling", scaling)
-    if isinstance(nested := old.get("text_config"), dict):
-        old["text_config"] = mlx_config(nested)
-    return old

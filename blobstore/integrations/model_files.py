@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from blobstore.progress import Progress
     from blobstore.residence import Prefetch, Read
 
+_LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")
+"""Keys of configs that say how many layers there are, each of which has tensors."""
+_SURELY_POSSIBLE = 1000
+"""Layers that may share their tensors with each other."""
+_MAX_DEPTH = 8
 _MAX_REASON = 500
 """Characters of a library's own message that are shown."""
 
@@ -82,6 +88,32 @@ def decoded(model: Model, name: str) -> dict[str, Any]:
     return value
 
 
+def check_layers(model: Model, config: Mapping[str, Any]) -> None:
+    """Check that a config asks for no more layers than the model can have tensors for.
+
+    A library makes the layers before it looks at tensors, and of too many it takes all memory.
+
+    Raises:
+        BlobstoreError: it asks for more.
+    """
+    limit = max(len(model), _SURELY_POSSIBLE)
+    for key, count in _layer_counts(config, _MAX_DEPTH):
+        if count > limit:
+            message = (
+                f"config.json of {model.reference} asks for more layers than its {len(model)} "
+                f"tensors can be for: {key} is {count}"
+            )
+            raise BlobstoreError(message)
+
+
+def _layer_counts(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int | float]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and depth:
+            yield from _layer_counts(value, depth - 1)
+        elif isinstance(value, int | float) and _LAYERS.fullmatch(key):
+            yield key, value
+
+
 @contextlib.contextmanager
 def blaming(what: str) -> Iterator[None]:
     """Make one clear line of whatever a library raises, with what it failed to do before it.
@@ -105,6 +137,7 @@ def check_names(
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
     misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+    mistyped: Sequence[tuple[str, str, str]] = (),
 ) -> None:
     """Check that a model got all the tensors that it needs, and no other.
 
@@ -113,6 +146,7 @@ def check_names(
         missing: tensors that the library needs and the store has not.
         unexpected: tensors of the store that the library has no place for.
         misshapen: name, stored shape and expected shape of those that do not fit.
+        mistyped: name, stored type and expected type of those that are no such numbers.
 
     Raises:
         BlobstoreError: it did not; all of them are listed.
@@ -121,6 +155,7 @@ def check_names(
         *_listed("missing", missing),
         *_listed("unexpected", unexpected),
         *_listed("of another shape", [_shapes(*item) for item in misshapen], shown=str),
+        *_listed("of another type", [_types(*item) for item in mistyped], shown=str),
     ]
     if faults:
         message = f"{what}: {'; '.join(faults)}"
@@ -129,6 +164,10 @@ def check_names(
 
 def _shapes(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
     return f"{quoted(name)} {list(stored)} where {list(expected)} is expected"
+
+
+def _types(name: str, stored: str, expected: str) -> str:
+    return f"{quoted(name)} {stored} where {expected} is expected"
 
 
 def _listed(kind: str, names: Sequence[str], shown: Any = quoted) -> Iterator[str]:

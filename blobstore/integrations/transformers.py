@@ -8,15 +8,22 @@ a model never reaches the store, and they live as long as any parameter does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.model_files import blaming, check_names, decoded, folder_of_files
+from blobstore.integrations.model_files import (
+    blaming,
+    check_layers,
+    check_names,
+    decoded,
+    folder_of_files,
+)
 from blobstore.integrations.source_names import (
     component_prefixes,
     gpt_oss_experts,
@@ -24,17 +31,20 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.loader import open_model
 from blobstore.quantize.mlx_form import exported_config
+from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.loader import Model, Verify
     from blobstore.manifests.reference import Reference
     from blobstore.residence import Prefetch, Read
 
+_FEW = 1 << 20
+"""Parameters that cost little if they are made up in vain."""
 _FILES = ("*config.json", "*.py")
 """What is needed to build a model, of all components."""
 
@@ -93,6 +103,7 @@ def from_store(
     ) as model:
         what = f"transformers cannot build {model.reference}"
         stated = _stated(model, subfolder)
+        check_layers(model, stated)
         with _folder(model, subfolder, stated) as folder, blaming(what):
             config = _config(folder, trust_remote_code)
             chosen = _model_class(config, auto_class, folder if trust_remote_code else None)
@@ -101,9 +112,21 @@ def from_store(
                 options.setdefault("generation_config", own)
         if strict:
             options["ignore_mismatched_sizes"] = True  # they are listed below
-        state = _state(store, model, subfolder, gpt_oss_experts(store, model, stated))
+        names = _Names(
+            f"{subfolder}/" if subfolder else "",
+            component_prefixes(model),
+            stacked_names(store, model),
+            gpt_oss_experts(store, model, stated),
+        )
+        if strict and model.quantized:  # which become plain numbers, of which there may be too many
+            meta = torch.device("meta")
+            empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
+            with blaming(what), meta:
+                _check_parameters(chosen(copy.deepcopy(config)), _state(empty, names), what)
+        state = _state(model.tensors(names.prefix), names)
         with blaming(what):
-            built, info = chosen.from_pretrained(
+            made = _checking(chosen, state, what) if strict else chosen
+            built, info = made.from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -111,6 +134,7 @@ def from_store(
                 output_loading_info=True,
                 **options,
             )
+    built.__class__ = chosen
     if strict:
         check_names(
             f"{chosen.__name__} cannot take the tensors of {model.reference}",
@@ -247,18 +271,67 @@ def _is_model_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
 
 
-def _state(
-    store: LocalStore, model: Model, subfolder: str, transposed: Collection[str]
-) -> dict[str, torch.Tensor]:
+def _checking(base: Any, state: Mapping[str, torch.Tensor], what: str) -> Any:
+    """Return the class with a look at each new model, before there is memory for it."""
+
+    def begin(self: Any, *arguments: Any, **options: Any) -> None:
+        base.__init__(self, *arguments, **options)
+        _check_parameters(self, state, what)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base)(base.__name__, (base,), {"__init__": begin, **names})
+
+
+def _check_parameters(
+    model: transformers.PreTrainedModel, state: Mapping[str, torch.Tensor], what: str
+) -> None:
+    """Check what transformers finds only when it has taken the memory, or never.
+
+    It makes up what is missing or has another shape, however large that is, and tells afterwards.
+
+    Raises:
+        BlobstoreError: the model is far larger than what is stored of it, or a tensor is of a type
+            that becomes no parameter.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    wanted = {name: one for name, one in model.named_parameters() if name not in tied}
+    both = [(name, state[name], one) for name, one in wanted.items() if name in state]
+    mistyped = [
+        (name, str(found.dtype).removeprefix("torch."), "a floating-point type")
+        for name, found, one in both
+        if one.is_floating_point() and not found.is_floating_point()
+    ]
+    check_names(what, mistyped=mistyped)
+    count, stored = (sum(one.numel() for one in of.values()) for of in (wanted, state))
+    if count > 2 * stored + _FEW:
+        misshapen = [(name, found.shape, one.shape) for name, found, one in both]
+        check_names(what, misshapen=[item for item in misshapen if item[1] != item[2]])
+        message = f"{what}: config.json asks for {count} parameters, and {stored} are stored"
+        raise BlobstoreError(message)
+
+
+class _Names(NamedTuple):
+    """What the tensors of a component were called in its source."""
+
+    prefix: str
+    """What their names begin with in the model."""
+    others: tuple[str, ...]
+    """What those of other components begin with."""
+    stacks: Mapping[str, Sequence[str]]
+    """The names of what is stacked."""
+    transposed: Collection[str]
+    """Those whose matrices lay the other way."""
+
+
+def _state(tensors: Mapping[str, torch.Tensor], names: _Names) -> dict[str, torch.Tensor]:
     """Return the tensors of a component under the names of its source."""
-    prefix = f"{subfolder}/" if subfolder else ""
-    state = model.tensors(prefix)
+    prefix, others, stacks, transposed = names
+    state = {name: one for name, one in tensors.items() if name.startswith(prefix)}
     for name in transposed:
         state[name] = state[name].transpose(-1, -2).contiguous()
-    for name, sources in stacked_names(store, model).items():
+    for name, sources in stacks.items():
         if name in state:
             state.update(zip(sources, state.pop(name).unbind(0), strict=True))
     if prefix:
         return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    others = component_prefixes(model)
     return {name: state[name] for name in state if not name.startswith(others)}

@@ -3,7 +3,7 @@
 Companions of ``X.weight`` are called ``X.scales`` and ``X.biases``. The experts of a projection are one
 tensor, below ``switch_mlp``. In the config, ``quantization`` has bits, group size and mode of most
 weights, and the modules that differ by name; mlx-lm writes the same under ``quantization_config``,
-for the Hub's pages.
+for the Hub's pages. Other keys are called there as transformers called them before version 5.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _NESTED = "text_config"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT = re.compile(
     r"(?P<place>.*\.)experts\.(?P<expert>0|[1-9]\d{0,5})\.(?P<projection>[^.]+)"
     r"(?P<kind>\.weight|\.scales|\.biases)",
@@ -82,9 +83,13 @@ def exported_config(
 ) -> dict[str, Any] | None:
     """Return the config for weights as they are exported, None if it is right as it is.
 
+    That for packed weights is for MLX alone, and says all that mlx-lm reads: see
+    :func:`mlx_config`.
+
     Args:
-        config: as the source had it, of whatever form. It is right for weights that are exported
-            packed if its ``quantization``, which only MLX writes, says their types.
+        config: as the source had it, of whatever form. What it says of quantization is right for
+            weights that are exported packed if its ``quantization``, which only MLX writes, says
+            their types.
         types: type and group size of the weights that are exported packed, by their names in the
             folder: of experts that are joined, that of the whole.
         name: of the file, for the message.
@@ -100,13 +105,54 @@ def exported_config(
             "the model dequantized"
         )
         raise BlobstoreError(message)
+    changed = _plain(config)
     if types:
-        if _tells(config, types):
-            return None
         described = _described(types)
-        return {**_plain(config), "quantization": described, "quantization_config": described}
-    plain = _plain(config)
-    return None if plain == config else plain
+        changed |= {"quantization": described, "quantization_config": described}
+        changed = mlx_config(config if _tells(config, types) else changed)
+    return None if changed == config else changed
+
+
+def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the keys that mlx-lm reads beside those that transformers 5 writes.
+
+    Without them it takes its own defaults for most models, and says nothing.
+    """
+    both = dict(config)
+    if "num_local_experts" in both:
+        both.setdefault("num_experts", both["num_local_experts"])
+    rope, kinds, nested = both.get("rope_parameters"), both.get("layer_types"), both.get(_NESTED)
+    if isinstance(rope, dict):
+        both |= {key: value for key, value in _old_rope(rope).items() if key not in both}
+    if isinstance(kinds, list) and (period := _period(kinds)):
+        both.setdefault("sliding_window_pattern", period)
+    if isinstance(nested, dict):
+        both[_NESTED] = mlx_config(nested)
+    return both
+
+
+def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that held these settings before: of all layers, or of each kind of them."""
+    full, sliding = rope.get(_FULL), rope.get(_SLIDING)
+    if isinstance(full, dict):
+        # As Gemma 3 had them; who reads each kind's own settings does not ask for these.
+        local = sliding.get("rope_theta") if isinstance(sliding, dict) else None
+        return _old_rope(full) | ({} if local is None else {"rope_local_base_freq": local})
+    if "rope_theta" not in rope:
+        return {}
+    old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_plain = rope.get("rope_type", "default") == "default"
+    return {**old, "rope_scaling": None if is_plain else scaling}  # some need the key
+
+
+def _period(kinds: list[Any]) -> int:
+    """Return how many layers it takes to the next of full attention, 0 if that varies."""
+    if _SLIDING not in kinds or _FULL not in kinds:
+        return 0
+    period = kinds.index(_FULL) + 1
+    is_full = [number % period == 0 for number in range(1, len(kinds) + 1)]
+    return period if [kind == _FULL for kind in kinds] == is_full else 0
 
 
 def _tells(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:

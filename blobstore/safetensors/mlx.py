@@ -28,7 +28,15 @@ def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any
     Raises:
         UnsupportedDType: MLX has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
-    array = as_array(memory, offset, spec)
+    return copied(as_array(memory, offset, spec), spec)
+
+
+def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
+    """Return the tensor ``spec``, which numpy sees as ``array``, as :func:`as_mlx` does.
+
+    Raises:
+        UnsupportedDType: MLX cannot hold the shape.
+    """
     try:
         return _copy(array, spec)
     except OverflowError as error:  # MLX counts a dimension in 32 bits

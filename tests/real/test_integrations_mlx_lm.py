@@ -121,17 +121,13 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-@pytest.mark.parametrize("quant_type", GROUPS)
-@pytest.mark.parametrize(
-    ("kind", "experts"), [("llama", "packed"), ("qwen3-moe", "packed"), ("qwen3-moe", "stacked")]
-)
-def test_a_quantized_model_computes_what_mlx_lms_conversion_does(
-    kind: str, experts: ExpertForm, quant_type: str, store: LocalStore, tmp_path: Path
+def create_as_mlx_lm_does(
+    source: Path, quant_type: str, experts: ExpertForm, store: LocalStore
 ) -> None:
-    source = saved(kind, tmp_path / "source")
+    """Create model ``m`` with the types that mlx-lm's own conversion gives its tensors."""
     # What mlx-lm quantizes too, and the one module of these models that it treats in its own way.
     overrides = [f"*embed_tokens.weight={quant_type}"]
-    if kind == "qwen3-moe":
+    if "num_experts_per_tok" in (source / "config.json").read_text():
         overrides.append("*.mlp.gate.weight=int8")
     blobstore.create(
         source,
@@ -144,17 +140,43 @@ def test_a_quantized_model_computes_what_mlx_lms_conversion_does(
         experts=experts,
     )
 
+
+def converted_by_mlx_lm(source: Path, quant_type: str) -> Any:
+    """Return mlx-lm's own conversion of a folder, whose config gets the keys that it reads."""
+    item = FORMATS[quant_type]
+    model, stated = mlx_utils.load_model(readable(source))
+    model, _ = mlx_utils.quantize_model(model, stated, GROUPS[quant_type], item.bits, item.mode)
+    return model
+
+
+def modules_of(model: Any) -> dict[str, tuple[Any, ...]]:
+    """Return what the modules of a model are, and how those that are quantized are."""
+    return {
+        name: (
+            type(module).__name__,
+            *(getattr(module, key, None) for key in ("mode", "bits", "group_size")),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("quant_type", GROUPS)
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("llama", "packed"), ("qwen3-moe", "packed"), ("qwen3-moe", "stacked")]
+)
+def test_a_quantized_model_computes_what_mlx_lms_conversion_does(
+    kind: str, experts: ExpertForm, quant_type: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved(kind, tmp_path / "source")
+    create_as_mlx_lm_does(source, quant_type, experts, store)
+
     ours, config = integration.load_model(NAME, store=store)
 
-    item = FORMATS[quant_type]
-    theirs, stated = mlx_utils.load_model(readable(source))
-    theirs, _ = mlx_utils.quantize_model(theirs, stated, GROUPS[quant_type], item.bits, item.mode)
+    theirs = converted_by_mlx_lm(source, quant_type)
     assert type(ours) is type(theirs)
-    assert {type(module).__name__ for module in ours.modules()} == {
-        type(module).__name__ for module in theirs.modules()
-    }
+    assert modules_of(ours) == modules_of(theirs)
     assert mx.array_equal(logits(ours), logits(theirs))
-    assert config["quantization"]["mode"] == item.mode
+    assert config["quantization"]["mode"] == FORMATS[quant_type].mode
 
 
 @pytest.mark.parametrize(
@@ -328,6 +350,27 @@ def test_missing_and_unexpected_tensors_are_listed_in_full(
         "2 tensors unexpected: 'extra', 'model.extra.weight'; "
         "1 tensor of another shape: 'model.norm.weight' [64] where [128] is expected"
     )
+
+
+def test_a_class_that_looks_at_values_sees_those_of_the_store(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = pytest.importorskip("mlx_lm.models.llama")
+    own = llama.Model.sanitize
+
+    def sanitize(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        if not mx.all(weights["model.norm.weight"] == 1).item():
+            message = "these are no weights of mine"
+            raise ValueError(message)
+        return dict(own(model, weights))
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source, NAME, store=store)
+
+    ours, _ = integration.load_model(NAME, store=store)
+
+    assert mx.array_equal(logits(ours), logits(mlx_utils.load_model(readable(source))[0]))
 
 
 @pytest.mark.parametrize(

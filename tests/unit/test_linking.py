@@ -210,6 +210,40 @@ def test_small_files_are_files_of_their_own(store: LocalStore, tmp_path: Path) -
         assert blob_of(store, name).read_bytes() == content
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_config_is_the_sources_unless_old_keys_are_asked_for(
+    hard: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    config = b'{"rope_parameters": {"rope_theta": 3},"hidden_size":4}'
+    files = {"config.json": config, "generation_config.json": config}
+    create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+
+    link_model(NAME, tmp_path / "plain", store=store, hard=hard)
+    link_model(NAME, tmp_path / "both", store=store, hard=hard, old_keys=True)
+
+    assert (tmp_path / "plain" / "config.json").read_bytes() == config
+    assert json.loads((tmp_path / "both" / "config.json").read_bytes()) == {
+        **json.loads(config),
+        "rope_theta": 3,
+        "rope_scaling": None,
+    }
+    assert (tmp_path / "both" / "generation_config.json").read_bytes() == config
+    assert blob_of(store, "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("config", [b"{", b"[" * 100_000, b"[1]", b'{"rope_theta": 1,"x":2}'])
+def test_what_has_no_old_keys_stays_as_it_is(
+    config: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    blobs = {"w": blob(("w", "U8", (2,), b"ab"))}
+    add_blobs(store, "m", blobs)
+    add_layer(store, media_types.JSON, "config.json", config)
+
+    link_model(NAME, tmp_path / "farm", store=store, old_keys=True)
+
+    assert (tmp_path / "farm" / "config.json").read_bytes() == config
+
+
 def test_does_not_change_the_mode_of_blobs(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     for hard in (False, True):
         link_model(NAME, tmp_path / f"farm-{hard}", store=store, hard=hard)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tests.models import dense_tensors, quantizable_tensors, write_folder
@@ -30,6 +31,17 @@ def test_makes_hard_links_when_asked(stored: LocalStore, tmp_path: Path) -> None
     files = list((tmp_path / "farm").glob("*.safetensors"))
     assert [path.is_symlink() for path in files] == [False] * COUNT
     assert {path.stat().st_nlink for path in files} == {2}
+
+
+def test_adds_old_keys_when_asked(store: LocalStore, tmp_path: Path) -> None:
+    files = {"config.json": b'{"num_local_experts": 2}'}
+    source = write_folder(tmp_path / "model", dense_tensors(), files=files)
+    assert run("create", source, "m").exit_code == 0
+
+    assert run("link", "m", tmp_path / "farm", "--old-keys").exit_code == 0
+
+    config = json.loads((tmp_path / "farm" / "config.json").read_bytes())
+    assert config == {"num_local_experts": 2, "num_experts": 2}
 
 
 def test_says_what_is_copied(store: LocalStore, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What mlx-lm calls tensors and keys of the config."""
+"""What mlx-lm calls tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import blobstore
-from blobstore.contents import read_contents
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.mlx_names import Naming, mlx_config, mlx_naming
+from blobstore.integrations.mlx_names import Naming, mlx_naming
 from blobstore.quantize.formats import FORMATS
 from blobstore.stacks import read_stacks
 from blobstore.store.local import LocalStore
@@ -27,9 +26,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 def naming_of(store: LocalStore, name: str = "m") -> Naming:
     with blobstore.open(name, store=store) as model:
-        manifest = model.manifest
-    contents = read_contents(store, manifest)
-    return mlx_naming(contents.tensors.values(), read_stacks(store, manifest))
+        return mlx_naming(model.specs, model.quantized, read_stacks(store, model.manifest))
 
 
 def created(tmp_path: Path, experts: ExpertForm, quantize: str | None = "int4") -> LocalStore:
@@ -119,39 +116,3 @@ def test_refuses_a_global_scale(tmp_path: Path) -> None:
 
     with pytest.raises(BlobstoreError, match="'w' has a global scale"):
         naming_of(store)
-
-
-@pytest.mark.parametrize(
-    ("new", "added"),
-    [
-        ({"num_local_experts": 8}, {"num_experts": 8}),
-        ({"num_local_experts": 8, "num_experts": 9}, {}),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
-        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, {}),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-            {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
-        ),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}),
-        ({"rope_parameters": None, "num_experts": 4}, {}),
-        ({"rope_theta": 1e4, "text_config": 3}, {}),
-    ],
-)
-def test_adds_the_keys_that_mlx_lm_reads(new: dict[str, Any], added: dict[str, Any]) -> None:
-    before = dict(new)
-
-    assert mlx_config(new) == {**new, **added}
-    assert new == before
-
-
-def test_adds_keys_to_the_config_of_the_text_model_too() -> None:
-    config = {"model_type": "x", "text_config": {"num_local_experts": 2}}
-
-    found = mlx_config(config)
-
-    assert found["text_config"] == {"num_local_experts": 2, "num_experts": 2}
-    assert "num_experts" not in found

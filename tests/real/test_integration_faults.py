@@ -1,0 +1,335 @@
+"""What is wrong with a model is one line from each integration, before a byte of it is taken."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import blobstore
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests.models import blob
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+NAME = Reference.parse("m")
+NORM = "model.norm.weight"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["transformers", "mlx_lm"])
+def library(request: pytest.FixtureRequest) -> str:
+    if request.param == "mlx_lm":
+        pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+    return str(request.param)
+
+
+def load(library: str, name: str, store: LocalStore, **opening: Any) -> Any:
+    module = importlib.import_module(f"blobstore.integrations.{library}")
+    if library == "mlx_lm":
+        return module.load_model(name, store=store, **opening)[0]
+    return module.from_store(name, store=store, **opening)
+
+
+def refused(library: str, store: LocalStore, **opening: Any) -> BlobstoreError:
+    """Return the error, one line, with which a library's integration refuses the model ``m``."""
+    with pytest.raises(BlobstoreError) as caught:
+        load(library, "m", store, **opening)
+    assert len(str(caught.value).splitlines()) == 1
+    return caught.value
+
+
+def saved(kind: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    config: Any = transformers.LlamaConfig(**SHAPE)
+    if kind == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+# Damaged blobs.
+
+
+def blob_of(store: LocalStore, name: str) -> Path:
+    layers = store.resolve(NAME).layers
+    path = Path(store.layout.blob(next(layer for layer in layers if layer.name == name).digest))
+    path.chmod(0o644)
+    return path
+
+
+@pytest.mark.parametrize("verify", ["size", "header", "digest"])
+def test_a_blob_of_another_size_is_named(
+    library: str, verify: str, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    path = blob_of(store, NORM)
+    os.truncate(path, path.stat().st_size - 1)
+
+    error = refused(library, store, verify=verify)
+
+    assert isinstance(error, BlobDamaged)
+    assert f"m:latest: layer '{NORM}'" in str(error)
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 40])
+def test_a_blob_with_another_header_is_named(
+    place: int, library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    path = blob_of(store, NORM)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+    for verify in ("header", "digest"):
+        error = refused(library, store, verify=verify)
+        assert isinstance(error, BlobDamaged)
+        assert "m:latest" in str(error)
+        assert NORM in str(error) or path.name in str(error)
+
+
+@pytest.mark.parametrize("place", [0, 7, 8])
+def test_a_broken_header_is_named_where_no_index_tells_what_it_was(
+    place: int, library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    path = blob_of(store, NORM)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    shutil.rmtree(store.layout.headers)
+
+    error = refused(library, store)
+
+    assert isinstance(error, BlobDamaged)
+    assert f"m:latest: layer '{NORM}': blob " in str(error)
+
+
+def test_a_missing_blob_is_named(library: str, store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    blob_of(store, NORM).unlink()
+
+    error = refused(library, store)
+
+    assert isinstance(error, BlobMissing)
+    assert f"m:latest: layer '{NORM}'" in str(error)
+
+
+# Types that are no numbers of a model.
+
+
+def with_norm(folder: Path, dtype: str, shape: tuple[int, ...], size: int) -> Path:
+    """Replace a norm of a saved model by one of another type."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[NORM]
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file(tensors, folder / parts[0], metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    (folder / parts[1]).write_bytes(blob((NORM, dtype, shape, bytes(size))))
+    weight_map = dict.fromkeys(tensors, parts[0]) | {NORM: parts[1]}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "named"),
+    [
+        ("C64", 512, "complex64"),
+        ("U64", 512, "uint64"),
+        ("I64", 512, "int64"),
+        ("BOOL", 64, "bool"),
+        ("U8", 64, "uint8"),
+    ],
+)
+def test_a_weight_of_a_type_that_is_no_parameters_is_named(
+    dtype: str, size: int, named: str, library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = with_norm(saved("llama", tmp_path / "source"), dtype, (64,), size)
+    blobstore.create(source, NAME, store=store)
+
+    message = str(refused(library, store))
+
+    assert "m:latest: 1 tensor of another type: " in message
+    assert f"'{NORM}' {named} where " in message
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("F6_E2M3", 48), ("F6_E3M2", 48)])
+def test_a_type_that_a_library_lacks_is_named(
+    dtype: str, size: int, library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = with_norm(saved("llama", tmp_path / "source"), dtype, (64,), size)
+    blobstore.create(source, NAME, store=store)
+
+    error = refused(library, store)
+
+    assert isinstance(error, UnsupportedDType)
+    assert NORM in str(error)
+    assert dtype in str(error)
+
+
+# What takes no memory.
+
+
+def without_norm(folder: Path) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[NORM]
+    tensors["model.extra"] = torch.ones(2, 2)
+    tensors["model.layers.0.input_layernorm.weight"] = torch.ones(32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("quant_type", [None, "int4", "mxfp8"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_mlx_lm_gets_no_array_of_a_model_that_does_not_fit(
+    kind: str,
+    quant_type: str | None,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+    from blobstore.integrations import mlx_weights
+
+    source = without_norm(saved(kind, tmp_path / "source"))
+    options: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
+    blobstore.create(source, NAME, store=store, **options)
+    monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
+
+    message = str(refused("mlx_lm", store))
+
+    assert message == (
+        f"{kind.replace('-', '_')} of mlx-lm cannot take the tensors of m:latest: "
+        f"1 tensor missing: '{NORM}'; 1 tensor unexpected: 'model.extra'; 1 tensor of another "
+        "shape: 'model.layers.0.input_layernorm.weight' [32] where [64] is expected"
+    )
+
+
+def test_mlx_lm_gets_no_array_of_quantized_layers_that_do_not_fit(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+    from blobstore.integrations import mlx_weights
+
+    source = saved("llama", tmp_path / "source")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+    blobstore.create(source, NAME, store=store, quantize="int8", policy="uniform")
+    monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
+
+    message = str(refused("mlx_lm", store))
+
+    assert "4 tensors of another shape: 'model.layers.0.mlp.gate_proj.weight' [64, 16]" in message
+    assert "where [96, 16] is expected" in message
+
+
+ABSURD: dict[str, dict[str, Any]] = {
+    "hidden": {"hidden_size": 10**6},
+    "huge": {"hidden_size": 10**12},
+    "vocabulary": {"vocab_size": 10**9},
+    "projections": {"intermediate_size": 10**9},
+    "layers": {"num_hidden_layers": 10**7},
+    "endless": {"num_hidden_layers": 10**18},
+    "negative": {"hidden_size": -64},
+    "none": {"num_attention_heads": 0},
+}
+ABSURD_EXPERTS = {"projections": {"moe_intermediate_size": 10**8}}
+PROGRAM = """
+import json, resource, sys
+from blobstore.errors import BlobstoreError
+from blobstore.store.local import LocalStore
+from tests.real.test_integration_faults import load
+library, root, *names = sys.argv[1:]
+store = LocalStore(root)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+found = {}
+for name in names:
+    before = peak()
+    try:
+        load(library, name, store)
+        found[name] = "it was built", 0
+    except BlobstoreError as error:
+        found[name] = str(error), peak() - before
+print(json.dumps(found))
+"""
+
+
+def test_absurd_numbers_in_a_config_take_no_memory(
+    library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    names = []
+    for kind in ("llama", "qwen3-moe"):
+        source = saved(kind, tmp_path / kind)
+        path = source / "config.json"
+        config = json.loads(path.read_text())
+        absurd = ABSURD | (ABSURD_EXPERTS if kind == "qwen3-moe" else {})
+        for quantize in (None, "int8"):
+            for what, keys in {"whole": {}, **absurd}.items():
+                names.append(name := f"{kind}-{quantize}-{what}".lower())
+                path.write_text(json.dumps(config | keys))
+                blobstore.create(source, name, store=store, quantize=quantize)
+
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, library, str(store.layout.root), *names],
+        capture_output=True,
+        cwd=ROOT,
+        check=False,
+        timeout=200,
+    )
+
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == names
+    for name, (message, taken) in found.items():
+        if name.endswith("whole"):
+            assert message == "it was built"
+            continue
+        assert f"{name}:latest" in message
+        assert len(message.splitlines()) == 1
+        assert taken < 64 << 20, (name, message, taken)
+        if name.endswith("layers"):
+            assert message.endswith("num_hidden_layers is 10000000")

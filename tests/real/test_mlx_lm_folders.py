@@ -1,0 +1,169 @@
+"""Folders that are linked and exported, as mlx-lm itself loads them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+import blobstore
+from blobstore.export import export_model
+from blobstore.linking import link_model
+from blobstore.store.local import LocalStore
+from tests.real import test_integrations_mlx_lm as helpers
+from tests.real.test_linking import assert_opened_by_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from blobstore.plan import ExpertForm
+
+mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+integration = pytest.importorskip("blobstore.integrations.mlx_lm")
+
+logits = helpers.logits
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.mark.parametrize("quant_type", helpers.GROUPS)
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("llama", "packed"), ("qwen3-moe", "packed"), ("qwen3-moe", "stacked")]
+)
+def test_mlx_lm_computes_from_links_what_its_own_conversion_does(
+    kind: str, experts: ExpertForm, quant_type: str, store: LocalStore, tmp_path: Path
+) -> None:
+    # Its config is that of transformers 5, of which mlx-lm takes no word of ``rope_theta``.
+    source = helpers.saved(kind, tmp_path / "source")
+    helpers.create_as_mlx_lm_does(source, quant_type, experts, store)
+
+    linked = link_model("m", tmp_path / "farm", store=store)
+
+    ours, tokenizer = mlx_lm.load(str(tmp_path / "farm"))
+    theirs = helpers.converted_by_mlx_lm(source, quant_type)
+    assert helpers.modules_of(ours) == helpers.modules_of(theirs)
+    assert mx.array_equal(logits(ours), logits(theirs))
+    assert tokenizer.encode("w5 w6") == [5, 6]
+    from_store, _ = integration.load_model("m", store=store)
+    assert mx.array_equal(logits(ours), logits(from_store))
+    assert_opened_by_safetensors(tmp_path / "farm")
+    # Nothing but what is quantized is in a file of its own; all of one projection's experts are one.
+    with blobstore.open("m", store=store) as model:
+        packed = {name.removesuffix(".weight") for name in model.quantized}
+        plain = [name for name in model if not name.startswith(tuple(packed))]
+    assert linked.links == len(plain) > 0
+    for path in (tmp_path / "farm").glob("*.safetensors"):
+        names = mx.load(str(path)).keys()
+        assert path.is_symlink() == (names <= set(plain))
+        assert path.is_symlink() or any(name.endswith(".scales") for name in names)
+
+
+@pytest.mark.parametrize("make", [export_model, link_model])
+def test_mlx_lm_computes_from_a_quantized_folder_what_it_does_from_the_store(
+    make: Callable[..., Any], store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_model("gemma3", tmp_path / "source", torch.bfloat16)
+    blobstore.create(source, "m", store=store, quantize="int8", group_size=32, policy="uniform")
+
+    make("m", tmp_path / "out", store=store)
+
+    ours, _ = mlx_lm.utils.load_model(tmp_path / "out")
+    theirs, _ = integration.load_model("m", store=store)
+    assert mx.array_equal(logits(ours), logits(theirs))
+
+
+# Configs that only say what transformers 5 reads.
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+# Of settings that are no library's defaults.
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 3e3}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 3e3,
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+SLIDING: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {**ROPE, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {**ROPE, "rope_theta": 2e2},
+    },
+}
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, num_experts=6, rope_parameters=ROPE
+    ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=6, rope_parameters=ROPE),
+    "gemma3": transformers.Gemma3TextConfig(**SHAPE, **SLIDING),
+    "phi": transformers.PhiConfig(**SHAPE, rope_parameters={**ROPE, "partial_rotary_factor": 0.25}),
+}
+
+
+def write_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a model of random weights, the same ones every time."""
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_as_transformers_computes(found: Any, folder: Path) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = model(torch.arange(1, 33)[None]).logits
+    torch.testing.assert_close(torch.tensor(logits(found).tolist()), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_means_to_mlx_lm_what_it_does_to_transformers(
+    kind: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_model(kind, tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+
+    found, _ = integration.load_model("m", store=store)
+
+    assert_as_transformers_computes(found, source)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_plain_linked_folder_means_the_same_to_both_if_it_has_the_old_keys(
+    kind: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_model(kind, tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+
+    link_model("m", tmp_path / "farm", store=store, old_keys=True)
+
+    found, _ = mlx_lm.utils.load_model(tmp_path / "farm")
+    for folder in (source, tmp_path / "farm"):
+        assert_as_transformers_computes(found, folder)
+    stated, both = (
+        json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "farm")
+    )
+    assert {key: both[key] for key in stated} == stated
+    assert stated.keys() < both.keys()
