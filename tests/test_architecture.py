@@ -47,12 +47,16 @@ HEAVY = {
 # Modules without a test file of their own, and why.
 WITHOUT_TESTS = {
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
+    "blobstore/documents.py": "the tests of blobstore/loader.py read config and files by it",
     "blobstore/farm.py": "the tests of blobstore/linking.py read what it decides back from the folder",
     "blobstore/filling.py": "the tests of blobstore/export.py fill folders by it",
     "blobstore/integrations/mlx_lm.py": "tests/real/test_integrations_mlx_lm.py, with the library itself",
     "blobstore/integrations/mlx_lm_server.py": "tests/real/test_integrations_mlx_lm.py, as above",
     "blobstore/integrations/transformers.py": "tests/real/test_integrations_transformers.py, as above",
+    "blobstore/integrations/vllm_loader.py": "tests/vllm, with the library itself",
+    "blobstore/integrations/vllm_server.py": "tests/vllm/test_vllm_docs.py, as above",
     "blobstore/folder.py": "the tests of blobstore/export.py read what it decides back from the folder",
+    "blobstore/opened.py": "the tests of blobstore/loader.py, which opens models",
     "blobstore/quantize/recipes.py": "values; the tests of blobstore/plan.py and of what makes them",
     "blobstore/shards.py": "the tests of blobstore/export.py read names, headers and the index back",
     "blobstore/packed_weights.py": "the tests of blobstore/loader.py open weights of every type by it",

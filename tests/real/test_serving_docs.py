@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -21,35 +20,11 @@ pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 import torch
 import transformers
 
+from tests.pages import ROOT, commands, in_python, program
 from tests.real.test_integrations_mlx_lm import free_port, write_tokenizer
 
-ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "serving"
-BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVER = "python -m blobstore.integrations.mlx_lm_server "
-
-
-class Block(NamedTuple):
-    language: str
-    text: str
-
-
-def blocks(page: str) -> list[Block]:
-    text = (PAGES / page).read_text(encoding="utf-8")
-    return [Block(match["language"], match["text"]) for match in BLOCK.finditer(text)]
-
-
-def commands(page: str) -> list[str]:
-    """Return the commands of a page that do not install anything."""
-    lines = [
-        line for block in blocks(page) if block.language == "sh" for line in block.text.splitlines()
-    ]
-    return [line for line in lines if not line.startswith("pip install ")]
-
-
-def program(page: str) -> str:
-    """Return the examples of a page as one program, for later ones build on earlier ones."""
-    return "\n".join(block.text for block in blocks(page) if block.language == "python")
 
 
 @pytest.fixture
@@ -83,20 +58,16 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def in_python(command: str) -> list[str]:
-    """Return a command for this interpreter and this checkout."""
-    first, *rest = shlex.split(command)
-    if first == "blobstore":
-        return [sys.executable, "-m", "blobstore.cli", *rest]
-    return [sys.executable, *rest] if first == "python" else [first, *rest]
-
-
 def test_the_page_on_transformers_is_right(environment: dict[str, str]) -> None:
-    (create,) = commands("transformers.md")
+    (create,) = commands(PAGES / "transformers.md")
     assert "created llama-3.2:1b" in run(in_python(create), environment)
 
     shown = run(
-        [sys.executable, "-c", f"{program('transformers.md')}\nprint(type(model), model.dtype)"],
+        [
+            sys.executable,
+            "-c",
+            f"{program(PAGES / 'transformers.md')}\nprint(type(model), model.dtype)",
+        ],
         environment,
     )
 
@@ -107,9 +78,9 @@ def test_the_page_on_transformers_is_right(environment: dict[str, str]) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page asks with curl")
 def test_the_page_on_mlx_lm_is_right(environment: dict[str, str]) -> None:
-    create, serve, *questions = commands("mlx-lm.md")
+    create, serve, *questions = commands(PAGES / "mlx-lm.md")
     assert "created llama-3.2:1b" in run(in_python(create), environment)
-    generated = run([sys.executable, "-c", program("mlx-lm.md")], environment)
+    generated = run([sys.executable, "-c", program(PAGES / "mlx-lm.md")], environment)
     assert len(generated.split()) == 8
 
     assert serve.startswith(SERVER)

@@ -8,7 +8,13 @@ import pytest
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, ModelNotFound
-from blobstore.integrations.model_files import blaming, check_names, decoded, folder_of_files
+from blobstore.integrations.model_files import (
+    blaming,
+    check_layers,
+    check_names,
+    decoded,
+    folder_of_files,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
@@ -151,11 +157,53 @@ def test_lists_all_that_does_not_fit() -> None:
             missing=many[::-1],
             unexpected=["a\nb"],
             misshapen=[("w", (2, 3), (4, 3))],
+            mistyped=[("v", "int64", "float32")],
         )
 
     names = ", ".join(f"'{name}'" for name in many)
     assert str(caught.value) == (
         f"Llama cannot take m: 1000 tensors missing: {names}; "
         r"1 tensor unexpected: 'a\nb'; "
-        "1 tensor of another shape: 'w' [2, 3] where [4, 3] is expected"
+        "1 tensor of another shape: 'w' [2, 3] where [4, 3] is expected; "
+        "1 tensor of another type: 'v' int64 where float32 is expected"
     )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 1001},
+        {"n_layer": 10**30},
+        {"num_layers": 1e30},
+        {"text_config": {"num_hidden_layers": 2000}},
+        {"encoder_layers": 2000},
+        {"vision_config": {"depth": 2000}},
+    ],
+)
+def test_refuses_more_layers_than_there_are_tensors(
+    config: dict[str, object], model: blobstore.Model
+) -> None:
+    with pytest.raises(BlobstoreError, match=r"m:latest asks for more layers than its \d+ tensors"):
+        check_layers(model, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 1000},  # that may share one layer's tensors
+        {"max_window_layers": 10**6},
+        {"num_hidden_layers": None, "n_layers": "many", "layer_types": [10**6]},
+        {"vocab_size": 10**6, "text_config": 3},
+    ],
+)
+def test_accepts_what_asks_for_no_absurd_number_of_layers(
+    config: dict[str, object], model: blobstore.Model
+) -> None:
+    check_layers(model, config)
+
+
+def test_looks_for_layers_in_a_deep_config(model: blobstore.Model) -> None:
+    config: dict[str, object] = {"num_layers": 10**6}
+    for _ in range(5_000):  # deeper than Python calls
+        config = {"deeper": config}
+    check_layers(model, config)

@@ -1,0 +1,142 @@
+"""What a program does with the tensors that it is given: which it never looks at, and what it fills.
+
+An engine that fuses weights may report a parameter as loaded when it got a part of it only, and may skip
+tensors that it does not know. Both are seen from below: every operation of torch passes here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_Part = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, sizes and strides of what was written."""
+
+
+class Offered:
+    """An iterator of names and tensors that remembers where it is, and which nobody looked at.
+
+    It goes on where it was if it is iterated again.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = iter(tensors)
+        self._pending: dict[int, str] = {}
+        self._dropped: list[str] = []
+        self._is_made = True
+        """Whether the tensor is there: what is looked at to make it does not count."""
+        self.last: tuple[str, torch.Tensor] | None = None
+        """What was given last; nothing before the first and after the end."""
+        self.names: list[str] = []
+        """All that was given."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        self.last = None  # which lets go of its memory
+        self._is_made = False
+        try:
+            name, tensor = self.last = next(self._tensors)
+        finally:
+            self._is_made = True
+        self.names.append(name)
+        if tensor.numel():
+            address = tensor.data_ptr()
+            if address in self._pending:  # that tensor is gone: its memory has been used again
+                self._dropped.append(self._pending[address])
+            self._pending[address] = name
+        return self.last
+
+    def saw(self, tensor: torch.Tensor) -> None:
+        """Take note that somebody has looked at a tensor, or a view that begins where it does."""
+        if self._is_made:
+            self._pending.pop(tensor.data_ptr(), None)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether there is a tensor that nobody has looked at yet."""
+        return bool(self._pending)
+
+    @property
+    def unused(self) -> list[str]:
+        """The tensors that nobody has looked at."""
+        return [*self._dropped, *self._pending.values()]
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, takes note of what is read and written in this thread.
+
+    Args:
+        parameters: by name; written is what changes their memory, through whatever view.
+        offered: what is given meanwhile.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], offered: Offered) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._offered = offered
+        self._parameters = parameters
+        self._begins = {name: _address(tensor) for name, tensor in parameters.items()}
+        self._parts: dict[int, dict[_Part, int]] = {
+            tensor.untyped_storage().data_ptr(): {}
+            for tensor in parameters.values()
+            if _address(tensor)
+        }
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and every operation would be wrapped once more
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._offered.is_unseen:
+            for value in chain(args, kwargs.values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, torch.Tensor):
+                        self._offered.saw(item)
+        result = func(*args, **kwargs)
+        for place, name in _written_arguments(func):
+            self._wrote(args[place] if place < len(args) else kwargs.get(name))
+        return result
+
+    def _wrote(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or not _address(tensor):
+            return
+        parts = self._parts.get(tensor.untyped_storage().data_ptr())
+        if parts is not None:
+            part = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+            parts[part] = tensor.numel()
+
+    def written(self, name: str) -> int | None:
+        """Return how many elements of a parameter were written; None if it has other memory now."""
+        tensor, begin = self._parameters[name], self._begins[name]
+        if not begin or _address(tensor) != begin:
+            return None
+        end = begin + tensor.numel() * tensor.element_size()
+        parts = self._parts[tensor.untyped_storage().data_ptr()]
+        count = sum(numel for (address, _, _), numel in parts.items() if begin <= address < end)
+        return min(count, tensor.numel())
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operation changes."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)  # noqa: SLF001 - as torch's modes do
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies, 0 if nowhere."""
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    return tensor.data_ptr()

@@ -1,0 +1,15 @@
+"""What vLLM reads from the environment when it is imported: see .ci/vllm, which runs these tests."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+if find_spec("vllm") is not None:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # everything in this process
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,128 @@
+"""Tiny models as transformers saves them, and vLLM run on them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from vllm import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORDS = 256
+_TEXT: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+# More than ten experts, so that the order of their names is not the order of their numbers.
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 12, "num_experts_per_tok": 2}
+FAST: dict[str, Any] = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "max_model_len": 64,
+    "seed": 0,
+    "num_gpu_blocks_override": 64,
+}
+"""Options of an engine that is soon done."""
+_GPT_OSS = _TEXT | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 32,
+}
+PROMPTS = [{"prompt_token_ids": list(range(1, 9))}, {"prompt_token_ids": [7, 200, 31]}]
+
+
+class Answer(NamedTuple):
+    tokens: list[list[int]]
+    parameters: dict[str, str]
+    """The digest of each parameter as vLLM holds it."""
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """Write a model of random weights, the same ones every time, as transformers writes it."""
+    torch.manual_seed(0)
+    model: Any
+    if kind == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(**(_TEXT | _EXPERTS | changes))
+        model = transformers.Qwen3MoeForCausalLM(config)
+    elif kind == "gpt-oss":
+        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**(_GPT_OSS | changes)))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(_TEXT | changes)))
+    model.to(dtype).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.save_pretrained(folder)
+    return _with_quantized_experts(folder) if kind == "gpt-oss" else folder
+
+
+def _with_quantized_experts(folder: Path) -> Path:
+    """Give a saved gpt-oss experts of random blocks and scales, as the published ones have them."""
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+            experts, rows, columns = tensors.pop(name).transpose(-1, -2).shape
+            shape = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config))
+    return changed(folder, quantize)
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the tensors of a saved model."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def answer(**options: Any) -> Answer:
+    """Return what vLLM answers to the prompts, and what it made of the weights."""
+    gc.freeze()  # vLLM collects eight times an engine: all that was ever imported, each time
+    llm = LLM(**FAST, **options)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
+    (parameters,) = llm.apply_model(_digests)
+    return Answer([list(output.outputs[0].token_ids) for output in outputs], parameters)
+
+
+@cache
+def expected(kind: str, dtype: str = "bfloat16") -> Answer:
+    """Return the answer from the folder of a model that is saved without changes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved(kind, Path(name), getattr(torch, dtype))
+        return answer(model=str(folder), dtype=dtype)
+
+
+def _digests(model: Any) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in model.named_parameters()
+    }
