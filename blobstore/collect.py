@@ -152,8 +152,7 @@ class _Collection:
             return
         if not stat.S_ISREG(status.st_mode):
             return
-        # A clock that was set back makes files of the future: they are young.
-        if is_needed or time.time() - status.st_mtime < self._older_than:
+        if is_needed or _age(status) < self._older_than:
             self._kept.append(status.st_size)
         else:
             yield self._remove(path, status.st_size)
@@ -173,7 +172,7 @@ class _Collection:
                 yield self._remove(Path(entry.path), entry.stat(follow_symlinks=False).st_size)
 
     def _is_old(self, entry: os.DirEntry[str]) -> bool:
-        return time.time() - entry.stat(follow_symlinks=False).st_mtime >= self._older_than
+        return _age(entry.stat(follow_symlinks=False)) >= self._older_than
 
     def _empty_folders(self) -> Iterator[Path]:
         empty: set[str] = set()
@@ -233,6 +232,11 @@ class _Marks:
     def manifests(self) -> set[Digest]:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._marked.values()}
+
+
+def _age(status: os.stat_result) -> float:
+    # A clock that was set back makes files of the future: they are as young as can be.
+    return max(0.0, time.time() - status.st_mtime)
 
 
 def _read(path: str, state: tuple[int, ...]) -> _Marked:

@@ -69,6 +69,10 @@ class NameConflict(BlobstoreError):
     """Another name of the store differs from the wanted one in case only."""
 
 
+class NameTaken(BlobstoreError):
+    """Another model of the store has the wanted name."""
+
+
 class UnsupportedDType(BlobstoreError, TypeError):
     """The framework has no type for a tensor's elements, or cannot hold its shape."""
 

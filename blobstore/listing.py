@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
-from blobstore.manifests.model import Manifest
+from blobstore.catalog import read_catalog
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
+    from blobstore.catalog import Entry
+    from blobstore.digest import Digest
+    from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
 
 
@@ -44,49 +41,18 @@ def list_models(store: LocalStore | None = None) -> tuple[ListedModel, ...]:
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    found = list(_read_manifests(store or LocalStore()))
-    uses = Counter(
-        blob.digest for _, manifest in found if manifest is not None for blob in manifest.blobs
-    )
-    return tuple(
-        model if manifest is None else _with_sizes(model, manifest, uses)
-        for model, manifest in found
-    )
+    entries = list(read_catalog(store or LocalStore()))
+    uses = Counter(digest for entry in entries for digest in entry.blobs)
+    return tuple(_listed(entry, uses) for entry in entries)
 
 
-def _read_manifests(store: LocalStore) -> Iterator[tuple[ListedModel, Manifest | None]]:
-    for reference in store.references():
-        path = store.layout.manifest(reference)
-        modified = _modified(path)
-        try:
-            data = store.read_manifest(reference)
-            manifest = _parse(data, path)
-        except ModelNotFound:  # removed since the names were listed
-            continue
-        except BlobstoreError as error:
-            yield ListedModel(reference=reference, modified=modified, error=error), None
-            continue
-        digest = Digest.of(data)
-        yield ListedModel(reference=reference, modified=modified, digest=digest), manifest
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # reading it says why
-        return 0
-
-
-def _parse(data: bytes, path: Path) -> Manifest:
-    try:
-        return Manifest.from_bytes(data)
-    except InvalidManifest as error:
-        raise error.at(quoted(path)) from None
-
-
-def _with_sizes(model: ListedModel, manifest: Manifest, uses: Counter[Digest]) -> ListedModel:
-    return replace(
-        model,
-        size=sum(blob.size for blob in manifest.blobs),
-        shared=sum(blob.size for blob in manifest.blobs if uses[blob.digest] > 1),
+def _listed(entry: Entry, uses: Counter[Digest]) -> ListedModel:
+    blobs = entry.blobs
+    return ListedModel(
+        reference=entry.reference,
+        modified=entry.modified,
+        digest=entry.digest,
+        size=sum(blobs.values()),
+        shared=sum(size for digest, size in blobs.items() if uses[digest] > 1),
+        error=entry.error,
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.contents import Contents, StoredTensor
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
@@ -94,12 +95,8 @@ def pair_tensors(
         BlobMissing, BlobDamaged, InvalidManifest: a model is not whole.
         BlobstoreError: two tensors of one name cannot be compared, or there is no such pair.
     """
-    contents, stacks = _read(store, reference)
-    base_contents, base_stacks = _read(store, base)
-    with _located(reference):
-        ours = _parts(contents, stacks, base_stacks)
-    with _located(base):
-        theirs = _parts(base_contents, base_stacks, stacks)
+    models = [(name, _with_tensors(store, name)) for name in (reference, base)]
+    ours, theirs = source_tensors(store, *models)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
             message = f"no tensor of {reference} or {base} matches {quoted(pattern)}"
@@ -118,11 +115,33 @@ def pair_tensors(
     )
 
 
-def _read(store: LocalStore, reference: Reference) -> tuple[Contents, Mapping[str, Sequence[str]]]:
+def source_tensors(
+    store: LocalStore, ours: tuple[Reference, Manifest], base: tuple[Reference, Manifest]
+) -> tuple[dict[str, Part], dict[str, Part]]:
+    """Return the tensors of two models by the names that they had in their sources.
+
+    Raises:
+        BlobMissing, BlobDamaged: a model is not whole.
+    """
+    contents, stacks = _read(store, *ours)
+    base_contents, base_stacks = _read(store, *base)
+    with _located(ours[0]):
+        tensors = _parts(contents, stacks, base_stacks)
+    with _located(base[0]):
+        return tensors, _parts(base_contents, base_stacks, stacks)
+
+
+def _with_tensors(store: LocalStore, reference: Reference) -> Manifest:
     manifest = store.resolve(reference)
     if not manifest.layers_of(media_types.TENSOR):
         message = f"model {reference} has no tensor layers, so there is nothing to compare"
         raise BlobstoreError(message)
+    return manifest
+
+
+def _read(
+    store: LocalStore, reference: Reference, manifest: Manifest
+) -> tuple[Contents, Mapping[str, Sequence[str]]]:
     with _located(reference):
         return read_contents(store, manifest), read_stacks(store, manifest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -12,17 +12,29 @@ from blobstore.cli.options import json_option, store_option
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.listing import ListedModel
     from blobstore.store.local import LocalStore
+
+Order = Literal["name", "size", "modified"]
 
 _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 
 
 @click.command("list", short_help="List the models of the store.")
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(["name", "size", "modified"]),
+    default="name",
+    show_default=True,
+    help="Order of the models; largest first for size, latest first for modified.",
+)
 @store_option
 @json_option
 @click.pass_context
-def command(ctx: click.Context, store: LocalStore, as_json: bool) -> None:
+def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) -> None:
     """List the models of the store.
 
     SHARED is what other names of the store use too, so removing one name frees the rest of its
@@ -31,7 +43,7 @@ def command(ctx: click.Context, store: LocalStore, as_json: bool) -> None:
     """
     from blobstore.listing import list_models
 
-    models = list_models(store)
+    models = _ordered(list_models(store), order)
     if as_json:
         render.show_json({"models": [_as_json(model) for model in models]})
     elif models:
@@ -45,7 +57,13 @@ def command(ctx: click.Context, store: LocalStore, as_json: bool) -> None:
         ctx.exit(Damaged.exit_code)
 
 
-def _as_table(models: tuple[ListedModel, ...]) -> str:
+def _ordered(models: Sequence[ListedModel], order: Order) -> Sequence[ListedModel]:
+    if order == "size":
+        return sorted(models, key=lambda model: -model.size)
+    return sorted(models, key=lambda model: -model.modified) if order == "modified" else models
+
+
+def _as_table(models: Sequence[ListedModel]) -> str:
     rows = [
         (
             render.cell(model.reference),

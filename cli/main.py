@@ -19,6 +19,7 @@ import click
 from blobstore.cli.options import expect_json, wants_json
 from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
 from blobstore.errors import BlobstoreError
+from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = (
     *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
-    "gc",
+    *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
 )
 _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -90,6 +91,11 @@ class _Program(click.Group):
             ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
+        except OSError as error:  # a file that cannot even be closed, for one
+            where = f" ({quoted(error.filename)})" if error.filename else ""
+            message = f"the system failed: {error.strerror or error}{where}"
+            _report(BlobstoreError(message), as_json=wants_json(ctx))
+            ctx.exit(BlobstoreError.exit_code)
 
 
 @click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)

@@ -15,18 +15,19 @@ from blobstore.errors import (
     NameConflict,
     StoreError,
 )
-from blobstore.files import make_folders, read_regular, write_file
+from blobstore.files import make_folders, read_regular, sync_folder, write_file
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
-from blobstore.store.ingest import Ingest
+from blobstore.store.ingest import Exists, Ingest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import WAIT, Locks
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from blobstore.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
 
 
@@ -53,8 +54,10 @@ class LocalStore(BlobReader):
         return f"LocalStore({quoted(self.layout.root)})"
 
     @contextlib.contextmanager
-    def ingest(self) -> Iterator[Ingest]:
+    def ingest(self, exists: Exists | None = None) -> Iterator[Ingest]:
         """Begin an import of blobs; see :class:`Ingest`. Publish its manifest before it ends.
+
+        ``exists`` tells which blobs need not be written; by default :meth:`exists` does.
 
         Raises:
             StoreError: the store cannot be written: a file in its place, read-only, full.
@@ -65,7 +68,7 @@ class LocalStore(BlobReader):
                 make_folders(folder, self.layout.root)
             with (
                 self.locks.lease() as lease,
-                Ingest(self.layout, lease, self.blob_sizes(), self.exists) as ingest,
+                Ingest(self.layout, lease, self.blob_sizes(), exists or self.exists) as ingest,
             ):
                 yield ingest
 
@@ -101,13 +104,16 @@ class LocalStore(BlobReader):
             if path.is_symlink():
                 message = f"{quoted(path)} is a link to nothing"
                 raise InvalidManifest(message) from None
-            message = f"no model {quoted(reference)} in the store {quoted(self.layout.root)}"
-            raise ModelNotFound(message) from None
+            raise self._not_found(reference) from None
         except OSError as error:
             message = f"cannot read manifest {quoted(path)}: {error.strerror}"
             raise StoreError(message) from error
         except BlobstoreError as error:
             raise InvalidManifest(str(error)) from None
+
+    def _not_found(self, reference: Reference) -> ModelNotFound:
+        message = f"no model {quoted(reference)} in the store {quoted(self.layout.root)}"
+        return ModelNotFound(message)
 
     def references(self) -> Iterator[Reference]:
         """Yield every name in the store, sorted. Files that spell no name are passed over.
@@ -158,13 +164,47 @@ class LocalStore(BlobReader):
             NameConflict: see :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        path = self.layout.manifest(reference)
         with self.writing(), self.locks.shared():
-            for blob in manifest.blobs:
-                self.check_size(blob.digest, blob.size)
-            self.check_name(reference)
-            make_folders(path.parent, self.layout.root)
-            write_file(path, [manifest.to_bytes()], mode=0o644, temporary=self.layout.temporary)
+            self.place(reference, manifest.to_bytes(), manifest.blobs)
+
+    def place(self, reference: Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
+        """Do as :meth:`publish` does, for a caller who has the store's lock.
+
+        Args:
+            reference: the name.
+            data: the manifest's bytes, which are kept as they are.
+            blobs: what the manifest lists.
+
+        Raises:
+            OSError: the store cannot be written. Otherwise as :meth:`publish`.
+        """
+        path = self.layout.manifest(reference)
+        for blob in blobs:
+            self.check_size(blob.digest, blob.size)
+        self.check_name(reference)
+        for folder in (path.parent, self.layout.temporary):
+            make_folders(folder, self.layout.root)
+        write_file(path, [data], mode=0o644, temporary=self.layout.temporary)
+
+    def remove(self, reference: Reference) -> None:
+        """Take a name away, durably, for a caller who has the store's lock alone.
+
+        Folders that become empty are removed too. The blobs stay, and so does what is wrong with the
+        manifest: it is not read.
+
+        Raises:
+            ModelNotFound: the store has no such name; nothing is changed.
+            OSError: the store cannot be written.
+        """
+        path = self.layout.manifest(reference)
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._not_found(reference) from None
+        sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # there are other names
+            for folder in path.parents[: len(reference.parts) - 1]:
+                folder.rmdir()
 
     # The header index: a cache that may vanish at any time
 

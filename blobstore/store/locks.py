@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WAIT = 60.0
 """Seconds to wait for a lock, where nothing else is said."""
-_FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
+_FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 _LINE = len(Digest("0" * 64).hex) + 1

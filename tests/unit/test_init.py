@@ -37,7 +37,8 @@ import importlib, pkgutil, types
 import blobstore
 found = [module.name for module in pkgutil.walk_packages(blobstore.__path__, "blobstore.")]
 for name in found:
-    if not name.endswith("__main__"):
+    # vLLM has an environment of its own.
+    if not name.endswith(("__main__", ".vllm_loader")):
         importlib.import_module(name)
 names = {name: getattr(blobstore, name) for name in blobstore.__all__}
 assert "blobstore.creation" in found

@@ -71,6 +71,9 @@ def commands(path: Path) -> list[list[object]]:
         ["show", "hostile", "--sort", "name"],
         ["verify"],
         ["list"],
+        ["du"],
+        ["diff", "hostile", "hostile", "--all"],
+        ["rm", "hostile", "--dry-run"],
     ]
 
 
@@ -124,11 +127,14 @@ def test_damage_is_reported_on_clean_lines(hostile: Path, store: LocalStore) -> 
     assert {fault["layer"] for fault in json.loads(done.stdout)["faults"]} == set(HOSTILE.values())
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "export", "create"])
+@pytest.mark.parametrize(
+    "command", ["show", "verify", "export", "create", "rm", "cp", "mv", "tag", "du", "diff"]
+)
 def test_hostile_arguments_are_escaped(store: LocalStore, command: str) -> None:
     for name in HOSTILE.values():
         argument = name.replace("\x00", "")
         more = {"create": [argument], "export": ["folder"]}.get(command, [])
+        more = ["second"] if command in ("cp", "mv", "tag", "diff") else more
         done = run_process(command, argument[:100_000], *more)
         assert done.returncode in (1, 2, 3)
         assert_clean(done.stderr)
@@ -141,7 +147,7 @@ def test_whatever_the_library_says_is_escaped(
 ) -> None:
     text = "".join(HOSTILE.values())
     fault = Fault(text, text, text, text)
-    verified = Verified(models=1, blobs=1, bytes_read=1, seconds=1, faults=(fault,))
+    verified = Verified(models=1, blobs=1, bytes_read=1, seconds=1, faults=(fault,), damaged=())
     monkeypatch.setattr(verify, "verify_models", lambda *_, **__: verified)
     store.layout.root.mkdir()
     result = run("verify")

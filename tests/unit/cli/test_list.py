@@ -98,3 +98,20 @@ def test_lists_a_model_of_ollama_and_leaves_it_alone(stored: LocalStore, dense: 
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before}
     changed = [path for path in before if before[path] != after[path]]
     assert changed == [stored.layout.manifests / "registry.ollama.ai/library/dense/latest"]
+
+
+def test_sorts(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    assert run("cp", "dense", "a").exit_code == 0
+    for age, name in enumerate(("moe", "a", "dense")):
+        path = stored.layout.manifests / "registry.ollama.ai/library" / name / "latest"
+        os.utime(path, (0, 1_000_000 - age))
+
+    def names(*options: str) -> list[str]:
+        return [model["name"].partition(":")[0] for model in run_json("list", *options)["models"]]
+
+    assert names() == names("--sort", "name") == ["a", "dense", "moe"]
+    assert names("--sort", "size") == ["moe", "a", "dense"]
+    assert names("--sort", "modified") == ["moe", "a", "dense"]
+    os.utime(stored.layout.manifests / "registry.ollama.ai/library/dense/latest")
+    assert names("--sort", "modified") == ["dense", "moe", "a"]

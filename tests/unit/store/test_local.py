@@ -90,6 +90,41 @@ def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
     assert list(store.layout.temporary.iterdir()) == []
 
 
+def test_a_placed_name_has_the_bytes_as_they_are(store: LocalStore) -> None:
+    manifest = publish(store, "other")
+    data = b"  " + manifest.to_bytes()
+    store.layout.temporary.rmdir()  # as in a store of Ollama's
+    store.place(NAME, data, manifest.blobs)
+    assert store.read_manifest(NAME) == data
+
+
+def test_a_removed_name_is_gone_with_its_empty_folders(store: LocalStore) -> None:
+    for name in ("host/n/m", "n/m:t", "n/m:u"):
+        publish(store, name)
+    for name in ("host/n/m", "n/m:t"):
+        store.remove(Reference.parse(name))
+    assert list(map(str, store.references())) == ["n/m:u"]
+    assert not (store.layout.manifests / "host").exists()
+    assert len(list(store.layout.blobs.iterdir())) == 1
+    with pytest.raises(ModelNotFound, match="no model 'n/m:t'"):
+        store.remove(Reference.parse("n/m:t"))
+    store.remove(Reference.parse("n/m:u"))
+    assert list(store.layout.manifests.iterdir()) == []
+
+
+def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store)
+    folder = store.layout.manifest(NAME).parent.stat().st_ino
+    synced = []
+
+    def noting(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, store.layout.manifest(NAME).exists()))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    store.remove(NAME)
+    assert synced == [(folder, False)]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_manifest_is_for_its_owner_to_write(tmp_path: Path, umask: int) -> None:
     store = LocalStore(tmp_path / "store")

@@ -1,0 +1,228 @@
+"""Workflow: names given, changed and taken away. No byte of a blob moves.
+
+Whoever copies or renames looks whether the new name is free and takes it in one step, and whoever takes
+a name away must not do so while somebody counts on it. So all of it happens with the store's lock alone,
+which takes as long as looking at a model's blobs: what has been found then cannot be collected before
+the new name holds it, and no lease is needed. A new name is durable before the old one goes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.catalog import read_catalog, read_entries
+from blobstore.digest import Digest
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+    NameConflict,
+    NameTaken,
+    UsageError,
+)
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from blobstore.catalog import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A model that got a name."""
+
+    source: Reference
+    target: Reference
+    digest: Digest
+    """Of the manifest's bytes."""
+    replaced: bool
+    """Whether the name was another model's before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedModels:
+    """Names that were taken away, or would be, and what that leaves behind."""
+
+    names: tuple[Entry, ...]
+    blobs: int
+    """Blobs in the store that no other name needs."""
+    size: int
+    """Bytes of these: what a collection gives back."""
+    unreadable: tuple[Entry, ...]
+    """Names that are left and whose manifest cannot be read; they keep garbage from being collected."""
+
+
+def copy_model(
+    source: str | Reference,
+    target: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    force: bool = False,
+) -> Named:
+    """Give a model a second name, durably. The manifest is copied byte for byte.
+
+    Args:
+        source: the model's name.
+        target: the name to give it.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        force: take the name from another model that has it.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is not whole, judged by sizes.
+        NameTaken: another model has the name.
+        NameConflict: a name of the store differs from it in case only.
+        StoreBusy: others have kept the store's lock all the time.
+        StoreError: the store cannot be written.
+        UsageError: both are the same name.
+    """
+    return _rename(source, target, store or LocalStore(), force=force, keeps_source=True)
+
+
+def rename_model(
+    source: str | Reference,
+    target: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    force: bool = False,
+) -> Named:
+    """Give a model another name. Args and raises as :func:`copy_model`.
+
+    A process that is killed in between leaves both names.
+    """
+    return _rename(source, target, store or LocalStore(), force=force, keeps_source=False)
+
+
+def remove_models(
+    references: Sequence[str | Reference],
+    *,
+    store: LocalStore | None = None,
+    dry_run: bool = False,
+) -> RemovedModels:
+    """Take names away, durably; blobs stay until they are collected. All of the names, or none.
+
+    A name goes also if its manifest cannot be read.
+
+    Args:
+        references: the names.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        dry_run: remove nothing, and tell what would be left behind.
+
+    Raises:
+        ModelNotFound: the store has no such name; nothing is removed.
+        InvalidManifest: a folder is in the place of a manifest; nothing is removed.
+        StoreBusy: others have kept the store's lock all the time.
+        StoreError: the store cannot be read or written.
+    """
+    store = store or LocalStore()
+    names = [_parsed(reference) for reference in references]
+    entries = _removable(store, names)
+    left = _left_behind(store, entries)
+    if entries and not dry_run:
+        with store.writing(), store.locks.alone():
+            _removable(store, names)  # others may have removed one since
+            for entry in entries:
+                store.remove(entry.reference)
+    return left
+
+
+def _parsed(reference: str | Reference) -> Reference:
+    return Reference.parse(reference) if isinstance(reference, str) else reference
+
+
+# Giving
+
+
+def _rename(
+    source: str | Reference,
+    target: str | Reference,
+    store: LocalStore,
+    *,
+    force: bool,
+    keeps_source: bool,
+) -> Named:
+    source, target = _parsed(source), _parsed(target)
+    if source == target:
+        message = f"{quoted(source)} and {quoted(target)} are the same name"
+        raise UsageError(message)
+    store.read_manifest(source)  # before a lock is made where nothing is
+    with store.writing(), store.locks.alone():
+        data = store.read_manifest(source)
+        manifest = _checked(store, source, data)
+        _check_case(source, target, keeps_source=keeps_source)
+        is_taken = _is_taken(store, target, data)
+        if is_taken and not force:
+            message = f"another model has the name {quoted(target)}; replace it with --force"
+            raise NameTaken(message)
+        # Also where the name has these bytes already, for who wrote them may not have synced them.
+        store.place(target, data, manifest.blobs)
+        if not keeps_source:
+            store.remove(source)
+    return Named(source=source, target=target, digest=Digest.of(data), replaced=is_taken)
+
+
+def _checked(store: LocalStore, reference: Reference, data: bytes) -> Manifest:
+    try:
+        return Manifest.from_bytes(data)
+    except InvalidManifest as error:
+        raise error.at(quoted(store.layout.manifest(reference))) from None
+
+
+def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> None:
+    if not keeps_source and source.full.casefold() == target.full.casefold():
+        message = (
+            f"{quoted(source)} and {quoted(target)} differ only in case; give the model a third "
+            "name first, and then the second"
+        )
+        raise NameConflict(message)
+
+
+def _is_taken(store: LocalStore, target: Reference, data: bytes) -> bool:
+    """Tell whether a name is there and has another manifest than ``data``."""
+    try:
+        return store.read_manifest(target) != data
+    except ModelNotFound:
+        return False
+    except BlobstoreError:  # whatever it is
+        return True
+
+
+# Taking away
+
+
+def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Entry]:
+    entries = read_entries(store, references)
+    for entry in entries:
+        if entry.error is not None and store.layout.manifest(entry.reference).is_dir():
+            raise entry.error
+    return entries
+
+
+def _left_behind(store: LocalStore, entries: Sequence[Entry]) -> RemovedModels:
+    """Return what would be garbage without some names."""
+    garbage = {digest for entry in entries for digest in entry.blobs}
+    gone = {entry.reference for entry in entries}
+    unreadable = []
+    for other in read_catalog(store):
+        if other.reference not in gone:
+            garbage -= other.blobs.keys()
+            if other.error is not None:
+                unreadable.append(other)
+    sizes = [size for size in (_size(store.layout.blob(digest)) for digest in garbage) if size >= 0]
+    return RemovedModels(
+        names=tuple(entries), blobs=len(sizes), size=sum(sizes), unreadable=tuple(unreadable)
+    )
+
+
+def _size(path: str) -> int:
+    """Return the size of a file, -1 if it is missing."""
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1

@@ -1,0 +1,231 @@
+"""Workflow: where the bytes of a store are, by model and in all. Files are looked at, none is read.
+
+What counts is the size of a file as it is on disk, not as a manifest has it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.catalog import read_catalog, read_entries
+from blobstore.digest import Digest
+from blobstore.errors import BlobstoreError, InvalidDigest, StoreError
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from blobstore.catalog import Entry
+
+
+class Space(NamedTuple):
+    """Files, and their bytes in all."""
+
+    files: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUsage:
+    """A name of the store and the bytes of its blobs, config included, each blob once."""
+
+    reference: Reference
+    blobs: int
+    """Blobs that its manifest lists."""
+    size: int
+    """Bytes of those that are there."""
+    unique: int
+    """Bytes of those that no other name needs: what is given back once the name is removed."""
+    faults: tuple[BlobstoreError, ...]
+    """Blobs that are missing, of another size than the manifest says, or no files."""
+    error: BlobstoreError | None
+    """Why the manifest cannot be read."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of its blobs that other names need too."""
+        return self.size - self.unique
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsage:
+    """Where the bytes of a store are. Every file counts in one of the spaces."""
+
+    models: tuple[ModelUsage, ...]
+    """Those that were asked for."""
+    together: Space
+    """The blobs of these models, each once."""
+    together_unique: Space
+    """Those of them that no other name needs."""
+    names: int
+    """Names in the whole store."""
+    unreadable: tuple[BlobstoreError, ...]
+    """What is wrong with manifests of the whole store; what they need counts as unreferenced."""
+    referenced: Space
+    """Blobs that manifests reach."""
+    without_sharing: int
+    """Bytes that they would take if every name had its own."""
+    unreferenced: Space
+    """Blobs that no manifest reaches: garbage, if no process is about to use them."""
+    foreign: Space
+    """Files among the blobs that are none, such as unfinished downloads of Ollama's."""
+    manifests: Space
+    temporary: Space
+    """Files without a name, of processes that live or have died."""
+    quarantine: Space
+    """Damaged files that were put aside."""
+    caches: Space
+    """Header index, notes and leases."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        spaces = (self.referenced, self.unreferenced, self.foreign, self.manifests)
+        return sum(item.size for item in (*spaces, self.temporary, self.quarantine, self.caches))
+
+    @property
+    def dedup_ratio(self) -> float | None:
+        """How many times the space would be needed without sharing; None if there is nothing."""
+        return self.without_sharing / self.referenced.size if self.referenced.size else None
+
+
+def measure_usage(
+    references: Sequence[str | Reference] = (), *, store: LocalStore | None = None
+) -> StoreUsage:
+    """Return where the bytes of a store are.
+
+    Args:
+        references: the models to tell about one by one; none means all of the store.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: a model that was asked for does not exist.
+        StoreError: the store is not a folder or cannot be read.
+    """
+    store = store or LocalStore()
+    asked = dict.fromkeys(_parsed(reference) for reference in references)
+    read_entries(store, asked)  # says which of them are not there
+    entries = {entry.reference: entry for entry in read_catalog(store)}
+    chosen = [entries[name] for name in asked or entries if name in entries]
+    return _Measuring(store, list(entries.values())).result(chosen)
+
+
+def _parsed(reference: str | Reference) -> Reference:
+    return Reference.parse(reference) if isinstance(reference, str) else reference
+
+
+class _Measuring:
+    """What is on disk, and who needs it."""
+
+    def __init__(self, store: LocalStore, entries: Sequence[Entry]) -> None:
+        self._store = store
+        self._entries = entries
+        self._uses = Counter(digest for entry in entries for digest in entry.blobs)
+        self._sizes: dict[Digest, int] = {}
+        self._foreign: list[int] = []
+        for path, status in _files(store.layout.blobs):
+            digest = _digest_of(path, status)
+            if digest is None:
+                self._foreign.append(status.st_size)
+            else:
+                self._sizes[digest] = status.st_size
+
+    def result(self, chosen: Sequence[Entry]) -> StoreUsage:
+        layout = self._store.layout
+        together = Counter(digest for entry in chosen for digest in entry.blobs)
+        alone = [digest for digest, count in together.items() if count == self._uses[digest]]
+        models = tuple(map(self._model, chosen))
+        ours = layout.lock.parent
+        return StoreUsage(
+            models=models,
+            together=self._space(together),
+            together_unique=self._space(alone),
+            names=len(self._entries),
+            unreadable=tuple(entry.error for entry in self._entries if entry.error is not None),
+            referenced=self._space(self._uses),
+            without_sharing=sum(
+                self._sizes.get(digest, 0) * count for digest, count in self._uses.items()
+            ),
+            unreferenced=self._space(self._sizes.keys() - self._uses.keys()),
+            foreign=_total(self._foreign),
+            manifests=_space_of(layout.manifests),
+            temporary=_space_of(layout.temporary),
+            quarantine=_space_of(layout.quarantine),
+            caches=_space_of(ours, without=(layout.temporary, layout.quarantine)),
+        )
+
+    def _model(self, entry: Entry) -> ModelUsage:
+        blobs = entry.blobs
+        return ModelUsage(
+            reference=entry.reference,
+            blobs=len(blobs),
+            size=self._space(blobs).size,
+            unique=self._space(digest for digest in blobs if self._uses[digest] == 1).size,
+            faults=tuple(self._faults(blobs)),
+            error=entry.error,
+        )
+
+    def _space(self, digests: Iterable[Digest]) -> Space:
+        return _total(self._sizes[digest] for digest in digests if digest in self._sizes)
+
+    def _faults(self, blobs: Mapping[Digest, int]) -> Iterator[BlobstoreError]:
+        for digest, size in blobs.items():
+            if self._sizes.get(digest) != size:
+                try:
+                    self._store.check_size(digest, size)
+                except BlobstoreError as error:
+                    yield error
+
+
+def _digest_of(path: str, status: os.stat_result) -> Digest | None:
+    """Return the digest of a blob by its name, None for a file that is no blob."""
+    folder, name = os.path.split(path)
+    del folder
+    try:
+        digest = Digest.parse(name.replace("-", ":", 1))
+    except InvalidDigest:
+        return None
+    return digest if stat.S_ISREG(status.st_mode) else None
+
+
+def _total(sizes: Iterable[int]) -> Space:
+    found = list(sizes)
+    return Space(len(found), sum(found))
+
+
+def _space_of(folder: Path, without: Collection[Path] = ()) -> Space:
+    return _total(status.st_size for _, status in _files(folder, set(map(str, without))))
+
+
+def _files(
+    folder: Path | str, without: Collection[str] = ()
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all below a folder that is no folder; what vanishes meanwhile is passed over.
+
+    Raises:
+        StoreError: a folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        message = f"cannot list {quoted(folder)}: {error.strerror}"
+        raise StoreError(message) from error
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if entry.path not in without:
+                yield from _files(entry.path, without)
+            continue
+        try:
+            yield entry.path, entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue

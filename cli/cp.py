@@ -1,0 +1,59 @@
+"""``blobstore cp``: give a model a second name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    json_option,
+    parse_name,
+    store_option,
+    suggesting_names,
+    wait_option,
+)
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.naming import Named
+    from blobstore.store.local import LocalStore
+
+force_option = click.option(
+    "--force", is_flag=True, help="Take the name from another model that has it."
+)
+
+
+def show_named(named: Named, done: str, *, as_json: bool) -> None:
+    """Print which name a model got, and whether it was another's."""
+    if as_json:
+        render.show_json(
+            {
+                "source": str(named.source),
+                "name": str(named.target),
+                "digest": str(named.digest),
+                "replaced": named.replaced,
+            }
+        )
+        return
+    replaced = ", which was the name of another model" if named.replaced else ""
+    render.show(f"{done} {render.cell(named.source)} to {render.cell(named.target)}{replaced}")
+
+
+@click.command("cp", short_help="Give a model a second name.")
+@click.argument("source", metavar="SRC", callback=parse_name)
+@click.argument("target", metavar="DST", callback=parse_name)
+@force_option
+@store_option
+@wait_option
+@json_option
+def command(
+    source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
+) -> None:
+    """Give the model SRC the name DST too. No bytes are copied: both names share all blobs."""
+    from blobstore.naming import copy_model
+
+    with suggesting_names(store, [source]):
+        named = copy_model(source, target, store=store, force=force)
+    show_named(named, "copied", as_json=as_json)

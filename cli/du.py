@@ -1,0 +1,156 @@
+"""``blobstore du``: where the bytes of a store are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import json_option, parse_names, store_option, suggesting_names
+from blobstore.errors import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+    from blobstore.usage import ModelUsage, Space, StoreUsage
+
+Order = Literal["name", "size", "unique"]
+
+_HEADINGS = ("NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS")
+_SPACES = {
+    "unreferenced": 'blobs that no model needs, for "blobstore gc" to free',
+    "foreign": "files among the blobs that are none",
+    "temporary": "temporary files",
+    "quarantine": "damaged files in quarantine",
+    "caches": "caches",
+    "manifests": "manifests",
+}
+
+
+@click.command("du", short_help="Show where the bytes of the store are.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(["name", "size", "unique"]),
+    default="name",
+    show_default=True,
+    help="Order of the models; largest first for size and unique.",
+)
+@store_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    names: tuple[Reference, ...],
+    store: LocalStore,
+    order: Order,
+    as_json: bool,
+) -> None:
+    """Show how many bytes the models NAME take, or all models, and the store in all.
+
+    UNIQUE is what no other name needs, so it is free once the name is removed and "blobstore gc" has
+    run; SHARED is the rest. Sizes are those of the files on disk. A blob that is missing or of a wrong
+    size is told, and the exit code is then 4.
+    """
+    from blobstore.usage import measure_usage
+
+    with suggesting_names(store, names):
+        usage = measure_usage(names, store=store)
+    rows = _ordered(usage.models, order)
+    if as_json:
+        render.show_json(_as_json(usage, rows))
+    elif usage.size:
+        render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
+    elif not store.layout.root.exists():
+        render.show_note(f"there is no store at {store.layout.root} yet")
+    _tell_faults(ctx, usage)
+
+
+def _tell_faults(ctx: click.Context, usage: StoreUsage) -> None:
+    for model in usage.models:
+        if model.faults:
+            more = f"; and {len(model.faults) - 1:,} more of its blobs" * (len(model.faults) > 1)
+            render.show_error(f"model {model.reference}: {model.faults[0]}{more}")
+    for error in usage.unreadable:
+        render.show_error(f"{error}; what it needs counts as needed by no model")
+    if usage.unreadable or any(model.faults for model in usage.models):
+        ctx.exit(Damaged.exit_code)
+
+
+def _ordered(models: Sequence[ModelUsage], order: Order) -> Sequence[ModelUsage]:
+    if order == "size":
+        return sorted(models, key=lambda model: -model.size)
+    if order == "unique":
+        return sorted(models, key=lambda model: -model.unique)
+    return sorted(models, key=lambda model: model.reference)
+
+
+def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:
+    if rows:
+        broken = [row for row, model in enumerate(rows) if model.error or model.faults]
+        cells = [_cells(model) for model in rows]
+        yield render.table(_HEADINGS, cells, right=(1, 2, 3, 4), alarming=broken)
+    if is_chosen:
+        yield (
+            f"together {render.human_bytes(usage.together.size)}, of which "
+            f"{render.human_bytes(usage.together_unique.size)} no other model needs"
+        )
+    ratio = usage.dedup_ratio
+    saved = f", {ratio:.2f} times as much" if ratio is not None else ""
+    yield (
+        f"store: {render.count_of(usage.names, 'model')}, "
+        f"{render.human_bytes(usage.referenced.size)} in "
+        f"{render.count_of(usage.referenced.files, 'blob')}; without sharing "
+        f"{render.human_bytes(usage.without_sharing)}{saved}"
+    )
+    for name, meaning in _SPACES.items():
+        space: Space = getattr(usage, name)
+        if space.files:
+            count = render.count_of(space.files, "file")
+            yield f"  {render.human_bytes(space.size)} in {count}: {meaning}"
+    yield f"  {render.human_bytes(usage.size)} in all"
+
+
+def _cells(model: ModelUsage) -> tuple[str, ...]:
+    name = render.cell(model.reference)
+    if model.error:
+        return (name, "UNREADABLE", "-", "-", "-")
+    sizes = map(render.human_bytes, (model.size, model.unique, model.shared))
+    return (name, *sizes, f"{model.blobs:,}")
+
+
+def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
+    return {
+        "models": [_model_json(model) for model in rows],
+        "together": {"bytes": usage.together.size, "unique_bytes": usage.together_unique.size},
+        "store": {
+            "models": usage.names,
+            "blobs": usage.referenced.files,
+            "bytes": usage.referenced.size,
+            "bytes_without_sharing": usage.without_sharing,
+            "dedup_ratio": usage.dedup_ratio,
+            "bytes_in_all": usage.size,
+        },
+        **{
+            name: {"files": space.files, "bytes": space.size}
+            for name, space in ((name, getattr(usage, name)) for name in _SPACES)
+        },
+        "errors": list(map(str, usage.unreadable)),
+    }
+
+
+def _model_json(model: ModelUsage) -> dict[str, Any]:
+    is_known = model.error is None
+    return {
+        "name": str(model.reference),
+        "blobs": model.blobs if is_known else None,
+        "bytes": model.size if is_known else None,
+        "unique_bytes": model.unique if is_known else None,
+        "shared_bytes": model.shared if is_known else None,
+        "faults": list(map(str, model.faults)),
+        "error": None if is_known else str(model.error),
+    }

@@ -1,0 +1,38 @@
+"""``blobstore mv``: give a model another name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli.cp import force_option, show_named
+from blobstore.cli.options import (
+    json_option,
+    parse_name,
+    store_option,
+    suggesting_names,
+    wait_option,
+)
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+@click.command("mv", short_help="Give a model another name.")
+@click.argument("source", metavar="SRC", callback=parse_name)
+@click.argument("target", metavar="DST", callback=parse_name)
+@force_option
+@store_option
+@wait_option
+@json_option
+def command(
+    source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
+) -> None:
+    """Give the model SRC the name DST instead. A process that is killed in between leaves both."""
+    from blobstore.naming import rename_model
+
+    with suggesting_names(store, [source]):
+        named = rename_model(source, target, store=store, force=force)
+    show_named(named, "renamed", as_json=as_json)

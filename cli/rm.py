@@ -1,0 +1,82 @@
+"""``blobstore rm``: take names away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    json_option,
+    parse_names,
+    store_option,
+    suggesting_names,
+    wait_option,
+)
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.naming import RemovedModels
+    from blobstore.store.local import LocalStore
+
+
+@click.command("rm", short_help="Take names of models away.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
+@click.option("--dry-run", is_flag=True, help="Remove nothing, and tell what would be.")
+@store_option
+@wait_option
+@json_option
+def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
+    """Take the names NAME away, all of them or none, and tell what "blobstore gc" would then free.
+
+    No blob is removed. A name goes also if its manifest cannot be read.
+    """
+    from blobstore.naming import remove_models
+
+    with suggesting_names(store, names):
+        removed = remove_models(names, store=store, dry_run=dry_run)
+    if as_json:
+        render.show_json(_as_json(removed, dry_run=dry_run))
+    else:
+        render.show(_as_text(removed, dry_run=dry_run))
+    for entry in removed.names:
+        if entry.error is not None:
+            render.show_note(f"nobody knows which blobs {entry.reference} needed: {entry.error}")
+    for entry in removed.unreadable:
+        render.show_note(
+            f'"blobstore gc" frees nothing before {entry.reference} is repaired or removed: '
+            f"{entry.error}"
+        )
+
+
+def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "dry_run": dry_run,
+        "removed": [
+            {
+                "name": str(entry.reference),
+                "digest": str(entry.digest) if entry.digest else None,
+                "error": str(entry.error) if entry.error else None,
+            }
+            for entry in removed.names
+        ],
+        "unreferenced": {"blobs": removed.blobs, "bytes": removed.size},
+        "unreadable": [str(entry.reference) for entry in removed.unreadable],
+    }
+
+
+def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
+    verb = "would remove" if dry_run else "removed"
+    lines = [f"{verb} {render.cell(entry.reference)}" for entry in removed.names]
+    if removed.blobs:
+        blobs = render.count_of(removed.blobs, "blob")
+        lines.append(
+            f'"blobstore gc" {"would then free" if dry_run else "frees"} '
+            f"{render.human_bytes(removed.size)}: {blobs} that no other model needs"
+        )
+    else:
+        lines.append(
+            f'that {"would leave" if dry_run else "leaves"} nothing for "blobstore gc" to free'
+        )
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+def test_copies_a_name(stored: LocalStore) -> None:
+    result = run("cp", "dense", "team/copy:v2")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "copied dense:latest to team/copy:v2\n"
+    manifests = [stored.read_manifest(name) for name in stored.references()]
+    assert len(manifests) == 2
+    assert len(set(manifests)) == 1
+
+
+def test_prints_json(stored: LocalStore) -> None:
+    (model,) = run_json("list")["models"]
+    assert run_json("cp", "dense", "copy") == {
+        "source": "dense:latest",
+        "name": "copy:latest",
+        "digest": model["digest"],
+        "replaced": False,
+    }
+
+
+def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    result = run("cp", "dense", "moe")
+    assert result.exit_code == 1
+    assert "another model has the name 'moe:latest'; replace it with --force" in result.stderr
+    result = run("cp", "dense", "moe", "--force")
+    assert result.stdout == (
+        "copied dense:latest to moe:latest, which was the name of another model\n"
+    )
+    names = [stored.read_manifest(Reference.parse(name)) for name in ("dense", "moe")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("command", ["cp", "mv"])
+def test_names_that_are_nearly_right_are_told(stored: LocalStore, command: str) -> None:
+    result = run(command, "dens", "x")
+    assert result.exit_code == 3
+    assert "did you mean 'dense'?" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["cp", "mv"])
+def test_waits_as_long_as_told(stored: LocalStore, command: str) -> None:
+    with stored.locks.shared():
+        found = run_json(command, "dense", "x", "--wait", "0", exit_code=1)
+    assert found["error"]["kind"] == "StoreBusy"
+
+
+@pytest.mark.parametrize("command", ["cp", "mv"])
+def test_the_same_name_is_wrong_usage(stored: LocalStore, command: str) -> None:
+    result = run(command, "dense", "dense:latest")
+    assert result.exit_code == 2
+    assert "are the same name" in result.stderr
+    assert len(list(stored.references())) == 1

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.models import add_blobs, blob, dense_tensors, write_folder
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def other(stored: LocalStore, tmp_path: Path) -> LocalStore:
+    """A store with ``dense`` and ``other``, which differs in every way."""
+    tensors = dense_tensors()
+    tensors["mask"] = ~tensors["mask"]
+    tensors["position_ids"] = tensors["position_ids"].astype("int16").reshape(5, 1)
+    tensors["new"] = tensors.pop("empty")
+    folder = write_folder(tmp_path / "other", tensors, files={"tokenizer.json": b"{}"})
+    assert run("create", folder, "other").exit_code == 0
+    return stored
+
+
+def test_equal_models_have_exit_code_0(stored: LocalStore) -> None:
+    run("cp", "dense", "copy")
+    result = run("diff", "dense", "copy")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "tensors: 9 same, 0 changed\nfiles: 4 same, 0 changed\n"
+    found = run_json("diff", "dense", "copy")
+    assert found["same"]
+    assert {item["change"] for item in (*found["tensors"], *found["files"])} == {"same"}
+    assert all(item["same_blob"] for item in found["tensors"])
+
+
+def test_prints_what_differs_with_exit_code_1(other: LocalStore) -> None:
+    result = run("diff", "dense", "other")
+    assert (result.exit_code, result.stderr) == (1, "")
+    heading, *rows, tensors, files = result.stdout.splitlines()
+    assert heading.split() == ["CHANGE", "NAME", "A:", "dense:latest", "B:", "other:latest"]
+    cells = [[cell for cell in row.split("  ") if cell] for row in rows]
+    stripped = [[cell.strip() for cell in row] for row in cells]
+    assert stripped[:4] == [
+        ["only in A", "empty", "F32 [0, 3]", "-"],
+        ["bytes", "mask", "BOOL [3]", "BOOL [3]"],
+        ["type, shape", "position_ids", "I64 [5]", "I16 [5, 1]"],
+        ["only in B", "new", "-", "F32 [0, 3]"],
+    ]
+    layers = {layer.name: layer for layer in other.resolve(Reference.parse("dense")).layers}
+    config, merges = layers["config.json"], layers["merges.txt"]
+    assert stripped[4][:3] == [
+        "changed",
+        "config.json",
+        f"{config.digest.short} {config.size} B",
+    ]
+    assert stripped[5] == ["only in A", "merges.txt", f"{merges.digest.short} 4 B", "-"]
+    assert len(rows) == 6
+    assert tensors == "tensors: 6 same, 2 changed, 1 only in A, 1 only in B"
+    assert files == "files: 2 same, 1 changed, 1 only in A"
+
+
+def test_lists_all_if_asked(other: LocalStore) -> None:
+    lines = run("diff", "dense", "other", "--all").stdout.splitlines()
+    assert sum(line.startswith("same ") for line in lines) == 8
+    assert len(lines) == 1 + 10 + 4 + 2
+
+
+def test_json_has_both_sides(other: LocalStore) -> None:
+    found = run_json("diff", "dense", "other", exit_code=1)
+    assert (found["a"], found["b"], found["same"]) == ("dense:latest", "other:latest", False)
+    tensors = {item["name"]: item for item in found["tensors"]}
+    assert tensors["empty"]["b"] is None
+    assert tensors["new"]["a"] is None
+    assert tensors["position_ids"]["differs_in"] == ["type", "shape"]
+    digest = tensors["mask"]["a"].pop("digest")
+    assert digest != tensors["mask"]["b"]["digest"]
+    assert tensors["mask"]["a"] == {"type": "BOOL", "group_size": None, "shape": [3], "bytes": 3}
+    files = {item["name"]: item for item in found["files"]}
+    assert files["merges.txt"]["b"] is None
+    assert files["config.json"]["change"] == "changed"
+    assert files["config.json"]["a"]["digest"] != files["config.json"]["b"]["digest"]
+
+
+def test_what_fails_is_told_apart(other: LocalStore) -> None:
+    result = run("diff", "dens", "other")
+    assert result.exit_code == 3
+    assert "did you mean 'dense'?" in result.stderr
+    digest = other.resolve(Reference.parse("other")).layers[0].digest
+    (other.layout.blobs / digest.file_name).unlink()
+    assert run("diff", "dense", "other").exit_code == 4
+    assert run("diff", "dense").exit_code == 2
+
+
+def test_packed_tensors_show_their_type(store: LocalStore) -> None:
+    for name, byte in (("a", b"\0"), ("b", b"\1")):
+        weight = ("x", "U32", (1, 8), byte * 32)
+        parts = weight, ("x.scale", "F32", (1, 2), bytes(8)), ("x.bias", "F32", (1, 2), bytes(8))
+        data = blob(*parts, quant_type="int4", group_size="32")
+        add_blobs(store, name, {"x": data})
+    result = run("diff", "a", "b")
+    assert result.stdout.splitlines()[1].split("  ")[0] == "bytes"
+    assert "int4 g32 [1, 64]" in result.stdout

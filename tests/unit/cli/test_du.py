@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+def test_an_absent_store_takes_nothing(store: LocalStore) -> None:
+    result = run("du")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.startswith("note: there is no store at ")
+    found = run_json("du")
+    assert found["models"] == []
+    assert found["store"] == {
+        "models": 0,
+        "blobs": 0,
+        "bytes": 0,
+        "bytes_without_sharing": 0,
+        "dedup_ratio": None,
+        "bytes_in_all": 0,
+    }
+    assert run("du", "a").exit_code == 3
+
+
+def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    run("cp", "dense", "copy")
+    run("cp", "moe", "garbage")
+    run("rm", "garbage", "moe")
+    (stored.layout.temporary / "1-a-0").write_bytes(b"12")
+    result = run("du")
+
+    assert (result.exit_code, result.stderr) == (0, "")
+    heading, *rows = result.stdout.splitlines()
+    assert heading.split() == ["NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS"]
+    blobs = str(len(stored.resolve(Reference.parse("dense")).blobs))
+    cells = ["1.5", "kB", "0", "B", "1.5", "kB", blobs]
+    assert rows[0].split() == ["copy:latest", *cells]
+    assert rows[1].split() == ["dense:latest", *cells]
+    assert rows[2] == (
+        f"store: 2 models, 1.5 kB in {blobs} blobs; without sharing 2.9 kB, 2.00 times as much"
+    )
+    assert 'blobs that no model needs, for "blobstore gc" to free' in rows[3]
+    assert "  2 B in 1 file: temporary files" in rows
+    assert rows[-1].endswith(" in all")
+
+
+def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    (stored.layout.blobs / "sha256-partial").write_bytes(b"123")
+    manifests = [stored.resolve(Reference.parse(name)) for name in ("dense", "moe")]
+    sizes = [sum(item.size for item in manifest.blobs) for manifest in manifests]
+    shared = manifests[0].config.size
+    found = run_json("du")
+
+    assert found["models"][0] == {
+        "name": "dense:latest",
+        "blobs": len(manifests[0].blobs),
+        "bytes": sizes[0],
+        "unique_bytes": sizes[0] - shared,
+        "shared_bytes": shared,
+        "faults": [],
+        "error": None,
+    }
+    in_all = [path.stat().st_size for path in stored.layout.root.rglob("*") if path.is_file()]
+    assert found["store"] == {
+        "models": 2,
+        "blobs": len(manifests[0].blobs) + len(manifests[1].blobs) - 1,
+        "bytes": sum(sizes) - shared,
+        "bytes_without_sharing": sum(sizes),
+        "dedup_ratio": sum(sizes) / (sum(sizes) - shared),
+        "bytes_in_all": sum(in_all),
+    }
+    assert found["foreign"] == {"files": 1, "bytes": 3}
+    assert found["unreferenced"] == found["quarantine"] == {"files": 0, "bytes": 0}
+    assert found["errors"] == []
+
+
+def test_tells_of_the_models_that_were_asked_for(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    result = run("du", "dense")
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("dense:latest")
+    assert lines[2].startswith("together 1.5 kB, of which 1.3 kB no other model needs")
+    assert lines[3].startswith("store: 2 models")
+    result = run("du", "dens")
+    assert result.exit_code == 3
+    assert "did you mean 'dense'?" in result.stderr
+
+
+def test_sorts(stored: LocalStore, moe: Path) -> None:
+    assert run("create", moe, "moe").exit_code == 0
+    run("cp", "moe", "zoe")
+
+    def names(*options: str) -> list[str]:
+        return [model["name"].partition(":")[0] for model in run_json("du", *options)["models"]]
+
+    assert names() == names("--sort", "name") == ["dense", "moe", "zoe"]
+    assert names("--sort", "size") == ["moe", "zoe", "dense"]
+    assert names("--sort", "unique") == ["dense", "moe", "zoe"]
+
+
+def test_a_blob_that_is_missing_or_damaged_is_told(stored: LocalStore) -> None:
+    layers = stored.resolve(Reference.parse("dense")).layers
+    Path(stored.layout.blob(layers[0].digest)).unlink()
+    result = run("du")
+    assert result.exit_code == 4
+    assert result.stderr == (
+        f"blobstore: error: model dense:latest: blob '{stored.layout.blob(layers[0].digest)}' "
+        "is missing\n"
+    )
+    (stored.layout.root / "blobs" / layers[1].digest.file_name).unlink()
+    assert run("du").stderr.endswith("is missing; and 1 more of its blobs\n")
+    assert len(run_json("du", exit_code=4)["models"][0]["faults"]) == 2
+
+
+def test_a_manifest_that_cannot_be_read_is_told(stored: LocalStore) -> None:
+    stored.layout.manifest(Reference.parse("dense")).write_bytes(b"{\x1b[2J")
+    result = run("du")
+    assert result.exit_code == 4
+    assert result.stdout.splitlines()[1].split() == ["dense:latest", "UNREADABLE", "-", "-", "-"]
+    assert "what it needs counts as needed by no model" in result.stderr
+    assert "\x1b" not in result.output
+    found = run_json("du", exit_code=4)
+    assert found["models"][0]["bytes"] is None
+    assert found["errors"] == [found["models"][0]["error"]]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+DENSE = Reference.parse("dense")
+
+
+def listed(store: LocalStore) -> list[str]:
+    return list(map(str, store.references()))
+
+
+def test_removes_names_and_tells_what_gc_frees(stored: LocalStore) -> None:
+    assert run("cp", "dense", "copy").exit_code == 0
+    result = run("rm", "dense")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "removed dense:latest",
+        'that leaves nothing for "blobstore gc" to free',
+    ]
+    assert listed(stored) == ["copy:latest"]
+    blobs = [path.stat().st_size for path in stored.layout.blobs.iterdir()]
+    result = run("rm", "copy")
+    assert result.stdout.splitlines() == [
+        "removed copy:latest",
+        f'"blobstore gc" frees 1.5 kB: {len(blobs)} blobs that no other model needs',
+    ]
+    assert listed(stored) == []
+    assert len(list(stored.layout.blobs.iterdir())) == len(blobs)
+
+
+def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
+    blobs = [path.stat().st_size for path in stored.layout.blobs.iterdir()]
+    result = run("rm", "dense", "--dry-run")
+    assert result.stdout.startswith('would remove dense:latest\n"blobstore gc" would then free')
+    found = run_json("rm", "dense", "--dry-run")
+    digest = run_json("list")["models"][0]["digest"]
+    assert found == {
+        "dry_run": True,
+        "removed": [{"name": "dense:latest", "digest": digest, "error": None}],
+        "unreferenced": {"blobs": len(blobs), "bytes": sum(blobs)},
+        "unreadable": [],
+    }
+    assert listed(stored) == ["dense:latest"]
+    run("cp", "dense", "copy")
+    result = run("rm", "dense", "--dry-run")
+    assert 'that would leave nothing for "blobstore gc" to free' in result.stdout
+
+
+def test_all_or_none_and_near_names(stored: LocalStore) -> None:
+    result = run("rm", "dense", "dens")
+    assert result.exit_code == 3
+    assert "no model 'dens:latest'" in result.stderr
+    assert "did you mean 'dense'?" in result.stderr
+    assert result.stdout == ""
+    assert run_json("rm", "none", exit_code=3)["error"]["kind"] == "ModelNotFound"
+    assert listed(stored) == ["dense:latest"]
+    assert run("rm").exit_code == 2
+
+
+def test_a_manifest_that_cannot_be_read_is_removed_with_a_note(stored: LocalStore) -> None:
+    run("cp", "dense", "other")
+    stored.layout.manifest(DENSE).write_bytes(b"{\x1b[2J")
+    found = run_json("rm", "other")
+    assert found["unreadable"] == ["dense:latest"]
+    run("cp", "dense", "other")
+    result = run("rm", "dense")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("removed dense:latest\n")
+    assert "note: nobody knows which blobs dense:latest needed: '/" in result.stderr
+    assert "\x1b" not in result.stderr
+    assert listed(stored) == []
+
+
+def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
+    run("cp", "dense", "other")
+    stored.layout.manifest(DENSE).write_bytes(b"{")
+    result = run("rm", "other")
+    assert result.exit_code == 0
+    assert 'note: "blobstore gc" frees nothing before dense:latest is repaired' in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_does_not_wait_longer_than_told(stored: LocalStore) -> None:
+    with stored.locks.shared():
+        found = run_json("rm", "dense", "--wait", "0", exit_code=1)
+    assert found["error"]["kind"] == "StoreBusy"
+    assert listed(stored) == ["dense:latest"]
+
+
+def test_a_store_that_is_not_there_is_not_made(store: LocalStore) -> None:
+    assert run("rm", "a").exit_code == 3
+    assert not Path(store.layout.root).exists()

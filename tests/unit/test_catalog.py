@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.catalog import read_catalog, read_entries
+from blobstore.digest import Digest
+from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests.models import add_blobs, blob
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+A, B = map(Reference.parse, "ab")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    for name in "ba":
+        add_blobs(store, name, {"x": blob(("x", "U8", (3,), name.encode() * 3))})
+    return store
+
+
+def test_reads_every_name_in_order(store: LocalStore) -> None:
+    a, b = read_catalog(store)
+
+    assert (a.reference, b.reference) == (A, B)
+    assert a.manifest == store.resolve(A)
+    assert a.digest == Digest.of(store.read_manifest(A))
+    assert a.modified == store.layout.manifest(A).stat().st_mtime
+    assert a.error is None
+    assert a.blobs == {item.digest: item.size for item in store.resolve(A).blobs}
+
+
+def test_tells_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
+    store.layout.manifest(A).write_bytes(b"{")
+    store.layout.manifest(B).unlink()
+    store.layout.manifest(B).symlink_to("nowhere")
+    for entry in read_catalog(store):
+        assert isinstance(entry.error, InvalidManifest)
+        assert str(store.layout.manifest(entry.reference)) in str(entry.error)
+        assert (entry.digest, entry.manifest, entry.blobs) == (None, None, {})
+
+
+def test_passes_over_a_name_that_vanishes(store: LocalStore) -> None:
+    store.references = lambda: iter((A, B))  # type: ignore[method-assign]
+    store.layout.manifest(A).unlink()
+
+    assert [entry.reference for entry in read_catalog(store)] == [B]
+
+
+def test_reads_names_that_are_asked_for_once(store: LocalStore) -> None:
+    assert [entry.reference for entry in read_entries(store, [B, A, B])] == [B, A]
+    with pytest.raises(ModelNotFound, match="no model 'c:latest'"):
+        read_entries(store, [A, Reference.parse("c")])
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="is not a folder"):
+        read_entries(LocalStore(tmp_path / "file"), [A])
