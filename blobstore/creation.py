@@ -7,44 +7,44 @@ last, after everything that it names is durable.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore import strictjson
 from blobstore.conversion import Conversion
-from blobstore.errors import BlobstoreError, DamagedSource, UsageError
-from blobstore.files import read_regular
+from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.layerfile import blob_buffers, blob_size
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
-from blobstore.plan import BlobPlan, stacks
 from blobstore.planning import Quantize, plan_source
 from blobstore.progress import Meter
 from blobstore.quantize.recipes import Copied, Prequantized
+from blobstore.small_layers import config_bytes, small_layers
 from blobstore.sources.open import open_source
+from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
+from blobstore.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
-    from blobstore.plan import ExpertForm
+    from blobstore.digest import Digest
+    from blobstore.plan import BlobPlan, ExpertForm
     from blobstore.planning import ModelPlan
     from blobstore.progress import Progress
     from blobstore.quantize.policy import PolicyName
-    from blobstore.sources.base import SourceFile, TensorSource
+    from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Ingest, Ingested
-
-_MAX_FILE_SIZE = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,7 @@ def create(
     ignore_unindexed: bool = False,
     subtree: str | None = None,
     keep_names: bool = False,
+    paranoid: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Created:
@@ -99,6 +100,7 @@ def create(
         subtree: the part of a PyTorch checkpoint, by its keys with dots between; ``.`` is all of it.
             By default it is the model, found by the names that training programs use.
         keep_names: keep the names and the order of rows of Meta's Llamas.
+        paranoid: read blobs that the store has already again, and compare their digests.
         jobs: threads; by default the machine's processors.
         progress: called with what is being done, bytes done and bytes in all.
 
@@ -128,7 +130,8 @@ def create(
     )
     try:
         planned = plan_source(opened, experts=experts, quantize=request)
-        layers, ingested = _write(opened, planned, store, reference, jobs, progress)
+        exists = _Exists(store, source, paranoid=paranoid)
+        layers, ingested = _write(opened, planned, store, exists, reference, jobs, progress)
     finally:
         opened.close()
     return Created(
@@ -146,28 +149,27 @@ def _write(
     source: TensorSource,
     planned: ModelPlan,
     store: LocalStore,
+    exists: _Exists,
     reference: Reference,
     jobs: int | None,
     progress: Progress | None,
 ) -> tuple[list[Descriptor], list[Ingested]]:
     blobs = planned.blobs
-    with store.ingest() as ingest:
-        stored = _ingest_blobs(source, blobs, ingest, jobs, progress)
+    with store.ingest(exists) as ingest:
+        stored = _ingest_blobs(source, blobs, ingest, exists.stop, jobs, progress)
         layers = [
             Descriptor(
                 media_type=media_types.TENSOR, digest=item.digest, size=item.size, name=blob.name
             )
             for blob, item in zip(blobs, stored, strict=True)
         ]
-        for media_type, name, data in _small_layers(source, blobs):
+        for media_type, name, data in small_layers(source, blobs):
             item = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
             stored.append(item)
             layers.append(
                 Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
             )
-        data = ModelConfig(
-            file_type=planned.quant_type, capabilities=_capabilities(source)
-        ).to_bytes()
+        data = config_bytes(source, planned.quant_type)
         config = ingest.add(len(data), lambda: [data])
         stored.append(config)
         ingest.publish()
@@ -187,11 +189,12 @@ def _ingest_blobs(
     source: TensorSource,
     blobs: Sequence[BlobPlan],
     ingest: Ingest,
+    stop: threading.Event,
     jobs: int | None,
     progress: Progress | None,
 ) -> list[Ingested]:
     """Add all blobs; the results are in the order of the plan."""
-    work = _Work(source, ingest, Meter(progress, sum(map(blob_size, blobs))))
+    work = _Work(source, ingest, stop, Meter(progress, sum(map(blob_size, blobs))))
     # In the order of the source's bytes, so that a cold disk is read forwards.
     place = {name: index for index, name in enumerate(source.specs)}
     in_order = sorted(blobs, key=lambda blob: place[blob.tensors[0].sources[0]])
@@ -205,7 +208,7 @@ def _ingest_blobs(
             if failed:
                 failed[0].result()
         except BaseException:  # also Ctrl-C: stop the threads before their files are removed
-            work.stop.set()
+            stop.set()
             pool.shutdown(cancel_futures=True)
             raise
     return [futures[blob.name].result() for blob in blobs]
@@ -214,8 +217,10 @@ def _ingest_blobs(
 class _Work:
     """The job of one blob, with what all jobs share."""
 
-    def __init__(self, source: TensorSource, ingest: Ingest, meter: Meter) -> None:
-        self.stop = threading.Event()
+    def __init__(
+        self, source: TensorSource, ingest: Ingest, stop: threading.Event, meter: Meter
+    ) -> None:
+        self._stop = stop
         self._conversion = Conversion(source.read)
         self._ingest = ingest
         self._meter = meter
@@ -228,9 +233,7 @@ class _Work:
             nonlocal reported
             done = 0
             for buffer in blob_buffers(blob, self._conversion.buffers):
-                if self.stop.is_set():
-                    message = "stopped"
-                    raise BlobstoreError(message)
+                _check_going(self._stop)
                 yield buffer
                 done += len(buffer)  # type: ignore[arg-type]
                 if done > reported:  # a blob that turns out to be new is read a second time
@@ -241,33 +244,40 @@ class _Work:
         return self._ingest.add(blob_size(blob), buffers, once=not is_copied)
 
 
-def _small_layers(
-    source: TensorSource, blobs: Iterable[BlobPlan]
-) -> Iterator[tuple[str, str, bytes]]:
-    """Yield media type, name and content of the layers after the tensors."""
-    stacked = stacks(blobs)
-    if stacked:
-        yield media_types.STACKS, "", strictjson.dumps(stacked).encode()
-    for file in source.files:
-        is_json = file.name.endswith(".json")
-        yield media_types.JSON if is_json else media_types.FILE, file.name, _content(file)
+def _check_going(stop: threading.Event) -> None:
+    if stop.is_set():
+        message = "stopped"
+        raise BlobstoreError(message)
 
 
-def _content(file: SourceFile) -> bytes:
-    if file.content is not None:
-        return file.content
-    try:
-        return read_regular(file.path, _MAX_FILE_SIZE)
-    except OSError as error:
-        message = f"cannot read {quoted(file.path)}: {error.strerror}"
-        raise DamagedSource(message) from error
+class _Exists:
+    """Tells whether the store has a blob that can be used; one that is damaged is an error."""
 
+    def __init__(
+        self, store: LocalStore, source: str | os.PathLike[str], *, paranoid: bool
+    ) -> None:
+        self._store = store
+        self._source = source
+        self._is_paranoid = paranoid
+        self.stop = threading.Event()
+        """Set when what goes on shall end at once."""
 
-def _capabilities(source: TensorSource) -> tuple[str, ...]:
-    config = source.config
-    found = ["completion"]
-    if "vision_config" in config or config.get("has_vision"):
-        found.append("vision")
-    if "audio_config" in config or "sound_config" in config:
-        found.append("audio")
-    return tuple(found)
+    def __call__(self, digest: Digest, size: int) -> bool:
+        try:
+            exists = self._store.exists(digest, size)
+            if exists and self._is_paranoid:
+                self._store.check_digest(digest, size, lambda _: _check_going(self.stop))
+        except BlobDamaged as error:
+            what = str(error).removesuffix(ADVICE)
+            message = f"{what}; {self._advice(digest)}, and create again"
+            raise BlobDamaged(message) from None
+        return exists
+
+    def _advice(self, digest: Digest) -> str:
+        """Return what to do, which depends on whether repair finds the blob by a model."""
+        for reference in self._store.references():
+            with contextlib.suppress(BlobstoreError):
+                if any(blob.digest == digest for blob in self._store.resolve(reference).blobs):
+                    source = shlex.quote(printable(str(self._source)))
+                    return f"run blobstore repair {reference} --from {source}"
+        return "no model uses it: remove that file"

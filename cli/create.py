@@ -78,6 +78,7 @@ PolicyName = Literal["recommended", "uniform"]
 @click.option(
     "--keep-names", is_flag=True, help="Keep the names and the order of rows of Meta's Llamas."
 )
+@click.option("--paranoid", is_flag=True, help="Hash the blobs again that the store has already.")
 @jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @json_option
@@ -95,6 +96,7 @@ def command(
     subtree: str | None,
     is_list: bool,
     keep_names: bool,
+    paranoid: bool,
     jobs: int | None,
     dry_run: bool,
     as_json: bool,
@@ -141,6 +143,7 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            paranoid=paranoid,
             jobs=jobs,
             progress=progress,
         )

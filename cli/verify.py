@@ -12,6 +12,7 @@ from blobstore.cli.options import (
     jobs_option,
     json_option,
     parse_names,
+    parse_size,
     store_option,
     suggesting_names,
 )
@@ -23,9 +24,30 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.verify import Fault, Verified
 
+_ADVICE = "'blobstore repair NAME --from SOURCE' writes damaged and missing blobs anew"
+
+
+def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes a second that ``50MB/s`` or ``50MB`` spell; a callback of click."""
+    if value is None:
+        return None
+    rate = parse_size(ctx, param, value.strip().removesuffix("/s"))
+    if rate < 1:
+        message = f"{quoted(value)} is no rate above 0"
+        raise click.BadParameter(message, ctx, param)
+    return rate
+
 
 @click.command("verify", short_help="Hash and check again what models are made of.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.option("--quick", is_flag=True, help="Look at sizes and headers only; hash nothing.")
+@click.option(
+    "--watch-rate",
+    "rate",
+    metavar="RATE",
+    callback=parse_rate,
+    help="Read no faster than that, such as 50MB/s.",
+)
 @store_option
 @jobs_option
 @json_option
@@ -34,12 +56,15 @@ def command(
     ctx: click.Context,
     names: tuple[Reference, ...],
     store: LocalStore,
+    quick: bool,
+    rate: int | None,
     jobs: int | None,
     as_json: bool,
 ) -> None:
     """Hash and parse again all that the models NAME are made of; without a NAME, all models.
 
-    Every fault is one line: model, layer, tensor and what is wrong. The exit code is then 4.
+    Every fault is one line: model, layer, tensor and what is wrong. The exit code is then 4. A model
+    that is removed meanwhile is no fault.
     """
     from blobstore.verify import verify_models
 
@@ -48,11 +73,15 @@ def command(
         message = f"there is no store at {quoted(store.layout.root)}"
         raise NotFound(message)
     with suggesting_names(store, names), render.progress_bar() as progress:
-        verified = verify_models(names, store=store, jobs=jobs, progress=progress)
+        verified = verify_models(
+            names, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
+        )
     if as_json:
         render.show_json(_as_json(verified))
     else:
-        render.show(_as_text(verified))
+        render.show(_as_text(verified, quick=quick))
+    if verified.damaged:
+        render.show_note(_ADVICE)
     if verified.faults:
         ctx.exit(Damaged.exit_code)
 
@@ -67,19 +96,26 @@ def _as_json(verified: Verified) -> dict[str, object]:
     }
 
 
-def _as_text(verified: Verified) -> str:
-    rate = verified.bytes_read / max(verified.seconds, 1e-3)
+def _as_text(verified: Verified, *, quick: bool) -> str:
+    rate = int(verified.bytes_read / max(verified.seconds, 1e-3))
+    time = render.human_seconds(verified.seconds)
+    work = (
+        f"sizes and headers only, {time}"
+        if quick
+        else f"{render.human_bytes(verified.bytes_read)} read in {time}, "
+        f"{render.human_bytes(rate)}/s"
+    )
     faults = len(verified.faults)
     summary = (
         f"{render.count_of(faults, 'fault') if faults else 'ok'}: "
-        f"{render.count_of(verified.models, 'model')}, {render.count_of(verified.blobs, 'blob')}, "
-        f"{render.human_bytes(verified.bytes_read)} read in "
-        f"{render.human_seconds(verified.seconds)}, {render.human_bytes(int(rate))}/s"
+        f"{render.count_of(verified.models, 'model')}, "
+        f"{render.count_of(verified.blobs, 'blob')}, {work}"
     )
-    return "\n".join([*map(_fault_line, verified.faults), summary])
+    return "\n".join([*map(fault_line, verified.faults), summary])
 
 
-def _fault_line(fault: Fault) -> str:
+def fault_line(fault: Fault) -> str:
+    """Return a fault as a line for people."""
     where = [f"model {render.cell(fault.reference)}"]
     if fault.layer:
         where.append(f"layer {render.cell(fault.layer)}")

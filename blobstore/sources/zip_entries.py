@@ -128,6 +128,8 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         if name_at + len(raw_name) > len(window):
             window, window_start = _read_headers(descriptor, listed, index), header
             at, name_at = 0, parts_size
+        if header < free or (not free and header):
+            raise _misplaced(entry, free)
         if method != usual_method or not window.startswith(usual, at):
             local = _LOCAL.unpack_from(window, at)
             _check_local(descriptor, entry, local)
@@ -135,14 +137,15 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
                 usual, usual_method = window[at : at + _LENGTHS_AT], method
         name_size, extra_size = _LENGTHS(window, at + _LENGTHS_AT)
         offset = header + parts_size + name_size + extra_size
-        if (
-            header < free
-            or (not free and header)
-            or name_size != len(raw_name)
-            or not window.startswith(raw_name, name_at)
-            or offset + stored > end
-        ):
-            raise _misplaced(entry, name_size, offset, free, end)
+        if name_size != len(raw_name) or not window.startswith(raw_name, name_at):
+            message = f"entry {quoted(name)} at byte {header} has another name there than in the directory"
+            raise DamagedSource(message)
+        if offset + stored > end:
+            message = (
+                f"entry {quoted(name)} at byte {header} has {stored} bytes from byte {offset}, "
+                f"which go on past the start of the directory at byte {end}"
+            )
+            raise DamagedSource(message)
         free = offset + stored
         if not name.endswith("/"):
             parts = (name, offset, stored, size, crc, method == DEFLATED)
@@ -189,20 +192,13 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
             raise DamagedSource(message)
 
 
-def _misplaced(entry: Listed, name_size: int, offset: int, free: int, end: int) -> DamagedSource:
-    """Return what is wrong with an entry's name or place; its data would be at ``offset``."""
-    header, name, raw_name, _, _, stored, _ = entry
+def _misplaced(entry: Listed, free: int) -> DamagedSource:
+    """Return what is wrong with the place of an entry, before which all ends at ``free``."""
+    header, name, *_ = entry
     who = f"entry {quoted(name)} at byte {header}"
     if header < free:
         return DamagedSource(f"{who} begins before byte {free}, where the one before it ends")
-    if not free and header:
-        return DamagedSource(f"{who} is the first, and {header} bytes lie before it")
-    if offset + stored <= end or name_size != len(raw_name):
-        return DamagedSource(f"{who} has another name there than in the directory")
-    return DamagedSource(
-        f"{who} has {stored} bytes from byte {offset}, which go on past the start "
-        f"of the directory at byte {end}"
-    )
+    return DamagedSource(f"{who} is the first, and {header} bytes lie before it")
 
 
 def _copy(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memoryview]:

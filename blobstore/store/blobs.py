@@ -6,6 +6,7 @@ are refused: a store holds files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -26,7 +27,7 @@ from blobstore.safetensors.header import Header
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from blobstore.mapping import Region
     from blobstore.store.layout import Layout
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 # A link is refused; opening a pipe returns at once.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _READ_SIZE = 1 << 20
+ADVICE = "; run 'blobstore repair NAME --from SOURCE'"
+"""What all messages about a damaged blob end in."""
 _MAX_SMALL_BLOB = 256 * 2**20
 
 
@@ -217,23 +220,35 @@ class BlobReader:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
         """
         digester = Digester()
+        with contextlib.closing(self.read_pieces(digest, size)) as pieces:
+            for piece in pieces:
+                digester.update(piece)
+                if progress is not None:
+                    progress(len(piece))
+        if digester.digest() != digest:
+            raise _wrong_digest(self.layout.blob(digest), digest, digester.digest())
+
+    def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob, unchecked, in pieces that are good until the next one.
+
+        Raises:
+            BlobDamaged: also when it cannot be read to its end. Otherwise as :meth:`open_blob`.
+        """
+        done = 0
         buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
         descriptor = self.open_blob(digest, size)
         try:
-            while count := os.preadv(descriptor, [buffer], digester.size):
-                digester.update(buffer[:count])
-                if progress is not None:
-                    progress(count)
+            while count := os.preadv(descriptor, [buffer], done):
+                yield buffer[:count]
+                done += count
         except OSError as error:
             message = (
-                f"blob {quoted(self.layout.blob(digest))} cannot be read at byte "
-                f"{digester.size}: {error.strerror}"
+                f"blob {quoted(self.layout.blob(digest))} cannot be read at byte {done}: "
+                f"{error.strerror}"
             )
             raise BlobDamaged(message) from error
         finally:
             os.close(descriptor)
-        if digester.digest() != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, digester.digest())
 
     def blob_sizes(self) -> set[int]:
         """Return the sizes of all blobs."""
@@ -270,8 +285,7 @@ class BlobReader:
 
 def _not_a_file(path: str) -> BlobDamaged:
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it is a link, folder or device and not a file; "
-        "remove it and create the model again"
+        f"blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
     )
 
 
@@ -279,13 +293,11 @@ def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
     if not stat.S_ISREG(found.st_mode):
         return _not_a_file(path)
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}; "
-        "remove it and create the model again"
+        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
     )
 
 
 def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: its bytes have digest {found}, expected {expected}; "
-        "remove it and create the model again"
+        f"blob {quoted(path)} is damaged: its bytes have digest {found}, expected {expected}{ADVICE}"
     )

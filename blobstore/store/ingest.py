@@ -37,6 +37,8 @@ _MAX_UNSYNCED = 64
 
 Buffers = Callable[[], Iterable["Buffer"]]
 """Gives the bytes of a blob from the start, each time it is called."""
+Exists = Callable[[Digest, int], bool]
+"""Tells whether a store has a blob of a size, or raises that what it has is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Ingest:
         layout: Layout,
         lease: Lease,
         sizes: Collection[int],
-        exists: Callable[[Digest, int], bool],
+        exists: Exists,
     ) -> None:
         self._layout = layout
         self._lease = lease
@@ -99,7 +101,7 @@ class Ingest:
         take longer to make than to write; those of a blob that is present are thrown away.
 
         Raises:
-            BlobDamaged: the store has a blob of that digest with another size.
+            BlobDamaged: the store has that blob, and it is not whole.
             DamagedSource: the buffers are not ``size`` bytes.
             OSError: writing failed.
             BlobstoreError: the ingest has ended.

@@ -23,8 +23,10 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.planning import plan_source
+from blobstore.repair import repair_models
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
+from tests.damage import flip
 from tests.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()
+EXPERTS = "model.layers.0.mlp"
 FILES = {"tokenizer.model": b"\0\xff", "LICENSE": b"MIT", "generation_config.json": b"not json"}
 
 
@@ -392,3 +395,58 @@ def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
     done = [count for _, count, _ in calls]
     assert done == sorted(set(done))
     assert done[-1] == calls[-1][2]
+
+
+# Blobs that are there already, and damaged
+
+
+def damage_of(store: LocalStore, name: str) -> Path:
+    layer = next(layer for layer in store.resolve(NAME).layers if layer.name == name)
+    path = Path(store.layout.blob(layer.digest))
+    flip(path)
+    return path
+
+
+@pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts"])
+def test_a_paranoid_import_finds_a_damaged_blob(
+    layer: str, folder: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    path = damage_of(store, layer)
+    wrong = path.read_bytes()
+    advice = f"; run blobstore repair m:latest --from {folder}, and create again"
+    with pytest.raises(BlobDamaged) as caught:
+        blobstore.create(folder, "other", store=store, paranoid=True)
+    assert f"blob '{path}' is damaged: its bytes have digest" in str(caught.value)
+    assert str(caught.value).endswith(advice)
+    assert path.read_bytes() == wrong
+    assert [str(name) for name in store.references()] == ["m:latest"]
+    assert not list(store.layout.temporary.iterdir())
+
+    repair_models([NAME], folder, store=store)
+    assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
+
+
+def test_a_paranoid_import_takes_whole_blobs(folder: Path, store: LocalStore) -> None:
+    before = blobstore.create(folder, "m", store=store)
+    again = blobstore.create(folder, "m", store=store, paranoid=True)
+    assert (again.bytes_written, again.bytes_present) == (0, before.bytes_written)
+
+
+def test_a_damaged_blob_that_no_model_uses_is_to_be_removed(
+    folder: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    path = damage_of(store, "mask")
+    store.layout.manifest(NAME).unlink()
+    with pytest.raises(BlobDamaged, match="; no model uses it: remove that file, and create again"):
+        blobstore.create(folder, "m", store=store, paranoid=True)
+    path.unlink()
+    assert blobstore.create(folder, "m", store=store, paranoid=True).bytes_written > 0
+
+
+def test_every_import_finds_a_blob_of_another_size(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    os.truncate(damage_of(store, "mask"), 3)
+    with pytest.raises(BlobDamaged, match="has 3 bytes, expected .* run blobstore repair m:latest"):
+        blobstore.create(folder, "other", store=store)

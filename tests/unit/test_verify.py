@@ -1,26 +1,30 @@
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from blobstore.collect import collect_garbage
 from blobstore.creation import create
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.pace import Pace
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
 from blobstore.verify import Fault, verify_models
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from blobstore.plan import ExpertForm
 
@@ -33,7 +37,8 @@ PLAIN = "model.embed_tokens.weight"
 def store(tmp_path: Path) -> LocalStore:
     """Return a store with model ``m``: dense tensors and packed experts."""
     store = LocalStore(tmp_path / "store")
-    folder = write_folder(tmp_path / "source", dense_tensors() | moe_tensors())
+    tensors = dense_tensors() | moe_tensors()
+    folder = write_folder(tmp_path / "source", tensors, files={"merges.txt": b"a b\n"})
     create(folder, NAME, store=store)
     return store
 
@@ -51,6 +56,11 @@ def flip(path: Path, offset: int) -> None:
     data[offset] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
+
+
+def writable(path: Path) -> Path:
+    path.chmod(0o644)
+    return path
 
 
 def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
@@ -163,6 +173,32 @@ def test_names_the_layer_of_a_changed_byte_in_a_group(store: LocalStore) -> None
     flip(blob_of(store, EXPERTS), -1)
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (EXPERTS, "")
+    assert fault.message.endswith("; which of its 36 tensors is damaged cannot be told")
+
+
+def test_names_the_blob_of_a_fault(store: LocalStore) -> None:
+    flip(blob_of(store, "config.json"), 0)
+    assert only_fault(store).blob == str(layer_of(store, "config.json").digest)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: flip(path, 0), lambda p: flip(p, 12)])
+def test_names_the_tensor_of_a_blob_whose_header_is_lost(
+    damage: Callable[[Path], object], store: LocalStore
+) -> None:
+    damage(blob_of(store, PLAIN))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
+
+
+def test_names_a_quantized_tensor_and_not_its_companions(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(write_folder(tmp_path / "s", quantizable_tensors()), NAME, store=store, quantize="int4")
+    for layer in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
+        flip(blob_of(store, layer), -1)
+        flip(blob_of(store, layer), 0)
+    faults = verify_models(store=store).faults
+    assert [fault.tensor for fault in faults] == [fault.layer for fault in faults]
+    assert len(faults) == 2
 
 
 def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None:
@@ -352,3 +388,137 @@ def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
 def test_finds_a_list_of_stacked_tensors_that_is_none(store: LocalStore, content: bytes) -> None:
     publish_with(store, add(store, content, media_type=media_types.STACKS, name=""))
     assert "the list of stacked tensors" in only_fault(store).message
+
+
+# Quick, and slow
+
+
+def test_a_quick_look_finds_what_sizes_and_headers_tell(store: LocalStore) -> None:
+    os.truncate(writable(blob_of(store, "merges.txt")), 0)
+    blob_of(store, "scalar").unlink()
+    flip(blob_of(store, "mask"), 0)
+    flip(blob_of(store, PLAIN), -1)  # the data, which is not looked at
+    verified = verify_models(store=store, quick=True)
+    assert [fault.layer for fault in verified.faults] == ["mask", "scalar", "merges.txt"]
+    assert verified.bytes_read == 0
+    assert verified.blobs == verify_models(store=store).blobs
+
+
+def test_a_quick_look_finds_nothing_wrong_with_a_whole_model(store: LocalStore) -> None:
+    assert verify_models(store=store, quick=True).faults == ()
+
+
+def test_a_quick_look_notes_nothing_as_whole(store: LocalStore) -> None:
+    verify_models(store=store, quick=True)
+    assert not store.layout.verified(os.geteuid()).exists()
+
+
+def test_a_rate_slows_all_threads_together(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[int] = []
+
+    class Noting(Pace):
+        def spend(self, count: int, wait: Callable[[float], object]) -> None:
+            spent.append(count)
+
+    monkeypatch.setattr("blobstore.verify.Pace", Noting)
+    verified = verify_models(store=store, rate=1e6, jobs=4)
+    assert sum(spent) == verified.bytes_read > 0
+
+
+def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="a rate means nothing"):
+        verify_models(store=store, quick=True, rate=1e6)
+    with pytest.raises(UsageError, match="above 0"):
+        verify_models(store=store, rate=0)
+
+
+# Models that others change meanwhile
+
+
+@pytest.fixture
+def changing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what sets changes that come when so many blobs are hashed."""
+
+    def before_hashing(changes: Mapping[int, Callable[[], object]]) -> None:
+        check_digest = LocalStore.check_digest
+        lock = threading.Lock()
+        calls = itertools.count()
+
+        def racing(self: LocalStore, *arguments: Any) -> None:
+            with lock:
+                changes.get(next(calls), lambda: None)()
+            check_digest(self, *arguments)
+
+        monkeypatch.setattr(LocalStore, "check_digest", racing)
+
+    return before_hashing
+
+
+def remove(store: LocalStore) -> None:
+    store.layout.manifest(NAME).unlink()
+    collect_garbage(store, older_than=0)
+
+
+@pytest.mark.parametrize("names", [(), (NAME,)], ids=["all", "named"])
+def test_a_model_that_is_removed_meanwhile_is_no_fault(
+    names: tuple[Reference, ...], store: LocalStore, changing: Callable[..., None]
+) -> None:
+    changing({0: lambda: remove(store)})
+    verified = verify_models(names, store=store)
+    assert (verified.models, verified.faults, verified.damaged) == (0, (), ())
+
+
+def test_a_model_that_is_replaced_meanwhile_is_looked_at_anew(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    tensors = {"w": np.zeros(3, np.uint8), "v": np.ones(3, np.uint8)}
+    folder = write_folder(tmp_path / "new", tensors)
+
+    def replace_it() -> None:
+        remove(store)
+        create(folder, NAME, store=store)
+        flip(blob_of(store, "w"), -1)
+
+    changing({0: replace_it})
+    verified = verify_models([NAME], store=store)
+    assert [fault.layer for fault in verified.faults] == ["w"]
+    assert [item.name for item in verified.damaged] == ["w"]
+    assert verified.models == 1
+
+
+def test_what_was_missing_for_a_moment_is_looked_for_again(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    (folder / "merges.txt").unlink()
+    count = len(store.resolve(NAME).blobs)
+    changing({1: lambda: remove(store), count - 1: lambda: create(folder, NAME, store=store)})
+    verified = verify_models([NAME], store=store, jobs=1)
+    assert verified.faults == ()
+    assert verified.damaged == ()
+    # The first and the last were hashed before, and are not hashed twice.
+    assert verified.bytes_read == sum(blob.size for blob in store.resolve(NAME).blobs)
+
+
+def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    tensors = {"w": np.zeros(3, np.uint8)}
+    create(write_folder(tmp_path / "stays", tensors), "stays", store=store)
+    stays = store.resolve(Reference.parse("stays"))
+    flip(Path(store.layout.blob(stays.layers[0].digest)), -1)
+    changing({0: lambda: remove(store)})
+    verified = verify_models(store=store)
+    assert [(fault.reference, fault.layer) for fault in verified.faults] == [("stays:latest", "w")]
+
+
+def test_tells_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> None:
+    create(tmp_path / "source", "other", store=store)
+    publish_with(store, add(store, b"no header", name="x"))  # as its digest says
+    flip(blob_of(store, PLAIN), -1)
+    blob_of(store, "scalar").unlink()
+    verified = verify_models(store=store)
+    assert sorted(item.name for item in verified.damaged) == [PLAIN, "scalar"]
+    assert len(verified.faults) == 5

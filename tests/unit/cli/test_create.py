@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.damage import blob_path, flip
 from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
@@ -302,3 +303,16 @@ def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_
     assert result.stderr.count("\n") == 1
     assert "it asks for 'posix.getcwd', which no checkpoint of tensors needs" in result.stderr
     assert not store.layout.blobs.exists()
+
+
+def test_a_paranoid_import_reads_again_what_is_there(stored: LocalStore, dense: Path) -> None:
+    assert run("create", dense, "again", "--paranoid").exit_code == 0
+    path = blob_path(stored, "merges.txt", "dense")
+    flip(path)
+
+    assert run("create", dense, "other").exit_code == 0
+    result = run("create", dense, "another", "--paranoid")
+
+    assert result.exit_code == 4
+    assert str(path) in result.stderr
+    assert f"run blobstore repair again:latest --from {dense}, and create again" in result.stderr

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from blobstore.manifests.reference import Reference
-from tests.unit.cli.running import run, run_json
+from tests.damage import blob_path
+from tests.unit.cli.running import command_line, environment, run, run_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from blobstore.store.local import LocalStore
 
 
@@ -73,3 +77,63 @@ def test_an_absent_store_is_not_found(store: LocalStore) -> None:
 
     assert result.exit_code == 3
     assert result.stderr.startswith("blobstore: error: there is no store at ")
+
+
+def test_a_quick_look_reads_no_data(stored: LocalStore) -> None:
+    flip_last_byte(stored, "model.embed_tokens.weight")
+    result = run("verify", "--quick")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("ok: 1 model, 13 blobs, sizes and headers only, ")
+    assert run("verify").exit_code == 4
+    blob_path(stored, "merges.txt", "dense").unlink()
+    (fault,) = run_json("verify", "--quick", exit_code=4)["faults"]
+    assert fault["layer"] == "merges.txt"
+    assert fault["blob"].startswith("sha256:")
+
+
+def test_tells_how_to_repair_once(stored: LocalStore) -> None:
+    flip_last_byte(stored, "model.embed_tokens.weight")
+    flip_last_byte(stored, "merges.txt")
+    result = run("verify")
+    assert "blobstore repair" not in result.stdout
+    assert result.stderr.count("blobstore repair NAME --from SOURCE") == 1
+    assert "repair" not in run("verify", "--quick").stderr
+
+
+@pytest.mark.parametrize("rate", ["50MB/s", "50MB", "1000000", " 2GiB/s"])
+def test_a_rate_can_be_given(rate: str, stored: LocalStore) -> None:
+    assert run("verify", "--watch-rate", rate).exit_code == 0
+
+
+@pytest.mark.parametrize("rate", ["fast", "0", "0.5B/s", "-1MB/s", "5MB/m", ""])
+def test_refuses_what_is_no_rate(rate: str, stored: LocalStore) -> None:
+    result = run("verify", "--watch-rate", rate)
+    assert result.exit_code == 2
+    assert "--watch-rate" in result.stderr
+
+
+def test_refuses_a_rate_for_a_quick_look(stored: LocalStore) -> None:
+    assert run("verify", "--quick", "--watch-rate", "1MB/s").exit_code == 2
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
+    # A byte a second: without the interrupt it would take an hour.
+    process = subprocess.Popen(
+        command_line("verify", "--watch-rate", "1"),
+        env=environment(BLOBSTORE_HOME=str(stored.layout.root)),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        while not reads(process.pid):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read() == b"blobstore: interrupted\n"
+    assert process.returncode == 130
+
+
+def reads(pid: int) -> bool:
+    """Tell whether a process has threads that check blobs."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir())) > 1

@@ -10,6 +10,7 @@ import pytest
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.pace import Pace
 from blobstore.store import verified
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore
@@ -131,3 +132,27 @@ def test_what_was_found_is_kept_when_the_work_is_broken_off(
     next(found)
     found.close()  # type: ignore[attr-defined]
     assert VerifiedBlobs(store.layout).has(blobs[0].digest, blobs[0].size)
+
+
+def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
+    spent: list[int] = []
+
+    class Noting(Pace):
+        def spend(self, count: int, wait: Callable[[float], object]) -> None:
+            assert not wait(0)
+            spent.append(count)
+
+    blobs = put(store, b"ab", b"cde", b"")
+    assert list(damaged_blobs(store, blobs, pace=Noting(1))) == []
+    assert sorted(spent) == [2, 3]
+
+
+@pytest.mark.timeout(60)
+def test_breaking_off_waits_for_nobody_who_waits_for_the_rate(store: LocalStore) -> None:
+    blobs = put(store, b"gone", b"slow" * 1000, b"slower" * 1000)
+    Path(store.layout.blob(blobs[0].digest)).unlink()
+    verified = VerifiedBlobs(store.layout)
+    found = damaged_blobs(store, blobs, jobs=3, verified=verified, pace=Pace(1))
+    assert next(found)[0].name == "gone"
+    found.close()  # type: ignore[attr-defined]
+    assert not any(verified.has(blob.digest, blob.size) for blob in blobs)

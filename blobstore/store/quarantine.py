@@ -1,0 +1,65 @@
+"""A damaged blob put aside, and the right one put in its place.
+
+What was there is never deleted: it gets a second name in ``.blobstore/quarantine/``, made of its digest
+and the time, before the right file takes its place by a rename. So there is no moment at which a crash
+leaves neither, and whoever has the damaged file mapped keeps it as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from blobstore.files import make_folders, sync_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.digest import Digest
+    from blobstore.store.layout import Layout
+
+
+def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
+    """Make ``ready``, which is durable and has been checked, the blob of ``digest``, durably.
+
+    Only who has the store's lock alone may do this.
+
+    Returns:
+        Where a file that was in its place is now; None if there was none.
+
+    Raises:
+        OSError: the system refused something; the blob is what it was, or the right one.
+    """
+    blob = layout.blob(digest)
+    aside = _put_aside(layout, blob, digest) if os.path.lexists(blob) else None
+    ready.replace(blob)
+    sync_folder(layout.blobs)
+    return aside
+
+
+def _put_aside(layout: Layout, blob: str, digest: Digest) -> Path:
+    make_folders(layout.quarantine, layout.root)
+    found = os.lstat(blob)
+    for path in layout.quarantine.glob(f"{digest.file_name}.*"):
+        if os.path.samestat(path.lstat(), found):  # by a repair that did not come to its end
+            return path
+    aside = _free_name(layout.quarantine, digest)
+    try:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError
+        os.link(blob, aside, follow_symlinks=False)
+    except OSError:  # a folder; or a file system without hard links, or one that forbids them
+        os.rename(blob, aside)  # noqa: PTH104 - a blob's path is a text
+    sync_folder(layout.quarantine)
+    return aside
+
+
+def _free_name(folder: Path, digest: Digest) -> Path:
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path, number = folder / f"{digest.file_name}.{moment}", 1
+    while os.path.lexists(path):
+        number += 1
+        path = folder / f"{digest.file_name}.{moment}-{number}"
+    return path

@@ -1,0 +1,153 @@
+"""``blobstore repair``: write damaged and missing blobs anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    jobs_option,
+    json_option,
+    parse_names,
+    store_option,
+    suggesting_names,
+    wait_option,
+)
+from blobstore.cli.verify import fault_line
+from blobstore.errors import Damaged, NotFound
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.repair import Mended, Repaired
+    from blobstore.store.local import LocalStore
+
+_ADVICE = (
+    "give --from the source of the model, or the folder of another store, to write anew what is "
+    "damaged or missing"
+)
+
+
+@click.command("repair", short_help="Write damaged and missing blobs anew.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.option(
+    "--from",
+    "source",
+    metavar="SOURCE|STORE",
+    help="What a model was created from, or the folder of another store.",
+)
+@click.option(
+    "--quantize-override",
+    "overrides",
+    metavar="GLOB=TYPE",
+    multiple=True,
+    help="The overrides that the model was created with; all else is found out.",
+)
+@click.option("--weights", metavar="PATTERN", help="As for create.")
+@click.option("--ignore-unindexed", is_flag=True, help="As for create.")
+@click.option("--subtree", metavar="PATH", help="As for create.")
+@click.option("--keep-names", is_flag=True, help="As for create.")
+@click.option("--dry-run", is_flag=True, help="Change nothing; tell what could be written anew.")
+@store_option
+@wait_option
+@jobs_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    names: tuple[Reference, ...],
+    store: LocalStore,
+    source: str | None,
+    overrides: tuple[str, ...],
+    weights: str | None,
+    ignore_unindexed: bool,
+    subtree: str | None,
+    keep_names: bool,
+    dry_run: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Verify the models NAME, or all, and write anew what is damaged or missing of their blobs.
+
+    The bytes come from SOURCE, from which the same blobs are made, or from another STORE. They
+    are used only if their digest is right; what is damaged is put aside in .blobstore/quarantine.
+    Without --from, it only tells what is wrong. The exit code is 4 while anything remains.
+    """
+    from blobstore.repair import repair_models
+
+    store.check_root()
+    if not store.layout.root.exists():
+        message = f"there is no store at {quoted(store.layout.root)}"
+        raise NotFound(message)
+    with suggesting_names(store, names), render.progress_bar() as progress:
+        repaired = repair_models(
+            names,
+            source,
+            store=store,
+            overrides=overrides,
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+            dry_run=dry_run,
+            jobs=jobs,
+            progress=progress,
+        )
+    for notice in repaired.notices if repaired.verified.damaged else ():
+        render.show_note(notice)
+    if as_json:
+        render.show_json(_as_json(repaired, dry_run=dry_run))
+    else:
+        render.show(_as_text(repaired, dry_run=dry_run))
+    if source is None and repaired.verified.damaged:
+        render.show_note(_ADVICE)
+    if repaired.faults:
+        ctx.exit(Damaged.exit_code)
+
+
+def _as_json(repaired: Repaired, *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "dry_run": dry_run,
+        "models": repaired.verified.models,
+        "blobs": repaired.verified.blobs,
+        "bytes_read": repaired.verified.bytes_read,
+        "seconds": round(repaired.seconds, 3),
+        "repaired": [_mended(item) for item in repaired.mended],
+        "faults": [dataclasses.asdict(fault) for fault in repaired.faults],
+    }
+
+
+def _mended(item: Mended) -> dict[str, Any]:
+    return {
+        "blob": str(item.digest),
+        "bytes": item.size,
+        "layer": item.layer,
+        "quarantined": None if item.aside is None else str(item.aside),
+    }
+
+
+def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
+    verb = "would write anew" if dry_run else "wrote anew"
+    lines = [_mended_line(verb, item) for item in repaired.mended]
+    lines += map(fault_line, repaired.faults)
+    count, left = len(repaired.mended), len(repaired.faults)
+    done = f"{verb} {render.count_of(count, 'blob')}; " if count else ""
+    state = (
+        f"{render.count_of(left, 'fault')} left"
+        if left
+        else "all would be whole"
+        if count and dry_run
+        else "all is whole"
+    )
+    models = render.count_of(repaired.verified.models, "model")
+    lines.append(f"{done}{state}: {models}, {render.human_seconds(repaired.seconds)}")
+    return "\n".join(lines)
+
+
+def _mended_line(verb: str, item: Mended) -> str:
+    aside = f"; what was there is {quoted(item.aside)}" if item.aside is not None else ""
+    size = render.human_bytes(item.size)
+    return f"{verb} layer {render.cell(item.layer)}, blob {item.digest} ({size}){aside}"

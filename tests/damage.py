@@ -1,0 +1,70 @@
+"""Damage done to the files of a store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blobstore.manifests.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.store.local import LocalStore
+
+
+def blob_path(store: LocalStore, layer: str, name: str = "m") -> Path:
+    """Return the file of a layer by its name, or of the config by an empty one."""
+    manifest = store.resolve(Reference.parse(name))
+    found = {item.name: item for item in manifest.layers} | {"": manifest.config}
+    return Path(store.layout.blob(found[layer].digest))
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change one bit of a file, in place."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def flip_header(path: Path) -> None:
+    """Change one bit of a safetensors header, or near the beginning of another file."""
+    flip(path, min(12, path.stat().st_size - 1))
+
+
+def truncate(path: Path) -> None:
+    """Take away the last byte of a file."""
+    path.chmod(0o644)
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lengthen(path: Path) -> None:
+    """Add a byte to a file."""
+    path.chmod(0o644)
+    with path.open("ab") as file:
+        file.write(b"?")
+
+
+def empty(path: Path) -> None:
+    """Take away all bytes of a file, as a power cut can."""
+    path.chmod(0o644)
+    os.truncate(path, 0)
+
+
+def link(path: Path) -> None:
+    """Put a symbolic link to the same bytes in a file's place."""
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+DAMAGES: tuple[Callable[[Path], object], ...] = (
+    flip,
+    flip_header,
+    truncate,
+    lengthen,
+    empty,
+    link,
+    Path.unlink,
+)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.damage import blob_path, flip, truncate
+from tests.models import dense_tensors, quantizable_tensors, write_folder
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+PLAIN = "model.embed_tokens.weight"
+
+
+def test_writes_anew_what_is_damaged(stored: LocalStore, dense: Path) -> None:
+    path = blob_path(stored, PLAIN, "dense")
+    size = path.stat().st_size
+    truncate(path)
+    blob_path(stored, "merges.txt", "dense").unlink()
+
+    result = run("repair", "dense", "--from", dense)
+
+    assert result.exit_code == 0
+    lines = sorted(result.stdout.splitlines())
+    (aside,) = stored.layout.quarantine.iterdir()
+    digest = path.name.replace("-", ":")
+    assert lines[0].startswith("wrote anew 2 blobs; all is whole: 1 model, ")
+    assert lines[1].startswith("wrote anew layer merges.txt, blob sha256:")
+    assert lines[1].endswith("(4 B)")
+    assert lines[2] == (
+        f"wrote anew layer {PLAIN}, blob {digest} ({size} B); what was there is '{aside}'"
+    )
+    assert run("verify").exit_code == 0
+    assert run("repair", "--from", dense).stdout.startswith("all is whole: 1 model, ")
+
+
+def test_prints_json(stored: LocalStore, dense: Path) -> None:
+    path = blob_path(stored, PLAIN, "dense")
+    flip(path)
+    flip(blob_path(stored, "merges.txt", "dense"))
+    (dense / "merges.txt").write_bytes(b"c d\n")
+
+    repaired = run_json("repair", "--from", dense, exit_code=4)
+
+    (aside,) = stored.layout.quarantine.iterdir()
+    assert repaired["repaired"] == [
+        {
+            "blob": path.name.replace("-", ":"),
+            "bytes": path.stat().st_size,
+            "layer": PLAIN,
+            "quarantined": str(aside),
+        }
+    ]
+    (fault,) = repaired["faults"]
+    assert (fault["reference"], fault["layer"]) == ("dense:latest", "merges.txt")
+    assert (repaired["dry_run"], repaired["models"], repaired["blobs"]) == (False, 1, 13)
+
+
+def test_tells_what_remains_and_exits_with_4(stored: LocalStore, dense: Path) -> None:
+    flip(blob_path(stored, "merges.txt", "dense"))
+    (dense / "merges.txt").write_bytes(b"c d\n")
+    result = run("repair", "dense", "--from", dense)
+    assert result.exit_code == 4
+    fault, summary = result.stdout.splitlines()
+    assert fault.startswith("model dense:latest, layer merges.txt: blob ")
+    assert fault.endswith(f"; nothing in '{dense}' has its name and size")
+    assert summary.startswith("1 fault left: 1 model, ")
+
+
+def test_without_a_source_tells_how(stored: LocalStore) -> None:
+    flip(blob_path(stored, PLAIN, "dense"))
+    result = run("repair")
+    assert result.exit_code == 4
+    assert f"layer {PLAIN}, tensor {PLAIN}: blob " in result.stdout
+    assert "note: give --from the source of the model" in result.stderr
+
+
+def test_without_damage_there_is_nothing_to_tell(stored: LocalStore) -> None:
+    result = run("repair")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+
+
+def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
+    path = blob_path(stored, PLAIN, "dense")
+    flip(path)
+    wrong = path.read_bytes()
+    result = run("repair", "--from", dense, "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"would write anew layer {PLAIN}, blob ")
+    assert "would write anew 1 blob; all would be whole: 1 model" in result.stdout
+    assert path.read_bytes() == wrong
+    assert run_json("repair", "--from", dense, "--dry-run")["dry_run"] is True
+
+
+def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert run("create", dense, "any-name", "--store", other).exit_code == 0
+    for path in stored.layout.blobs.iterdir():
+        flip(path)
+    assert run("repair", "--from", other).exit_code == 0
+    assert run("verify").exit_code == 0
+
+
+def test_a_quantized_model_needs_only_its_overrides(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", quantizable_tensors())
+    override = ("--quantize-override", "*.experts.1.up_proj.weight=int8")
+    assert run("create", source, "m", "--quantize", "int4", *override).exit_code == 0
+    for path in store.layout.blobs.iterdir():
+        path.unlink()
+    assert run("repair", "--from", source, "--dry-run").exit_code == 4
+    assert run("repair", "--from", source, *override).exit_code == 0
+    assert run("verify").exit_code == 0
+
+
+def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", dense_tensors(), stem="model.fp16")
+    write_folder(tmp_path / "source", {"x": dense_tensors()["mask"]}, stem="model.int8")
+    choice = ("--weights", "*fp16*")
+    assert run("create", source, "m", *choice).exit_code == 0
+    flip(blob_path(store, PLAIN))
+    assert run("repair", "--from", source, *choice).exit_code == 0
+
+
+def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
+    result = run("repair", "dens", "--from", dense)
+    assert result.exit_code == 3
+    assert "a manifest cannot be repaired" in result.stderr
+    assert "did you mean 'dense'?" in result.stderr
+
+
+def test_a_missing_source_is_not_found(stored: LocalStore) -> None:
+    assert run("repair", "--from", "nowhere").exit_code == 3
+
+
+def test_the_store_itself_is_no_source(stored: LocalStore) -> None:
+    result = run("repair", "--from", stored.layout.root)
+    assert result.exit_code == 2
+    assert "is the store itself" in result.stderr
+
+
+def test_an_absent_store_is_not_found(store: LocalStore, dense: Path) -> None:
+    result = run("repair", "--from", dense)
+    assert result.exit_code == 3
+    assert "there is no store at" in result.stderr
+
+
+def test_others_that_keep_the_lock_are_waited_for(stored: LocalStore, dense: Path) -> None:
+    flip(blob_path(stored, PLAIN, "dense"))
+    with stored.locks.shared():
+        result = run("repair", "--from", dense, "--wait", "0.01")
+    assert result.exit_code == 1
+    assert "others have held its lock" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["x\x1b[2Jy", "a\nb"])
+def test_names_never_reach_the_terminal_as_they_are(
+    name: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "source", {name: dense_tensors()["mask"]})
+    assert run("create", source, "m").exit_code == 0
+    flip(Path(store.layout.blob(store.resolve(Reference.parse("m")).layers[0].digest)))
+    result = run("repair", "--from", source)
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 2
+    assert "\x1b" not in result.output

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.digest import Digest
+from blobstore.files import sync_folder
+from blobstore.store.layout import Layout
+from blobstore.store.quarantine import put_in_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RIGHT = b"right"
+DIGEST = Digest.of(RIGHT)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    layout = Layout(tmp_path)
+    layout.blobs.mkdir()
+    layout.temporary.mkdir(parents=True)
+    return layout
+
+
+def blob(layout: Layout) -> Path:
+    return Path(layout.blob(DIGEST))
+
+
+def ready(layout: Layout) -> Path:
+    path = layout.temporary / "1-a-0"
+    path.write_bytes(RIGHT)
+    return path
+
+
+def test_a_damaged_file_is_put_aside_and_keeps_its_inode(layout: Layout) -> None:
+    blob(layout).write_bytes(b"wrong")
+    inode = blob(layout).stat().st_ino
+
+    aside = put_in_place(layout, DIGEST, ready(layout))
+
+    assert aside is not None
+    assert aside.parent == layout.quarantine
+    assert aside.name.startswith(f"sha256-{DIGEST.hex}.2")
+    assert aside.stat().st_ino == inode
+    assert aside.read_bytes() == b"wrong"
+    assert blob(layout).read_bytes() == RIGHT
+    assert not list(layout.temporary.iterdir())
+
+
+def test_a_missing_file_leaves_nothing_aside(layout: Layout) -> None:
+    assert put_in_place(layout, DIGEST, ready(layout)) is None
+    assert blob(layout).read_bytes() == RIGHT
+    assert not layout.quarantine.exists()
+
+
+def test_a_second_copy_gets_another_name(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101T000000Z")
+    asides = []
+    for content in (b"1", b"2", b"3"):
+        blob(layout).unlink(missing_ok=True)
+        blob(layout).write_bytes(content)
+        asides.append(put_in_place(layout, DIGEST, ready(layout)))
+
+    names = [aside.name.partition(".")[2] for aside in asides if aside is not None]
+    assert names == ["20260101T000000Z", "20260101T000000Z-2", "20260101T000000Z-3"]
+    assert [aside.read_bytes() for aside in asides if aside is not None] == [b"1", b"2", b"3"]
+
+
+def test_what_a_broken_off_repair_put_aside_is_not_put_aside_twice(layout: Layout) -> None:
+    blob(layout).write_bytes(b"wrong")
+    layout.quarantine.mkdir()
+    before = layout.quarantine / f"{DIGEST.file_name}.20260101T000000Z"
+    os.link(blob(layout), before)
+
+    assert put_in_place(layout, DIGEST, ready(layout)) == before
+    assert list(layout.quarantine.iterdir()) == [before]
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "inside").touch()
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    "make", [make_folder, make_link, os.mkfifo], ids=lambda make: make.__name__
+)
+def test_what_is_no_file_is_put_aside_as_it_is(
+    make: Callable[[Path], object], layout: Layout
+) -> None:
+    make(blob(layout))
+    kind = blob(layout).lstat().st_mode
+
+    aside = put_in_place(layout, DIGEST, ready(layout))
+
+    assert aside is not None
+    assert aside.lstat().st_mode == kind
+    assert blob(layout).read_bytes() == RIGHT
+
+
+def test_works_where_there_are_no_hard_links(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    blob(layout).write_bytes(b"wrong")
+
+    aside = put_in_place(layout, DIGEST, ready(layout))
+
+    assert aside is not None
+    assert aside.read_bytes() == b"wrong"
+    assert blob(layout).read_bytes() == RIGHT
+
+
+def test_a_refused_rename_leaves_the_blob_as_it_was(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob(layout).write_bytes(b"wrong")
+    new = ready(layout)
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        put_in_place(layout, DIGEST, new)
+    assert blob(layout).read_bytes() == b"wrong"
+
+
+def test_everything_is_durable_before_it_is_relied_on(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    link, replace, sync = os.link, Path.replace, sync_folder
+
+    def noting_link(*arguments: object, **options: object) -> None:
+        steps.append("link")
+        link(*arguments, **options)  # type: ignore[arg-type]
+
+    def noting_replace(path: Path, target: object) -> Path:
+        steps.append("replace")
+        return replace(path, target)  # type: ignore[arg-type]
+
+    def noting_sync(folder: Path) -> None:
+        steps.append(f"sync {folder.name}")
+        sync(folder)
+
+    blob(layout).write_bytes(b"wrong")
+    new = ready(layout)
+    monkeypatch.setattr(os, "link", noting_link)
+    monkeypatch.setattr(Path, "replace", noting_replace)
+    monkeypatch.setattr("blobstore.store.quarantine.sync_folder", noting_sync)
+    put_in_place(layout, DIGEST, new)
+    assert steps == ["link", "sync quarantine", "replace", "sync blobs"]
