@@ -161,18 +161,23 @@ class _Collection:
         """Remove what only living processes need. No name is being published meanwhile."""
         leased = read_leases(self._layout)
         self._marks.update()
-        for path in leased.dead:
-            yield self._remove(path, path.lstat().st_size)
+        found = list(leased.dead)
         for entry in _scan(self._layout.temporary):
             if entry.name.rpartition("-")[0] not in leased.names:
-                yield self._remove(Path(entry.path), entry.stat(follow_symlinks=False).st_size)
+                found.append(Path(entry.path))
         known = {digest.hex for digest in self._marks.manifests()}
-        for entry in _scan(self._layout.headers):
-            if entry.name not in known and self._is_old(entry):
-                yield self._remove(Path(entry.path), entry.stat(follow_symlinks=False).st_size)
+        caches = [entry for entry in _scan(self._layout.headers) if entry.name not in known]
+        caches += [entry for entry in _scan(self._layout.headers.parent) if entry.name[0] == "."]
+        found += [Path(entry.path) for entry in caches if self._is_old(entry)]
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
+                yield self._remove(path, path.lstat().st_size)
 
     def _is_old(self, entry: os.DirEntry[str]) -> bool:
-        return _age(entry.stat(follow_symlinks=False)) >= self._older_than
+        try:
+            return _age(entry.stat(follow_symlinks=False)) >= self._older_than
+        except FileNotFoundError:
+            return False
 
     def _empty_folders(self) -> Iterator[Path]:
         empty: set[str] = set()

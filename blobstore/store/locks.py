@@ -127,7 +127,8 @@ class Lease:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
         try:
-            _is_taken(self._descriptor, fcntl.LOCK_EX, layout.root)
+            while not _is_taken(self._descriptor, fcntl.LOCK_EX, layout.root):
+                time.sleep(_FIRST_PAUSE)  # a dry collection looks whether it is
         except BaseException:
             self.close()
             raise
@@ -175,18 +176,25 @@ def read_leases(layout: Layout) -> Leased:
         OSError: a lease cannot be read.
     """
     leased = Leased(set(), set(), [])
+    paths: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
-        for path in sorted(layout.leases.iterdir()):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if _is_taken(descriptor, fcntl.LOCK_SH, layout.root):
-                    leased.dead.append(path)
-                else:
-                    leased.names.add(path.name)
-                    leased.digests.update(_digests(descriptor))
-            finally:
-                os.close(descriptor)
+        paths.extend(sorted(layout.leases.iterdir()))
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # one ends at any time, but not the others
+            _read_lease(path, leased, layout.root)
     return leased
+
+
+def _read_lease(path: Path, leased: Leased, root: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if _is_taken(descriptor, fcntl.LOCK_SH, root):
+            leased.dead.append(path)
+        else:
+            leased.names.add(path.name)
+            leased.digests.update(_digests(descriptor))
+    finally:
+        os.close(descriptor)
 
 
 def _digests(descriptor: int) -> Iterator[Digest]:

@@ -217,3 +217,39 @@ def test_locks_travel_with_their_store(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
     with again.locks.alone(), pytest.raises(StoreBusy):
         store.locks.shared().__enter__()
+
+
+def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.locks.lease() as lease, store.locks.lease() as other:
+        lease.hold([A])
+        other.hold([A])
+        first, _ = sorted(store.layout.leases.iterdir())
+        really_open = os.open
+
+        def late(path: Path, *arguments: int) -> int:
+            if path == first:
+                path.rename(store.layout.root / "ended")
+            return really_open(path, *arguments)
+
+        monkeypatch.setattr(os, "open", late)
+        assert read_leases(store.layout).digests == {A}
+
+
+def test_a_lease_waits_for_who_looks_whether_it_is_locked(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_lock = fcntl.flock
+    refusals = [BlockingIOError(), BlockingIOError()]
+
+    def late(descriptor: int, kind: int) -> None:
+        if kind & fcntl.LOCK_EX and refusals:
+            raise refusals.pop()
+        really_lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with store.locks.lease() as lease:
+        lease.hold([A])
+        assert not refusals
+        assert read_leases(store.layout).digests == {A}
