@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.errors import BlobDamaged, Damaged, TensorNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
@@ -16,12 +17,22 @@ if TYPE_CHECKING:
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 
 class Documents:
     """The model ``reference``, whose manifest has the bytes ``manifest``."""
+
+    @classmethod
+    def of(cls, reference: str | Reference, store: LocalStore) -> Documents:
+        """Return those of a stored model, whose tensors are not looked at.
+
+        Raises:
+            ModelNotFound: the store has no such name.
+        """
+        if isinstance(reference, str):
+            reference = Reference.parse(reference)
+        return Documents(reference, store.read_manifest(reference), store)
 
     def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
         self.reference = reference

@@ -17,6 +17,7 @@ from blobstore.text import printable, quoted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.documents import Documents
     from blobstore.loader import Model, Verify
     from blobstore.progress import Progress
     from blobstore.residence import Prefetch, Read
@@ -41,7 +42,7 @@ class Opening(TypedDict, total=False):
 
 @contextlib.contextmanager
 def folder_of_files(
-    model: Model, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
+    model: Documents, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
 ) -> Iterator[Path]:
     """Give a temporary folder of a model's small files, never of weights, and remove it.
 
@@ -67,7 +68,7 @@ def folder_of_files(
         yield folder
 
 
-def decoded(model: Model, name: str) -> dict[str, Any]:
+def decoded(model: Documents, name: str) -> dict[str, Any]:
     """Return the JSON object that a file of a model holds.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from blobstore.documents import Documents
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.model_files import (
     blaming,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.loader import Model, Verify
+    from blobstore.loader import Verify
     from blobstore.manifests.reference import Reference
     from blobstore.residence import Prefetch, Read
 
@@ -160,11 +161,11 @@ def config_from_store(
         BlobstoreError: transformers cannot make one of ``config.json``. Otherwise as
             :func:`from_store`.
     """
-    with open_model(name, store=store, verify="none") as model:
-        stated = _stated(model, subfolder)
-        what = f"transformers cannot make a config of that of {model.reference}"
-        with _folder(model, subfolder, stated) as folder, blaming(what):
-            config = _config(folder, trust_remote_code)
+    model = Documents.of(name, store or LocalStore())
+    stated = _stated(model, subfolder)
+    what = f"transformers cannot make a config of that of {model.reference}"
+    with _folder(model, subfolder, stated) as folder, blaming(what):
+        config = _config(folder, trust_remote_code)
     config.name_or_path = str(model.reference)
     return config
 
@@ -182,8 +183,8 @@ def tokenizer_from_store(
     Raises:
         BlobstoreError: transformers cannot make one of the files. Otherwise as :func:`from_store`.
     """
+    model = Documents.of(name, store or LocalStore())
     with (
-        open_model(name, store=store, verify="none") as model,
         folder_of_files(model) as folder,
         blaming(f"transformers cannot make a tokenizer of the files of {model.reference}"),
     ):
@@ -202,12 +203,12 @@ def _check_device(device: str) -> None:
         raise UsageError(message) from None
 
 
-def _stated(model: Model, subfolder: str) -> dict[str, Any]:
+def _stated(model: Documents, subfolder: str) -> dict[str, Any]:
     return decoded(model, f"{subfolder}/config.json" if subfolder else "config.json")
 
 
 @contextlib.contextmanager
-def _folder(model: Model, subfolder: str, stated: dict[str, Any]) -> Iterator[Path]:
+def _folder(model: Documents, subfolder: str, stated: dict[str, Any]) -> Iterator[Path]:
     """Give a temporary folder of the component's configs, of weights that are plain numbers."""
     plain = exported_config(stated, {})
     path = f"{subfolder}/config.json" if subfolder else "config.json"
