@@ -161,15 +161,16 @@ class _Collection:
         """Remove what only living processes need. No name is being published meanwhile."""
         leased = read_leases(self._layout)
         self._marks.update()
-        found = list(leased.dead)
-        for entry in _scan(self._layout.temporary):
-            if entry.name.rpartition("-")[0] not in leased.names:
-                found.append(Path(entry.path))
+        temporary = [
+            entry
+            for entry in _scan(self._layout.temporary)
+            if entry.name.rpartition("-")[0] not in leased.names
+        ]
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [entry for entry in _scan(self._layout.headers) if entry.name not in known]
         caches += [entry for entry in _scan(self._layout.headers.parent) if entry.name[0] == "."]
-        found += [Path(entry.path) for entry in caches if self._is_old(entry)]
-        for path in found:
+        caches = [entry for entry in caches if self._is_old(entry)]
+        for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches))):
             with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
                 yield self._remove(path, path.lstat().st_size)
 

@@ -11,6 +11,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from zlib_ng.zlib_ng import crc32  # which lets other threads run
+
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.mapping import Region
 from blobstore.progress import Meter
@@ -155,7 +157,7 @@ class Residence:
     def _populate(self, cold: set[int], region: Region) -> None:
         meter = self._meter(cold)
         sizes = {slot: size for slot in cold if (size := self._blobs[slot][1])}
-        uncached = [slot for slot, size in sizes.items() if not region.is_cached(slot, size)]
+        uncached = {slot for slot, size in sizes.items() if not region.is_cached(slot, size)}
         for slot in uncached:
             region.will_populate(slot, sizes[slot])
 
@@ -163,6 +165,10 @@ class Residence:
             slot, begin, end = request
             try:
                 region.populate(slot, begin, end)
+                if slot in uncached:
+                    # A virtual machine has the memory of what came from the disk only when it is
+                    # touched, which takes as long again if one thread does it.
+                    crc32(region.room(slot, begin, end))
             except OSError as error:
                 digest, size = self._blobs[slot]
                 self._store.check_size(digest, size)  # it may have become shorter

@@ -1,0 +1,107 @@
+"""What the system does otherwise in a child process: its clock, how much a call takes, whether it syncs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import stat
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_INTERRUPTIONS = 0.02
+"""How many calls another process comes before."""
+_LONGEST = 0.05
+"""Seconds: several commands of another process."""
+
+
+def install(hooks: Mapping[str, Any]) -> None:
+    """Change this process as the hooks say, for its life."""
+    for name, value in hooks.items():
+        _HOOKS[name](value)
+
+
+def _clock(seconds: float) -> None:
+    """Set the clock forwards or backwards; the times of files stay those of the system."""
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds
+    time.time_ns = lambda: now_ns() + int(seconds * 10**9)
+
+
+def _short(seed: int) -> None:
+    """Let every read and write take only a part, which a system may do at any time."""
+    chance = random.Random(seed)
+    write, read, pread, preadv = os.write, os.read, os.pread, os.preadv
+
+    def part(size: int) -> int:
+        return chance.randint(1, size) if size else 0
+
+    def preadv_part(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        first = memoryview(buffers[0]).cast("B")
+        return preadv(descriptor, [first[: part(len(first))]], offset, *flags)
+
+    os.write = (
+        lambda descriptor, data: write(  # type: ignore[assignment]
+            descriptor, memoryview(data).cast("B")[: part(memoryview(data).nbytes)]
+        )
+    )
+    os.read = lambda descriptor, size: read(descriptor, part(size))
+    os.pread = lambda descriptor, size, offset: pread(descriptor, part(size), offset)
+    os.preadv = preadv_part
+
+
+def _unsynced(what: str) -> None:
+    """Leave out syncing ``files`` or ``folders``: a power cut loses something then, if tests find it."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) != (what == "folders"):
+            sync(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+
+
+def _sync_threads(count: int) -> None:
+    """Sync blobs by so many threads: with one, the n-th call is the same each time."""
+    from blobstore.store import ingest
+
+    ingest._SYNC_THREADS = count  # type: ignore[misc]
+
+
+def _slow(seed: int) -> None:
+    """Let the process be interrupted before and after calls, so that others come between them."""
+    chance = random.Random(seed)
+
+    def interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def later(*arguments: Any, **options: Any) -> Any:
+            if chance.random() < _INTERRUPTIONS:
+                time.sleep(chance.uniform(0, _LONGEST))
+            return call(*arguments, **options)
+
+        return later
+
+    for name in (
+        "open",
+        "lstat",
+        "stat",
+        "unlink",
+        "replace",
+        "rename",
+        "link",
+        "scandir",
+        "fsync",
+    ):
+        setattr(os, name, interrupted(getattr(os, name)))
+
+
+_HOOKS: dict[str, Callable[[Any], None]] = {
+    "slow": _slow,
+    "clock": _clock,
+    "short": _short,
+    "unsynced": _unsynced,
+    "sync_threads": _sync_threads,
+}

@@ -1,0 +1,64 @@
+"""Commands killed with SIGKILL at random instants, uniformly over the time that they take."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tests.faults.operations import Scene, operations
+from tests.faults.outcomes import EVERY, Outcome
+from tests.faults.processes import nursery, workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from tests.faults.operations import Operation
+    from tests.faults.outcomes import Effort
+
+_MEASURED = 3
+_ATTEMPTS = 10
+"""How many commands are started at most, for each that is to be killed before it ends."""
+
+
+def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
+    """Kill every command ``effort.count`` times."""
+    chosen = [item for item in operations() if item.name in only]
+    outcomes = []
+    with workspace() as folder:
+        for number, operation in enumerate(chosen):
+            scene = Scene(folder / operation.name, effort.seed)
+            outcomes.append(_run(operation, scene, effort.share(len(chosen) - number)))
+    return outcomes
+
+
+def _run(operation: Operation, scene: Scene, effort: Effort) -> Outcome:
+    outcome = Outcome(f"kill -9 during {operation.name}")
+    duration = _duration(operation, scene, outcome)
+    for _ in range(effort.count * _ATTEMPTS):
+        if outcome.injected == effort.count or (outcome.injected and effort.is_spent):
+            break
+        arguments = operation.prepare(scene)
+        delay = scene.chance.uniform(0, duration)
+        child = nursery().start("blobstore", *arguments)
+        time.sleep(delay)
+        child.kill()
+        ended = child.wait()
+        outcome.injected += ended.is_killed
+        how = f"blobstore {' '.join(map(str, arguments))}, killed after {delay:.4f} s"
+        if not ended.is_killed and (ended.complaint or ended.code):
+            outcome.violate(f"{how}: exit code {ended.code}: {ended.stderr[-500:]}")
+        outcome.add(operation.judge(scene, ended), how)
+    return outcome
+
+
+def _duration(operation: Operation, scene: Scene, outcome: Outcome) -> float:
+    """Return how long the command takes here and now."""
+    times = []
+    for _ in range(_MEASURED):
+        ended = nursery().run("blobstore", *operation.prepare(scene))
+        times.append(ended.seconds)
+        if ended.code:
+            outcome.violate(f"exit code {ended.code} without any fault: {ended.stderr[-500:]}")
+        outcome.add(operation.judge(scene, ended), "without any fault")
+    return median(times)

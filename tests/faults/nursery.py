@@ -1,0 +1,151 @@
+"""Processes that start at once: one interpreter that has all imported forks a child for each command.
+
+A fresh interpreter takes longer to start than most commands take to run, so that a signal at a random
+instant would nearly always hit imports. A child here begins with the command itself. It is a real
+process in a group of its own, with the command line's own ``main``.
+
+The other half, :mod:`tests.faults.processes`, talks to this one in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_NOBODY = 65534
+_SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)
+_PAUSE = 0.0005
+_LIBRARY = ctypes.CDLL(None)
+
+
+def main() -> None:
+    """Serve requests until the other side ends; take along what still runs."""
+    warm_up()
+    living: dict[int, float] = {}
+    _answer({"ready": True})
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["do"] == "start":
+                _answer({"pid": _start(request, living)})
+            else:
+                _answer(_wait(request["pid"], request["seconds"], living))
+    finally:
+        for pid in living:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def warm_up() -> None:
+    """Run the commands once, so that all is imported that they import when they are used."""
+    importlib.import_module("tests.faults.hooks")
+    workloads = importlib.import_module("tests.faults.workloads")
+    with tempfile.TemporaryDirectory(prefix="blobstore-faults-") as folder:
+        workloads.try_all(Path(folder))
+
+
+def _start(request: dict[str, Any], living: dict[int, float]) -> int:
+    began = time.monotonic()
+    pid = os.fork()
+    if pid:
+        # Both do it, so that it is done whoever comes first.
+        os.setpgid(pid, pid)
+        living[pid] = began
+        return pid
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        code = _run(request)
+    finally:
+        os._exit(code)
+
+
+def _wait(pid: int, seconds: float, living: dict[int, float]) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    if hasattr(os, "pidfd_open"):  # Linux has it, and tells at once
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll(seconds * 1000)
+        finally:
+            os.close(descriptor)
+    took = time.monotonic() - living[pid]
+    while True:  # who is traced is ours only when its tracer has seen its end
+        found, status, used = os.wait4(pid, os.WNOHANG)
+        if found:
+            del living[pid]
+            code = os.waitstatus_to_exitcode(status)
+            return {"code": code, "peak": used.ru_maxrss, "seconds": took}
+        if time.monotonic() > deadline:
+            return {"code": None, "peak": 0, "seconds": took}
+        time.sleep(_PAUSE)
+
+
+def _run(request: dict[str, Any]) -> int:
+    """Be the child: restricted as asked, with its output in files."""
+    for path, number in ((os.devnull, 0), (request["stdout"], 1), (request["stderr"], 2)):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = os.open(path, flags, 0o666)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the child's life
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
+    for name, value in request["limits"].items():
+        limit = getattr(resource, name)
+        resource.setrlimit(limit, (value, value))
+    if request["unprivileged"] and os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
+    from tests.faults import hooks
+
+    hooks.install(request["hooks"])
+    if request["stopped"]:
+        # The security module Yama lets a process be traced by its parents only, if it does not say so.
+        _LIBRARY.prctl(_SET_PTRACER, _ANYONE, 0, 0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        return _call(request["call"])
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+
+def _call(call: list[str]) -> int:
+    what, *arguments = call
+    try:
+        if what == "blobstore":
+            from blobstore.cli.main import main as command_line
+
+            sys.argv = call
+            command_line()
+        else:
+            from tests.faults import workloads
+
+            getattr(workloads, what)(*arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:  # noqa: BLE001 - as the interpreter does with it
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

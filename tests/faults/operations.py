@@ -1,0 +1,234 @@
+"""Commands that faults strike: what comes before each, and what may be afterwards."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.numpy import load_file
+
+from tests.faults.invariants import Expected, Findings, check_store, forget, layers
+from tests.faults.known import command, has_command, write_models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.faults.known import Known
+    from tests.faults.processes import Ended
+
+
+class Scene:
+    """A store with two models that stay, others that come and go, and one for the next create."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self.target = folder / "target"
+        self.chance = random.Random(seed)
+        models = write_models(folder / "sources", 5)
+        self.kept = models[:2]
+        self.guest, self.gone, self.spare = models[2:]
+        self.second = self.guest.called("second")
+        self.hurt = Path()
+        """The blob that was damaged last."""
+        self.damages: dict[bytes | None, str] = {}
+        """What it may be, None for nothing at all."""
+        for model in self.kept:
+            self.must("create", model.folder, model.name)
+
+    def must(self, *arguments: object) -> None:
+        """Run a command that cannot fail."""
+        code, output, errors = command(*arguments, "--store", self.store)
+        assert code == 0, f"{arguments} exits with {code}: {output} {errors}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A command: what comes before it, and what may be afterwards."""
+
+    name: str
+    prepare: Callable[[Scene], list[object]]
+    """Makes everything ready; returns the arguments."""
+    judge: Callable[[Scene, Ended], Findings]
+
+
+def operations() -> list[Operation]:
+    """Return the operations that the command line has."""
+    return [item for item in _OPERATIONS if has_command(item.name)]
+
+
+def _store_of(scene: Scene) -> list[object]:
+    return ["--store", scene.store]
+
+
+def _checked(scene: Scene, ended: Ended, *, made: Known | None = None) -> Findings:
+    """Check the store; ``made`` is there if the command has said so."""
+    present = [*scene.kept]
+    possible: list[Known] = []
+    if made is not None:
+        (present if ended.code == 0 else possible).append(made)
+    return check_store(scene.store, Expected(present, possible), scene.spare)
+
+
+# create
+
+
+def _before_create(scene: Scene) -> list[object]:
+    # The blobs of the last attempt are there or not: it writes them, or finds them and holds them.
+    forget(scene.store, scene.guest)
+    if scene.chance.random() < 0.5:
+        scene.must("gc", "--older-than", "0s")
+    return ["create", scene.guest.folder, scene.guest.name, *_store_of(scene)]
+
+
+def _after_create(scene: Scene, ended: Ended) -> Findings:
+    return _checked(scene, ended, made=scene.guest)
+
+
+# gc
+
+
+def _before_gc(scene: Scene) -> list[object]:
+    for model in (scene.guest, scene.gone):
+        scene.must("create", model.folder, model.name)
+    forget(scene.store, scene.guest, scene.gone)
+    return ["gc", "--older-than", "0s", *_store_of(scene)]
+
+
+# rm
+
+
+def _before_rm(scene: Scene) -> list[object]:
+    for model in (scene.guest, scene.gone):
+        scene.must("create", model.folder, model.name)
+    return ["rm", scene.guest.name, scene.gone.name, *_store_of(scene)]
+
+
+def _after_rm(scene: Scene, ended: Ended) -> Findings:
+    there = [] if ended.code == 0 else [scene.guest, scene.gone]
+    found = check_store(scene.store, Expected(scene.kept, there), scene.spare)
+    forget(scene.store, *there)
+    return found
+
+
+# cp and mv
+
+
+def _before_cp(scene: Scene) -> list[object]:
+    forget(scene.store, scene.second)
+    scene.must("create", scene.guest.folder, scene.guest.name)
+    return ["cp", scene.guest.name, scene.second.name, *_store_of(scene)]
+
+
+def _after_cp(scene: Scene, ended: Ended) -> Findings:
+    present = [*scene.kept, scene.guest, *([scene.second] if ended.code == 0 else [])]
+    return check_store(scene.store, Expected(present, [scene.second]), scene.spare)
+
+
+def _before_mv(scene: Scene) -> list[object]:
+    return ["mv", *_before_cp(scene)[1:]]
+
+
+def _after_mv(scene: Scene, ended: Ended) -> Findings:
+    """Check that the model has one of its names, or both, but the old one only until it is done."""
+    if ended.code == 0:
+        return check_store(scene.store, Expected([*scene.kept, scene.second]), scene.spare)
+    has_both = Expected(scene.kept, [scene.guest, scene.second])
+    has_old = scene.store.joinpath("manifests", *scene.guest.reference.parts).exists()
+    has_new = scene.store.joinpath("manifests", *scene.second.reference.parts).exists()
+    found = check_store(scene.store, has_both, scene.spare)
+    if not has_old and not has_new:
+        found.lose(scene.guest, "it has neither its old name nor the new one")
+    return found
+
+
+# repair
+
+
+def _before_repair(scene: Scene) -> list[object]:
+    model = scene.kept[1]
+    layer = scene.chance.choice(layers(scene.store, model))
+    scene.hurt = scene.store / "blobs" / layer["digest"].replace(":", "-")
+    data = scene.hurt.read_bytes()
+    scene.damages = {data: "whole", **_damage(scene, data)}
+    return ["repair", model.name, "--from", model.folder, *_store_of(scene)]
+
+
+def _damage(scene: Scene, data: bytes) -> dict[bytes | None, str]:
+    """Damage a blob in some way; return what it is then."""
+    scene.hurt.unlink()
+    way = scene.chance.choice(("flipped", "cut", "gone"))
+    if way == "gone":
+        return {None: way}
+    damaged = data[:-1] + (bytes([data[-1] ^ 1]) if way == "flipped" else b"")
+    scene.hurt.write_bytes(damaged)
+    return {damaged: way}
+
+
+def _after_repair(scene: Scene, ended: Ended) -> Findings:
+    """Check that the blob is whole, or as damaged as it was before, and can be repaired again."""
+    now = scene.hurt.read_bytes() if scene.hurt.exists() else None
+    state = scene.damages.get(now)
+    others = [] if state else [f"{scene.hurt.name} is neither whole nor as it was, but {now!r:.80}"]
+    if ended.code == 0 and state != "whole":
+        others.append(f"{scene.hurt.name} was repaired, but is {state}")
+    scene.must("repair", scene.kept[1].name, "--from", scene.kept[1].folder)
+    found = _checked(scene, ended)
+    found.others.extend(others)
+    return found
+
+
+# verify
+
+
+def _before_verify(scene: Scene) -> list[object]:
+    return ["verify", *_store_of(scene)]
+
+
+# export
+
+
+def _before_export(scene: Scene) -> list[object]:
+    shutil.rmtree(scene.target, ignore_errors=True)
+    return ["export", scene.kept[0].name, scene.target, *_store_of(scene)]
+
+
+def _after_export(scene: Scene, ended: Ended) -> Findings:
+    found = _checked(scene, ended)
+    if scene.target.exists():
+        found.others.extend(check_folder(scene.target, scene.kept[0]))
+    elif ended.code == 0:
+        found.others.append("the exported folder is not there")
+    for left in scene.folder.glob(".*.tmp"):  # of a folder that was being built; nobody's now
+        shutil.rmtree(left)
+    return found
+
+
+def check_folder(folder: Path, model: Known) -> list[str]:
+    """Return what is wrong with an exported folder: it is whole or not there."""
+    names = {path.name for path in folder.iterdir()}
+    expected = {path.name for path in model.folder.iterdir()}
+    if names != expected:
+        return [f"the exported folder holds {sorted(names)}, not {sorted(expected)}"]
+    try:
+        arrays = load_file(folder / "model.safetensors")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the file is not whole
+        return [f"the exported weights cannot be read: {error}"]
+    if {name: array.tobytes() for name, array in arrays.items()} != model.tensors:
+        return ["the exported weights have other bytes"]
+    return []
+
+
+_OPERATIONS = (
+    Operation("create", _before_create, _after_create),
+    Operation("gc", _before_gc, _checked),
+    Operation("rm", _before_rm, _after_rm),
+    Operation("cp", _before_cp, _after_cp),
+    Operation("mv", _before_mv, _after_mv),
+    Operation("repair", _before_repair, _after_repair),
+    Operation("verify", _before_verify, _checked),
+    Operation("export", _before_export, _after_export),
+)

@@ -1,0 +1,221 @@
+"""Commands as real processes: started, stopped and killed by the faults, waited for with a limit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Self
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120.0
+"""Seconds after which a command that has not ended hangs, however busy the machine."""
+
+_DAMAGED = Damaged.exit_code
+_ROOM = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended: its exit code, negative for a signal, None if it hung and was killed."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+    peak: int = 0
+    """Memory at its peak, in KiB."""
+
+    @property
+    def is_killed(self) -> bool:
+        """Tell whether the signal was quicker than the command."""
+        return self.code == -signal.SIGKILL
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with how it ended: hanging, a signal, or anything but one line on an error."""
+        if self.code is None:
+            return f"it hung for {LIMIT:g} s"
+        if self.code < 0:
+            return f"it was ended by signal {-self.code}: {self.stderr[-300:]!r}"
+        lines = self.stderr.splitlines()
+        if self.code == _DAMAGED and self.stdout and all(map(_is_note, lines)):
+            return ""  # what is damaged is what was asked for
+        if self.code and (len(lines) != 1 or not lines[0].startswith("blobstore: error: ")):
+            return f"exit code {self.code}, but not one clear line: {self.stderr[-700:]!r}"
+        return ""
+
+
+def _is_note(line: str) -> bool:
+    return line.startswith("note: ")
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """A command that runs."""
+
+    pid: int
+    stdout: Path
+    stderr: Path
+    nursery: Nursery
+    has_ended: bool = field(default=False, init=False)
+    """Its number may be another's then."""
+
+    def kill(self) -> None:
+        """End it and all that it started, now."""
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal its group, if it has not been waited for."""
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def wait(self, seconds: float = LIMIT) -> Ended:
+        """Return how it ended; kill it if it does not."""
+        answer = self.nursery.ask({"do": "wait", "pid": self.pid, "seconds": seconds})
+        if answer["code"] is None:
+            self.kill()
+            self.nursery.ask({"do": "wait", "pid": self.pid, "seconds": LIMIT})
+        self.has_ended = True
+        outputs = [path.read_text("utf-8", "replace") for path in (self.stdout, self.stderr)]
+        for path in (self.stdout, self.stderr):
+            path.unlink()
+        return Ended(
+            code=answer["code"],
+            stdout=outputs[0],
+            stderr=outputs[1],
+            seconds=answer["seconds"],
+            peak=answer["peak"],
+        )
+
+
+@dataclass(slots=True)
+class Nursery:
+    """The process that forks the children; see :mod:`tests.faults.nursery`. Not for threads."""
+
+    _process: subprocess.Popen[str] = field(init=False)
+    _folder: tempfile.TemporaryDirectory[str] = field(init=False)
+    _number: int = 0
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="blobstore-faults-")
+        Path(self._folder.name).chmod(0o777)  # some children give up their privileges
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.nursery"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": "0", "COLUMNS": "200"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us; its input ends when we do
+        )
+        self._answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def start(
+        self,
+        *call: object,
+        stopped: bool = False,
+        unprivileged: bool = False,
+        limits: Mapping[str, int] | None = None,
+        hooks: Mapping[str, Any] | None = None,
+    ) -> Child:
+        """Start a command: ``blobstore`` with its arguments, or a function of the workloads.
+
+        With ``stopped`` it stops itself when it could begin; signal it to go on.
+        """
+        self._number += 1
+        stdout, stderr = (
+            Path(self._folder.name, f"{self._number}.{name}") for name in ("stdout", "stderr")
+        )
+        for path in (stdout, stderr):
+            path.touch()
+            path.chmod(0o666)
+        answer = self.ask(
+            {
+                "do": "start",
+                "call": [str(part) for part in call],
+                "stopped": stopped,
+                "unprivileged": unprivileged,
+                "limits": dict(limits or {}),
+                "hooks": dict(hooks or {}),
+                "stdout": str(stdout),
+                "stderr": str(stderr),
+            }
+        )
+        return Child(pid=answer["pid"], stdout=stdout, stderr=stderr, nursery=self)
+
+    def run(self, *call: object, **how: Any) -> Ended:
+        """Run a command to its end."""
+        return self.start(*call, **how).wait()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the nursery has ended with {self._process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def place_in_memory() -> str | None:
+    """Return a folder where syncing takes no time, for faults that do not depend on it, if any."""
+    place = "/dev/shm"  # where Linux has one
+    try:
+        state = os.statvfs(place)
+    except OSError:
+        return None
+    has_room = state.f_bavail * state.f_frsize > _ROOM and os.access(place, os.W_OK)
+    return place if has_room else None
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """Return a nursery that stays for the life of this process."""
+    return _at_exit.enter_context(Nursery())
+
+
+_at_exit = contextlib.ExitStack()
+atexit.register(_at_exit.close)
+
+
+@contextlib.contextmanager
+def workspace(*, in_memory: bool = True) -> Iterator[Path]:
+    """Give a new folder that every user may enter, and remove it."""
+    place = place_in_memory() if in_memory else None
+    with tempfile.TemporaryDirectory(prefix="blobstore-faults-", dir=place) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)

@@ -1,0 +1,16 @@
+"""Commands that are killed: names are whole or absent, and everything goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import kill
+from tests.faults.operations import operations
+from tests.faults.outcomes import Effort
+
+
+@pytest.mark.parametrize("name", [operation.name for operation in operations()])
+def test_a_killed_command_leaves_the_store_whole(name: str) -> None:
+    (outcome,) = kill.run(Effort(8), only={name})
+    assert outcome.injected == 8
+    assert outcome.violations == []

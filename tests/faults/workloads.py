@@ -1,0 +1,194 @@
+"""What children do beside single commands: work on a store until they are ended, telling what they did.
+
+Each line is written before the next step begins, so that whoever reads them knows what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import blobstore
+from blobstore.errors import BlobMissing, BlobstoreError, ModelNotFound
+from blobstore.store.local import LocalStore
+from tests.faults.invariants import forget, layers
+from tests.faults.known import command, has_command, read_models, write_models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.faults.known import Known
+
+SWAPPED = "swapped"
+"""The name that is there throughout, but not always of one model."""
+_NOT_FOUND = ModelNotFound.exit_code
+
+
+def try_all(folder: Path) -> None:
+    """Run every command that writes, and what goes wrong with most of them."""
+    (model,) = write_models(folder / "sources", 1)
+    store = folder / "store"
+    for arguments in (
+        ("create", model.folder, "a"),
+        ("cp", "a", "b"),
+        ("mv", "b", "c"),
+        ("rm", "c", "d"),
+        ("rm", "c"),
+        ("repair", "a", "--from", model.folder),
+        ("verify",),
+        ("list",),
+        ("du",),
+        ("show", "a"),
+        ("show", "b"),
+        ("export", "a", folder / "exported"),
+    ):
+        command(*arguments, "--store", store)
+    for layer in layers(store, model.called("a"))[1:]:
+        (store / "blobs" / layer["digest"].replace(":", "-")).unlink()
+    for arguments in (("verify",), ("repair", "a", "--from", model.folder), ("rm", "a"), ("gc",)):
+        command(*arguments, "--json", "--store", store)
+
+
+def churn(sources: str, store: str, seed: str) -> None:
+    """Create, remove and collect models at random, for ever. Tells ``create NAME``, ``done 0``, ..."""
+    chance = random.Random(int(seed))
+    names = sorted(path.name for path in Path(sources).iterdir())
+    there: set[str] = set()
+    removes = has_command("rm")
+    while True:
+        name = chance.choice(names)
+        if chance.random() < 0.2:
+            _do(["gc", "--older-than", "0s"], "gc", store)
+        elif removes and name in there and chance.random() < 0.5:
+            _do(["rm", name], f"rm {name}", store)
+            there.discard(name)
+        else:
+            _do(["create", str(Path(sources, name)), name], f"create {name}", store)
+            there.add(name)
+
+
+def _do(arguments: list[str], what: str, store: str) -> None:
+    _tell(what)
+    code, _, errors = command(*arguments, "--store", store)
+    _tell(f"done {code} {json.dumps(errors[-300:])}")
+
+
+def _tell(what: str) -> None:
+    sys.stdout.write(" ".join(what.splitlines()) + "\n")
+    sys.stdout.flush()
+
+
+def mingle(sources: str, store: str, seed: str, seconds: str) -> None:
+    """Do everything at random beside others that do the same; tell each thing that must not be.
+
+    The models of even numbers are there throughout. Those of odd numbers come and go. ``swapped`` is
+    there throughout too, and is one model or another.
+    """
+    chance = random.Random(int(seed))
+    models = read_models(Path(sources))
+    crowd = _Crowd(models, Path(store), chance)
+    ways = crowd.ways()
+    deadline = time.monotonic() + float(seconds)
+    done = 0
+    while time.monotonic() < deadline:
+        chance.choices(ways, [way.weight for way in ways])[0].do()
+        done += 1
+    _tell(f"done {done}")
+
+
+class _Way(NamedTuple):
+    weight: int
+    do: Callable[[], None]
+
+
+class _Crowd:
+    """What one process of many does."""
+
+    def __init__(self, models: list[Known], store: Path, chance: random.Random) -> None:
+        self._models = models
+        self._staying, self._passing = models[::2], models[1::2]
+        self._root = store
+        self._chance = chance
+
+    def ways(self) -> list[_Way]:
+        """Return what can be done, and how often it is to be."""
+        ways = [
+            _Way(3, self._create),
+            _Way(4, self._swap),
+            _Way(4, self._collect),
+            _Way(2, self._look_for_garbage),
+            _Way(2, self._verify),
+            _Way(5, self._load_staying),
+            _Way(6, self._load_swapped),
+            _Way(2, self._load_passing),
+        ]
+        return ways + ([_Way(3, self._remove)] if has_command("rm") else [_Way(3, self._forget)])
+
+    def _create(self) -> None:
+        model = self._chance.choice(self._models)
+        self._command("create", model.folder, model.name)
+
+    def _swap(self) -> None:
+        self._command("create", self._chance.choice(self._models).folder, SWAPPED)
+
+    def _collect(self) -> None:
+        self._command("gc", "--older-than", "0s")
+
+    def _look_for_garbage(self) -> None:
+        self._command("gc", "--dry-run", "--older-than", "0s")
+
+    def _verify(self) -> None:
+        self._command("verify", *[model.name for model in self._staying])
+
+    def _remove(self) -> None:
+        code, _, errors = self._run("rm", self._chance.choice(self._passing).name)
+        if code not in {0, _NOT_FOUND}:
+            _tell(f"rm exits with {code}: {errors[-500:]}")
+
+    def _forget(self) -> None:
+        forget(self._root, self._chance.choice(self._passing))
+
+    def _load_staying(self) -> None:
+        self._load(self._chance.choice(self._staying))
+
+    def _load_swapped(self) -> None:
+        try:
+            with blobstore.open(SWAPPED, store=LocalStore(self._root)) as opened:
+                found = [model.differences(opened) for model in self._models]
+        except BlobstoreError as error:
+            _tell(f"open of {SWAPPED}: {type(error).__name__}: {error}")
+            return
+        if all(found):
+            _tell(f"open of {SWAPPED}: it is none of the models: {found[0]}")
+
+    def _load_passing(self) -> None:
+        # Who removes a name lets it be collected, also while another opens it.
+        with contextlib.suppress(ModelNotFound, BlobMissing):
+            self._load(self._chance.choice(self._passing), tell=False)
+
+    def _load(self, model: Known, *, tell: bool = True) -> None:
+        level = self._chance.choice(("none", "size", "header", "digest", "rehash"))
+        try:
+            store = LocalStore(self._root)
+            with blobstore.open(model.name, store=store, verify=level) as opened:  # type: ignore[arg-type]
+                problems = model.differences(opened)
+        except BlobstoreError as error:
+            if not tell and isinstance(error, ModelNotFound | BlobMissing):
+                raise
+            problems = [f"{type(error).__name__}: {error}"]
+        for problem in problems:
+            _tell(f"open of {model.name} with verify={level}: {problem}")
+
+    def _command(self, *arguments: object) -> None:
+        code, output, errors = self._run(*arguments)
+        if code:
+            told = errors or output
+            _tell(f"{' '.join(map(str, arguments))} exits with {code}: {told[-500:]}")
+
+    def _run(self, *arguments: object) -> tuple[int, str, str]:
+        return command(*arguments, "--store", self._root)
