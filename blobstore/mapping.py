@@ -39,7 +39,8 @@ class Region:
     maps these whole, and no byte of them takes a fault of its own.
 
     ``writable`` makes the maps private copies on write: what is written never reaches a file.
-    A slot holds zeros until its file is mapped. With ``filled``, files are not mapped but read into
+    A slot holds zeros until its file is mapped; behind the last page of a mapped file there is nothing
+    that could be read. With ``filled``, files are not mapped but read into
     the slots by :meth:`room`; the memory is asked for in large pages.
 
     Raises:
@@ -76,8 +77,12 @@ class Region:
         """
         if size == 0:  # there are no empty maps
             return
-        address = self._address + self.offsets[slot]
-        if _mmap(address, size, self._protection, _MAP_OVER, descriptor, 0) == _MAP_FAILED:
+        begin, end = self.offsets[slot : slot + 2]
+        # To where the next slot begins: a gap between two maps would be a map of its own.
+        if (
+            _mmap(self._address + begin, end - begin, self._protection, _MAP_OVER, descriptor, 0)
+            == _MAP_FAILED
+        ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 

@@ -61,7 +61,7 @@ def test_brings_only_what_is_wanted(
 ) -> None:
     residence = Residence("m", store, blobs, read=read)
     region = residence.bring([4])
-    assert bytes(region.memory[region.offsets[4] :][:70_000]) == contents[4]
+    assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
     assert bytes(region.memory[:5]) == bytes(5)
     assert residence.bring([0]) is region
     assert bytes(region.memory[:5]) == contents[0]
@@ -106,7 +106,7 @@ def test_what_was_read_survives_a_blob_that_is_cut_short(
     residence = Residence("m", store, blobs, read="pread")
     region = residence.bring(range(len(blobs)))
     os.truncate(store.layout.blob(blobs[4][0]), 0)
-    assert bytes(region.memory[region.offsets[4] :][:70_000]) == contents[4]
+    assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
 
 
 @pytest.mark.parametrize(("read", "prefetch"), [("mmap", "read"), ("pread", None)])
@@ -171,7 +171,7 @@ def test_reads_where_the_page_cache_cannot_be_passed(
     for digest, _ in blobs:
         dropped(store.layout.blob(digest))
     region = Residence("m", store, blobs, read="pread").bring(range(len(blobs)))
-    assert bytes(region.memory[region.offsets[3] :][: SIZES[3]]) == contents[3]
+    assert bytes(memoryview(region.memory)[region.offsets[3] :][: SIZES[3]]) == contents[3]
 
 
 def test_a_mapped_blob_that_was_cut_short_is_an_error_when_prefetched(
