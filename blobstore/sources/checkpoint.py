@@ -177,10 +177,9 @@ class Checkpoint:
     def _check_growth(self) -> None:
         limit = self._size * _MAX_GROWTH + _SPARE_SIZE
         total = sum([tensor.nbytes for tensor in self._tensors.values()])
+        others = [tensor for tensor in self._tensors.values() if not tensor.is_mapped]
         # What is not compressed has its room in the file.
-        unpacked = {
-            place for tensor in self._tensors.values() if (place := tensor.place).is_deflated
-        }
+        unpacked = {place for tensor in others if (place := tensor.place).is_deflated}
         stored = sum(place.size for place in unpacked)
         if max(total, stored) > limit:
             message = (
@@ -188,7 +187,7 @@ class Checkpoint:
                 f"{_MAX_GROWTH} times the file's {self._size}"
             )
             raise CheckpointRefused(message)
-        work = sum([self._work(tensor) for tensor in self._tensors.values()])
+        work = sum(self._work(tensor) for tensor in others)
         if work > self._size * _MAX_WORK + _SPARE_WORK:
             message = (
                 f"{work} bytes have to be passed over to read its tensors, more than {_MAX_WORK} "
@@ -198,8 +197,6 @@ class Checkpoint:
 
     def _work(self, tensor: StridedTensor) -> int:
         """Return how many bytes of its storage are read for a tensor that is no run of the file."""
-        if tensor.is_mapped:
-            return 0
         if tensor.place.is_deflated or self._is_swapped:
             return tensor.place.size
         return tensor.extent.span * tensor.itemsize

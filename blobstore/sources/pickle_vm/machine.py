@@ -37,7 +37,7 @@ from blobstore.sources.pickle_vm.opcodes import (
 from blobstore.sources.pickle_vm.rare import ENDING, NOTING, PUSHING, TAKING
 from blobstore.sources.pickle_vm.state import CutShort, State
 from blobstore.sources.pickle_vm.values import Persistent
-from blobstore.sources.pickle_vm.whole import Numbers, read_whole
+from blobstore.sources.pickle_vm.whole import Numbers, read_calls
 
 if TYPE_CHECKING:
     from blobstore.sources.pickle_vm.values import Global, Record
@@ -172,12 +172,13 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                         memo[slot] = stack[-1]
                 elif code == BINGET:
                     slot = data[position]
-                    stack.append(remembered[slot] if slot < len(remembered) else memo[slot])
                     position += 1
                     if data[position] == MARK:  # most likely a tensor's
-                        whole = read_whole(state, at, numbers)
-                        if whole is not None:
-                            stack[-1], position = whole
+                        end = read_calls(state, stack, at, segment, numbers)
+                        if end > at:
+                            position = end
+                            continue
+                    stack.append(remembered[slot] if slot < len(remembered) else memo[slot])
                 elif code == BINUNICODE:
                     begin = position + 4
                     position = begin + _U32(data, position)[0]

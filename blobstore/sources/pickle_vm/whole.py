@@ -36,10 +36,17 @@ _CALL = re.compile(
     # BINPERSID, offset, sizes, strides
     rb"Q(" + _NUMBER + rb")" + _TUPLE + rb"r(.{4})" + _TUPLE + rb"r(.{4})"
     # no gradient, OrderedDict() for the hooks: TUPLE, REDUCE, LONG_BINPUT
-    rb"\x89h(.)\)Rr(.{4})tr(.{4})Rr(.{4})",
+    rb"\x89h(.)\)Rr(.{4})tr(.{4})Rr(.{4})"
+    # most often another name: BINUNICODE
+    rb"(?:X(.)\0\0\0)?",
     re.DOTALL,
 )
 _SLOTS = struct.Struct("<7I").pack
+_SLOT = struct.Struct("<I").pack
+_NAME = 5
+"""Bytes of BINUNICODE and the length of its text."""
+_PUT = 5
+"""Bytes of LONG_BINPUT."""
 _NUMBERS = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
 _AFTER_CALL = 6
 """Bytes of REDUCE and LONG_BINPUT, with which a run ends."""
@@ -58,63 +65,96 @@ class Numbers(dict[bytes, tuple[int, ...]]):
         return found
 
 
-def read_whole(state: State, position: int, numbers: Numbers) -> tuple[Reduced, int] | None:
-    """Return the call whose function and arguments are made from ``position`` on, and its end.
+def read_calls(  # noqa: C901, PLR0915 - one loop: a call costs more than most of its lines
+    state: State, stack: list[Any], position: int, segment: int, numbers: Numbers
+) -> int:
+    """Take the calls that are made from ``position`` on, up to the byte ``segment``.
 
-    Returns None where the opcodes are others, or would not succeed.
+    Each is put on the stack, and so is the name between two of them, as in the entries of a dict.
+
+    Returns:
+        The byte behind the last of them: ``position`` where the opcodes are others, or would not
+        succeed.
     """
-    found = _CALL.match(state.data, position)
-    if found is None:
-        return None
-    (
-        called,
-        kind,
-        cls,
-        length,
-        key,
-        s1,
-        device,
-        count,
-        s2,
-        offset,
-        sizes,
-        s3,
-        strides,
-        s4,
-        hooks,
-        s5,
-        s6,
-        s7,
-    ) = found.groups()
-    memo = state.memo
-    known = memo.items
-    a = len(known)
-    slots = _SLOTS(a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6)
-    if b"".join((s1, s2, s3, s4, s5, s6, s7)) != slots or memo.others:
-        return None
-    try:
-        function = known[called[0]]
-        maker = known[hooks[0]]
-        text = key.decode()
-        identifier = (known[kind[0]], known[cls[0]], text, known[device[0]], numbers[count][0])
-    except IndexError:
-        return None
-    if (
-        type(function) is not Global
-        or function.use is not Use.TENSOR
-        or type(maker) is not Global
-        or maker.make is not make_mapping
-        or length[0] != len(key)
-    ):
-        return None
-    reference = Persistent(identifier, found.start(10) - 1)
-    made: dict[Any, Any] = {}
-    size, stride = numbers[sizes], numbers[strides]
-    arguments = (reference, numbers[offset][0], size, stride, False, made)
-    function.is_called = True
-    end = found.end()
-    call = Reduced(function, arguments, end - _AFTER_CALL)
-    memo.items += (text, identifier, size, stride, made, arguments, call)
-    state.persistents.append(reference)
-    state.objects += _OBJECTS
-    return call, end
+    data, memo = state.data, state.memo
+    known, persistents = memo.items, state.persistents
+    if memo.others:
+        return position
+    begin = position
+    name: str | None = None
+    checked = (b"", b"")
+    while begin < segment:
+        found = _CALL.match(data, begin)
+        if found is None:
+            break
+        (
+            called,
+            kind,
+            cls,
+            length,
+            key,
+            s1,
+            device,
+            count,
+            s2,
+            offset,
+            sizes,
+            s3,
+            strides,
+            s4,
+            hooks,
+            s5,
+            s6,
+            s7,
+            next_length,
+        ) = found.groups()
+        a = len(known) + (name is not None)
+        slots = _SLOTS(a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6)
+        if b"".join((s1, s2, s3, s4, s5, s6, s7)) != slots:
+            break
+        try:
+            function = known[called[0]]
+            maker = known[hooks[0]]
+            text = key.decode()
+            identifier = (known[kind[0]], known[cls[0]], text, known[device[0]], numbers[count][0])
+        except IndexError:
+            break
+        if length[0] != len(key):
+            break
+        if checked != (called, hooks):
+            if not (_rebuilds(function) and _makes_mapping(maker)):
+                break
+            checked = (called, hooks)
+            function.is_called = True
+        if name is not None:
+            stack.append(name)
+            known.append(name)
+        reference = Persistent(identifier, found.start(10) - 1)
+        made: dict[Any, Any] = {}
+        size, stride = numbers[sizes], numbers[strides]
+        arguments = (reference, numbers[offset][0], size, stride, False, made)
+        position = found.end(18)
+        call = Reduced(function, arguments, position - _AFTER_CALL)
+        known += (text, identifier, size, stride, made, arguments, call)
+        persistents.append(reference)
+        stack.append(call)
+        state.objects += _OBJECTS
+        if next_length is None:
+            break
+        begin = position + _NAME + next_length[0]
+        if data[begin : begin + _PUT] != b"r%b" % _SLOT(len(known)):
+            break
+        try:
+            name = str(data[position + _NAME : begin], "utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            break
+        begin += _PUT
+    return position
+
+
+def _rebuilds(function: Any) -> bool:
+    return type(function) is Global and function.use is Use.TENSOR
+
+
+def _makes_mapping(function: Any) -> bool:
+    return type(function) is Global and function.make is make_mapping

@@ -12,7 +12,7 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm import machine
 from blobstore.sources.pickle_vm.machine import run
 from blobstore.sources.pickle_vm.values import Persistent, Reduced
-from blobstore.sources.pickle_vm.whole import Numbers, read_whole
+from blobstore.sources.pickle_vm.whole import Numbers, read_calls
 from tests.pickle_values import canonical
 
 if TYPE_CHECKING:
@@ -55,6 +55,12 @@ def tensor(
     )
 
 
+def named(name: bytes, first: int = KNOWN, slot: int | None = None) -> bytes:
+    """Return the opcodes of a name and a tensor, as an entry of a dict has them."""
+    text = b"X" + number(len(name)) + name + put(first if slot is None else slot)
+    return text + tensor(first=first + 1)
+
+
 AFTER = tensor(first=KNOWN + 7)
 """Another tensor, behind the first."""
 
@@ -86,23 +92,27 @@ def stories(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Return what is told with and without taking the runs of opcodes as wholes."""
     first = story(data)
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "read_whole", lambda *_: None)
+        patch.setattr(machine, "read_calls", lambda *arguments: arguments[2])
         return first, story(data)
 
 
-class Matches(list[bool]):
-    """Whether :func:`read_whole` found a tensor, each time it was asked."""
+class Matches(list[int]):
+    """How many tensors :func:`read_calls` found, each time it was asked."""
 
-    def __call__(self, state: State, position: int, numbers: Numbers) -> Any:
-        found = read_whole(state, position, numbers)
-        self.append(found is not None)
-        return found
+    def __call__(
+        self, state: State, stack: list[Any], position: int, segment: int, numbers: Numbers
+    ) -> int:
+        before = len(stack)
+        end = read_calls(state, stack, position, segment, numbers)
+        self.append(sum(type(value) is Reduced for value in stack[before:]))
+        assert (end > position) == bool(self[-1])
+        return end
 
 
 @pytest.fixture
 def matches(monkeypatch: pytest.MonkeyPatch) -> Matches:
     noted = Matches()
-    monkeypatch.setattr(machine, "read_whole", noted)
+    monkeypatch.setattr(machine, "read_calls", noted)
     return noted
 
 
@@ -135,14 +145,14 @@ def test_makes_what_the_opcodes_make_one_by_one(
 @pytest.mark.parametrize("which", range(len(TENSORS)))
 def test_takes_a_tensor_as_a_whole(which: int, matches: Matches) -> None:
     value = run(pickled(TENSORS[which], AFTER)).value
-    assert matches == [True, True]
+    assert matches == [1, 1]
     assert [type(item) for item in value[:2]] == [Reduced, Reduced]
 
 
 def test_keeps_what_is_remembered(matches: Matches) -> None:
     value = run(pickled(tensor())).value
     call, text, identifier, size, stride, hooks, arguments, again = value
-    assert matches == [True]
+    assert matches == [1]
     assert again is call
     assert call.arguments is arguments
     assert arguments[2] is size
@@ -209,6 +219,55 @@ def test_every_tensor_that_is_cut_short_is_told_so(monkeypatch: pytest.MonkeyPat
     for size in range(len(HEAD), len(data)):
         whole, single = stories(data[:size], monkeypatch)
         assert whole == single
+
+
+NAMES = [b"a.weight", b"", "größe".encode(), b"n" * 255, b"n" * 256, b"\xed\xa0\x80", b"X\1\0\0\0"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_takes_the_name_between_two_tensors(
+    name: bytes, matches: Matches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = pickled(tensor(), named(name, KNOWN + 7), named(b"last", KNOWN + 15))
+    run(data)
+    assert sum(matches) == 3
+    assert len(matches) == (1 if len(name) < 256 else 2)
+    monkeypatch.undo()
+    whole, single = stories(data, monkeypatch)
+    assert whole == single
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        named(b"\xff", KNOWN + 7),
+        named(b"a", KNOWN + 7, slot=KNOWN + 6),
+        named(b"a", KNOWN + 7, slot=99),
+        named(b"a", KNOWN + 8),
+        named(b"a", KNOWN + 7)[:-6] + b"R",
+        b"X\1\0\0\0",
+        b"X\1\0\0\0a" + put(KNOWN + 7) + b"K\1",
+        b"X\xff\0\0\0a" + put(KNOWN + 7),
+    ],
+)
+def test_leaves_a_name_that_no_whole_tensor_follows(
+    entry: bytes, matches: Matches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story(pickled(tensor(), entry))
+    assert matches[0] == 1
+    assert sum(matches) == 1
+    monkeypatch.undo()
+    whole, single = stories(pickled(tensor(), entry), monkeypatch)
+    assert whole == single
+
+
+def test_looks_at_the_limits_between_runs_of_tensors(matches: Matches) -> None:
+    entries = [named(b"n%d" % index, KNOWN + 8 * index) for index in range(1000)]
+    value = run(HEAD + b"(" + b"".join(entries) + b"t.").value
+    assert sum(matches) == 1000
+    assert len(value) == 2000
+    assert max(matches) < 200
+    assert len(matches) > 5
 
 
 def test_reads_numbers_once() -> None:
