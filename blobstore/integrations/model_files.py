@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -27,6 +28,9 @@ _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|
 _SURELY_POSSIBLE = 1000
 """Layers that may share their tensors with each other."""
 _MAX_DEPTH = 8
+_MEMORY = "/dev/shm"  # noqa: S108 - the folder in it gets a name of its own and is the user's alone
+_SPARE = 8
+"""How many times their size must be free in memory, for others need it too."""
 _MAX_REASON = 500
 """Characters of a library's own message that are shown."""
 
@@ -54,18 +58,34 @@ def folder_of_files(
     Raises:
         BlobMissing, BlobDamaged, InvalidManifest: a file is not whole, or its name is none.
     """
-    with tempfile.TemporaryDirectory(prefix="blobstore-") as name:
-        folder = Path(name)
-        contents = {
-            file: model.read_file(file)
-            for file in small_files(model.manifest)
-            if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
-        }
-        for file, content in {**contents, **(written or {})}.items():
-            path = folder / file
+    contents = {
+        file: model.read_file(file)
+        for file in small_files(model.manifest)
+        if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    }
+    contents.update(written or {})
+    place = _place_in_memory(sum(map(len, contents.values())))
+    with tempfile.TemporaryDirectory(prefix="blobstore-", dir=place) as name:
+        for file, content in contents.items():
+            path = Path(name, file)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        yield folder
+        yield Path(name)
+
+
+def _place_in_memory(nbytes: int) -> str | None:
+    """Return where files of some bytes cost a quarter of what they cost on a disk, if there is room.
+
+    None is the usual place for temporary files, which the user may have chosen.
+    """
+    if os.environ.get("TMPDIR"):
+        return None
+    try:
+        memory = os.statvfs(_MEMORY)
+    except OSError:
+        return None
+    has_room = memory.f_bavail * memory.f_frsize > _SPARE * nbytes
+    return _MEMORY if has_room and os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
 def decoded(model: Documents, name: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,8 +48,13 @@ if TYPE_CHECKING:
 
 _FEW = 1 << 20
 """Parameters that cost little if they are made up in vain."""
-_FILES = ("*config.json", "*.py")
+_FILES = ("*config.json", "*config.*.json", "*.py")
 """What is needed to build a model, of all components."""
+_OTHER_CONFIGS = "configuration_files"
+"""The key of configs that send other versions of transformers to other files beside them."""
+
+_BUILT: ContextVar[tuple[Mapping[str, torch.Tensor], str]] = ContextVar("_BUILT")
+"""The tensors for the model that is being built, and what cannot be done if they do not fit."""
 
 
 def from_store(
@@ -105,11 +112,11 @@ def from_store(
         what = f"transformers cannot build {model.reference}"
         stated = _stated(model, subfolder)
         check_layers(model, stated)
-        with _folder(model, subfolder, stated) as folder, blaming(what):
-            config = _config(folder, trust_remote_code)
-            chosen = _model_class(config, auto_class, folder if trust_remote_code else None)
-            if (folder / "generation_config.json").exists():
-                own = transformers.GenerationConfig.from_pretrained(folder)
+        with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
+            config = _config(files)
+            chosen = _model_class(config, auto_class, files.code)
+            if files.generation is not None:
+                own = transformers.GenerationConfig.from_pretrained(*files.generation)
                 options.setdefault("generation_config", own)
         if strict:
             options["ignore_mismatched_sizes"] = True  # they are listed below
@@ -125,8 +132,8 @@ def from_store(
             with blaming(what), meta:
                 _check_parameters(chosen(copy.deepcopy(config)), _state(empty, names), what)
         state = _state(model.tensors(names.prefix), names)
-        with blaming(what):
-            made = _checking(chosen, state, what) if strict else chosen
+        with blaming(what), _building(state, what):
+            made = _checking(chosen) if strict else chosen
             built, info = made.from_pretrained(
                 None,
                 config=config,
@@ -164,8 +171,8 @@ def config_from_store(
     model = Documents.of(name, store or LocalStore())
     stated = _stated(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
-    with _folder(model, subfolder, stated) as folder, blaming(what):
-        config = _config(folder, trust_remote_code)
+    with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
+        config = _config(files)
     config.name_or_path = str(model.reference)
     return config
 
@@ -207,19 +214,46 @@ def _stated(model: Documents, subfolder: str) -> dict[str, Any]:
     return decoded(model, f"{subfolder}/config.json" if subfolder else "config.json")
 
 
+class _Files(NamedTuple):
+    """Where transformers finds what it needs to build a component."""
+
+    config: Path
+    """The config of weights that are plain numbers: a file, or the folder that it is in."""
+    generation: tuple[Path, str] | None
+    """Folder and name of the config of generation, if there is one."""
+    code: Path | None
+    """The folder of the code that came with the model, if that is trusted."""
+
+
 @contextlib.contextmanager
-def _folder(model: Documents, subfolder: str, stated: dict[str, Any]) -> Iterator[Path]:
-    """Give a temporary folder of the component's configs, of weights that are plain numbers."""
+def _files(
+    model: Documents, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
+) -> Iterator[_Files]:
+    """Give the files of a component: the blobs themselves, or a temporary folder if it must be.
+
+    To write and remove a folder takes longer than to open a small model.
+    """
+    place = f"{subfolder}/" if subfolder else ""
+    name, generation = f"{place}config.json", f"{place}generation_config.json"
     plain = exported_config(stated, {})
-    path = f"{subfolder}/config.json" if subfolder else "config.json"
-    written = {} if plain is None else {path: json.dumps(plain).encode()}
-    with folder_of_files(model, _FILES, written) as folder:
-        yield folder / subfolder
+    if plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
+        found = model.file_path(generation) if generation in model.files else None
+        yield _Files(model.file_path(name), (found.parent, found.name) if found else None, None)
+        return
+    written = {} if plain is None else {name: json.dumps(plain).encode()}
+    with folder_of_files(model, _FILES, written) as root:
+        folder = root / subfolder
+        file = root / generation
+        yield _Files(
+            folder,
+            (file.parent, file.name) if file.exists() else None,
+            folder if trust_remote_code else None,
+        )
 
 
-def _config(folder: Path, trust_remote_code: bool) -> transformers.PreTrainedConfig:
+def _config(files: _Files) -> transformers.PreTrainedConfig:
     config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-        folder, trust_remote_code=trust_remote_code
+        files.config, trust_remote_code=files.code is not None
     )
     return config
 
@@ -272,12 +306,23 @@ def _is_model_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
 
 
-def _checking(base: Any, state: Mapping[str, torch.Tensor], what: str) -> Any:
+@contextlib.contextmanager
+def _building(state: Mapping[str, torch.Tensor], what: str) -> Iterator[None]:
+    """Say which tensors the models that are made meanwhile are for."""
+    token = _BUILT.set((state, what))
+    try:
+        yield
+    finally:
+        _BUILT.reset(token)
+
+
+@functools.lru_cache(maxsize=8)  # to make a class takes longer than to open a small model
+def _checking(base: Any) -> Any:
     """Return the class with a look at each new model, before there is memory for it."""
 
     def begin(self: Any, *arguments: Any, **options: Any) -> None:
         base.__init__(self, *arguments, **options)
-        _check_parameters(self, state, what)
+        _check_parameters(self, *_BUILT.get())
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base)(base.__name__, (base,), {"__init__": begin, **names})

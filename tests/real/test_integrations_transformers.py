@@ -121,6 +121,8 @@ def test_a_model_computes_what_it_does_from_its_folder(
     assert not model.training
     assert torch.equal(logits(model), logits(expected))
     assert model.name_or_path == model.config.name_or_path == "m:latest"
+    expected.config.name_or_path = "m:latest"
+    assert model.config.to_dict() == expected.config.to_dict()
 
 
 @needs_maps
@@ -133,6 +135,31 @@ def test_every_parameter_of_a_dense_model_is_a_part_of_a_blob(
     model = from_store("m", store=store)
 
     assert mapped(model, store) == parameters(model) != set()
+
+
+def test_a_small_model_needs_no_temporary_folder(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved("llama", tmp_path / "source")
+    transformers.GenerationConfig(max_new_tokens=7).save_pretrained(source)
+    blobstore.create(source, "m", store=store)
+    monkeypatch.setattr(tempfile, "mkdtemp", None)
+
+    model = from_store("m", store=store)
+
+    assert model.generation_config.max_new_tokens == 7
+
+
+def test_a_config_can_send_to_another_for_this_version(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.4.0.0.json").write_text(json.dumps({**config, "bos_token_id": 3}))
+    config["configuration_files"] = ["config.4.0.0.json"]
+    (source / "config.json").write_text(json.dumps(config))
+    blobstore.create(source, "m", store=store)
+
+    assert from_store("m", store=store).config.bos_token_id == 3
+    assert from_folder(source).config.bos_token_id == 3
 
 
 @needs_maps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, ModelNotFound
+from blobstore.integrations import model_files
 from blobstore.integrations.model_files import (
     blaming,
     check_layers,
@@ -17,10 +19,9 @@ from blobstore.integrations.model_files import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests.models import dense_tensors, write_folder
+from tests.models import dense_tensors, with_layers, write_folder
 
 FILES = {
     "tokenizer.json": b"{}",
@@ -66,6 +67,27 @@ def test_removes_the_folder_after_an_error(model: blobstore.Model) -> None:
     assert not folder.exists()
 
 
+def test_the_folder_is_in_memory_where_there_is_room_for_it(
+    model: blobstore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(model_files, "_MEMORY", str(tmp_path / "memory"))
+    with folder_of_files(model) as folder:
+        assert folder.parent == tmp_path
+    (tmp_path / "memory").mkdir()
+    with folder_of_files(model) as folder:
+        assert folder.parent == tmp_path / "memory"
+        assert folder.stat().st_mode & 0o777 == 0o700
+    with monkeypatch.context() as patch:
+        patch.setattr(model_files, "_SPARE", 1 << 60)
+        with folder_of_files(model) as folder:
+            assert folder.parent == tmp_path
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with folder_of_files(model) as folder:
+        assert folder.parent == tmp_path
+
+
 def test_gives_only_the_files_that_are_wanted(model: blobstore.Model) -> None:
     with folder_of_files(model, ("*config.json",)) as folder:
         assert set(contents(folder)) == {"config.json", "1_Pooling/config.json"}
@@ -90,8 +112,7 @@ def test_refuses_a_file_that_would_leave_the_folder(
         else layer
         for layer in model.manifest.layers
     ]
-    manifest = Manifest(config=model.manifest.config, layers=tuple(layers))
-    store.publish(Reference.parse("evil"), manifest)
+    store.publish(Reference.parse("evil"), with_layers(store, model.manifest, layers))
 
     with (
         blobstore.open("evil", store=store) as opened,
