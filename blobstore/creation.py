@@ -21,7 +21,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.layerfile import blob_buffers, blob_size
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest
+from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.planning import Quantize, plan_source
@@ -169,7 +169,7 @@ def _write(
             layers.append(
                 Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
             )
-        data = config_bytes(source, planned.quant_type)
+        data = config_bytes(source, planned.quant_type, layers_digest(layers))
         config = ingest.add(len(data), lambda: [data])
         stored.append(config)
         ingest.publish()
@@ -277,7 +277,8 @@ class _Exists:
         """Return what to do, which depends on whether repair finds the blob by a model."""
         for reference in self._store.references():
             with contextlib.suppress(BlobstoreError):
-                if any(blob.digest == digest for blob in self._store.resolve(reference).blobs):
+                _, manifest = self._store.parse(reference)
+                if any(blob.digest == digest for blob in manifest.blobs):
                     source = shlex.quote(printable(str(self._source)))
                     return f"run blobstore repair {reference} --from {source}"
         return "no model uses it: remove that file"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests import media_types
+from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.pairs import Pair, source_tensors
 from blobstore.progress import Meter
@@ -76,12 +77,8 @@ class FileDifference:
     media_type: str
     ours: Descriptor | None
     theirs: Descriptor | None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether both models have it, bit for bit."""
-        sides = self.ours, self.theirs
-        return None not in sides and len({side.digest for side in sides if side is not None}) == 1
+    is_same: bool
+    """Whether both models have it, bit for bit; of configs, but for the digest of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ def diff_models(
         ours=names[0],
         theirs=names[1],
         tensors=tuple(_compared(store, pairs, jobs, progress)),
-        files=tuple(_files(*(manifest for _, manifest in models))),
+        files=tuple(_files(store, *(manifest for _, manifest in models))),
     )
 
 
@@ -275,13 +272,26 @@ def _extents(part: Part) -> list[tuple[int, int]]:
 # Files
 
 
-def _files(ours: Manifest, theirs: Manifest) -> Iterator[FileDifference]:
+def _files(store: LocalStore, ours: Manifest, theirs: Manifest) -> Iterator[FileDifference]:
     found, others = _other_layers(ours), _other_layers(theirs)
     for key in [*found, *(key for key in others if key not in found)]:
         media_type, name, _ = key
+        sides = found.get(key), others.get(key)
         yield FileDifference(
-            name=name, media_type=media_type, ours=found.get(key), theirs=others.get(key)
+            name=name,
+            media_type=media_type,
+            ours=sides[0],
+            theirs=sides[1],
+            is_same=_is_same_file(store, *sides),
         )
+
+
+def _is_same_file(store: LocalStore, ours: Descriptor | None, theirs: Descriptor | None) -> bool:
+    if ours is None or theirs is None or ours.digest == theirs.digest:
+        return ours is not None and theirs is not None
+    if ours.media_type != media_types.CONFIG:
+        return False
+    return say_the_same(*(store.read_blob(side.digest, side.size) for side in (ours, theirs)))
 
 
 def _other_layers(manifest: Manifest) -> dict[tuple[str, str, int], Descriptor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.errors import BlobDamaged, Damaged, TensorNotFound
+from blobstore.errors import BlobDamaged, Damaged, InvalidManifest, TensorNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -29,10 +30,17 @@ class Documents:
 
         Raises:
             ModelNotFound: the store has no such name.
+            InvalidManifest: its manifest is not whole.
         """
         if isinstance(reference, str):
             reference = Reference.parse(reference)
-        return Documents(reference, store.read_manifest(reference), store)
+        data = store.read_manifest(reference)
+        documents = Documents(reference, data, store)
+        try:
+            store.check_manifest(data, documents.manifest)
+        except InvalidManifest as error:
+            raise error.at(str(reference)) from None
+        return documents
 
     def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
         self.reference = reference
@@ -85,6 +93,14 @@ class Documents:
             message = f"model {self.reference} has no file {quoted(name)}"
             raise TensorNotFound(message)
         return self._store.read_blob(layer.digest, layer.size)
+
+    def file_path(self, name: str) -> Path:
+        """Return the blob of a small file, for whoever can only read files by their paths.
+
+        Raises as :meth:`read_file`.
+        """
+        self.read_file(name)
+        return Path(self._store.layout.blob(self.files[name].digest))
 
     def _located(self, error: Damaged) -> BlobstoreError:
         """Return the error with the model and the damaged blob's layer in front of its message."""

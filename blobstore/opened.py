@@ -89,7 +89,7 @@ class Model(Documents, Mapping[str, Any]):
             places = find_places(store, manifest, reserve=maps, use_index=use_index)
         except Damaged as error:
             raise error.at(str(reference)) from None
-        self._places, self._blobs, self._quantized, is_indexed, region = places
+        self._places, self._blobs, self._quantized, is_indexed, region, _ = places
         self._found = places._replace(region=None)
         self._names: Mapping[str, Place] = self._places
         self._packed = PackedWeights(str(reference), self._places, self._quantized)

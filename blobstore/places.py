@@ -55,6 +55,8 @@ class Places(NamedTuple):
     """Whether they came from the index."""
     region: Region | None = None
     """The memory that all blobs were mapped into, if they had to be opened."""
+    is_proven: bool = True
+    """Whether the model's config could be read, which proves its manifest."""
 
 
 def find_places(
@@ -68,16 +70,19 @@ def find_places(
 
     Without an index every blob is opened for its header. A caller that wants to map them anyway
     gives ``reserve``, which makes the memory for blobs of some sizes, so that each is opened once.
-    With ``use_index`` false the headers alone decide.
+    With ``use_index`` false the headers alone decide. There is an index only for what was proven to
+    be the manifest that was written, so that need not be done again.
 
     Raises:
-        InvalidManifest: the manifest breaks the format.
+        InvalidManifest: the manifest breaks the format, or is not the one that was written.
         BlobMissing, BlobDamaged: a blob is not whole, or two tensors have one name.
     """
     places = indexed_places(store, manifest) if use_index else None
     if places is None:
         with collector_paused():
-            places = _resolve(store, Manifest.from_bytes(manifest), reserve)
+            parsed = Manifest.from_bytes(manifest)
+            is_proven = store.check_manifest(manifest, parsed)
+            places = _resolve(store, parsed, reserve)._replace(is_proven=is_proven)
     return places
 
 
@@ -89,7 +94,9 @@ def indexed_places(store: LocalStore, manifest: bytes) -> Places | None:
 
 
 def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
-    """Keep what :func:`find_places` found, if the store can be written."""
+    """Keep what :func:`find_places` found of a manifest that is proven, if the store can be written."""
+    if not places.is_proven:
+        return
     key = Digest.of(manifest)
     data = _encode(key, places)
     if store.read_index(key) != data:

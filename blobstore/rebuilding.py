@@ -24,7 +24,7 @@ from blobstore.quantize.policy import POLICIES
 from blobstore.small_layers import config_bytes, file_layers, stacks_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from blobstore.plan import BlobPlan
     from blobstore.planning import ModelPlan
     from blobstore.sources.base import TensorSource
-    from blobstore.store.blobs import BlobReader
+    from blobstore.store.local import LocalStore
 
 Key = tuple["Digest", int]
 """The digest and the size that a manifest promises: two may contradict each other about the size."""
@@ -50,8 +50,14 @@ class Candidate(NamedTuple):
 class Origin(Protocol):
     """What blobs can be had from again."""
 
-    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+    def rounds(
+        self, wanted: Wanted, lists: Collection[Digest] = ()
+    ) -> Iterator[Sequence[Candidate]]:
         """Yield candidates for what is wanted; who takes a round takes off ``wanted`` what it had.
+
+        Args:
+            wanted: the blobs.
+            lists: the digests of the lists of layers of the models whose configs are wanted.
 
         Raises:
             BlobstoreError: there can be no candidates at all.
@@ -64,11 +70,14 @@ class Origin(Protocol):
 class StoreOrigin:
     """Another store, which may have the same blobs."""
 
-    def __init__(self, store: BlobReader) -> None:
-        self._store = store
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
 
-    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+    def rounds(
+        self, wanted: Wanted, lists: Collection[Digest] = ()
+    ) -> Iterator[Sequence[Candidate]]:
         """Yield what the store has of all; see :class:`Origin`."""
+        del lists
         yield [self._candidate(blob) for blob in wanted.values() if self._has(blob)]
 
     def close(self) -> None:
@@ -76,12 +85,12 @@ class StoreOrigin:
 
     def _has(self, blob: Descriptor) -> bool:
         try:
-            return self._store.exists(blob.digest, blob.size)
+            return self.store.exists(blob.digest, blob.size)
         except BlobstoreError:  # not whole there either
             return False
 
     def _candidate(self, blob: Descriptor) -> Candidate:
-        return Candidate(blob, lambda: self._store.read_pieces(blob.digest, blob.size))
+        return Candidate(blob, lambda: self.store.read_pieces(blob.digest, blob.size))
 
 
 class SourceOrigin:
@@ -93,7 +102,9 @@ class SourceOrigin:
         self._overrides = tuple(overrides)
         self._conversion = Conversion(source.read)
 
-    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+    def rounds(
+        self, wanted: Wanted, lists: Collection[Digest] = ()
+    ) -> Iterator[Sequence[Candidate]]:
         """Yield what each way of creating a model makes that is new; see :class:`Origin`.
 
         Raises:
@@ -103,7 +114,10 @@ class SourceOrigin:
         tried: set[tuple[str, Digest]] = set()
         files = [data for _, _, data in file_layers(self._source)]
         for planned in self._plans():
-            made = (stacks_bytes(planned.blobs), config_bytes(self._source, planned.quant_type))
+            made = [stacks_bytes(planned.blobs)]
+            made += [
+                config_bytes(self._source, planned.quant_type, layers) for layers in (*lists, None)
+            ]
             yield [*_small((*files, *made), wanted), *self._large(planned, wanted, tried)]
             files = []
             if not wanted:

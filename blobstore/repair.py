@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.digest import Digester
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
 from blobstore.files import make_folders, write_all
+from blobstore.manifests import media_types
+from blobstore.manifests.check import ADVICE
+from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.progress import Meter
 from blobstore.rebuilding import SourceOrigin, StoreOrigin
+from blobstore.restoring import restore_manifests
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
@@ -39,9 +43,12 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.progress import Progress
     from blobstore.rebuilding import Candidate, Key, Origin
+    from blobstore.restoring import Restored
     from blobstore.verify import Fault, Verified
 
-_MANIFEST = "a manifest cannot be repaired; create the model again, or take the file from a backup"
+_BACKUP = "create the model again, or take the file from a backup"
+_NO_MANIFEST = f"a manifest that is gone cannot be repaired; {_BACKUP}"
+_MANIFEST = f"a manifest can be had only from another store that has the model; or {_BACKUP}"
 
 
 class Mended(NamedTuple):
@@ -60,7 +67,9 @@ class Repaired:
     """What :func:`repair_models` found and did."""
 
     verified: Verified
-    """What was found before."""
+    """What was found of the blobs before."""
+    restored: tuple[Restored, ...]
+    """Manifests that were put back before that, or would be."""
     mended: tuple[Mended, ...]
     faults: tuple[Fault, ...]
     """What remains; none if all models are whole now."""
@@ -114,19 +123,25 @@ def repair_models(
             options = (weights, ignore_unindexed, subtree, keep_names)
             origin, notices = _open_origin(source, store, overrides, options, progress)
             stack.callback(origin.close)
+        restored: tuple[Restored, ...] = ()
+        if isinstance(origin, StoreOrigin):
+            names = references or tuple(store.references())
+            restored = tuple(restore_manifests(store, origin.store, names, is_dry=dry_run))
         try:
             verified = verify_models(references, store=store, jobs=jobs, progress=progress)
         except ModelNotFound as error:
-            message = f"{error}; {_MANIFEST}"
+            message = f"{error}; {_NO_MANIFEST}"
             raise ModelNotFound(message) from None
         work = _Repair(store, verified.damaged, quoted(source), jobs, progress, is_dry=dry_run)
         if origin is not None and verified.damaged:
             work.run(origin)
     whole = {str(digest) for digest, _ in work.whole}
+    faults = _without(verified.faults, restored) if dry_run else verified.faults
     return Repaired(
         verified=verified,
+        restored=restored,
         mended=tuple(work.mended),
-        faults=tuple(_remaining(store, verified.faults, whole, work.reasons, is_dry=dry_run)),
+        faults=tuple(_remaining(store, faults, whole, work.reasons, is_dry=dry_run)),
         notices=tuple(notices),
         seconds=time.monotonic() - started,
     )
@@ -158,6 +173,14 @@ def _open_origin(
     return SourceOrigin(opened, overrides), opened.notices
 
 
+def _without(faults: Sequence[Fault], restored: Sequence[Restored]) -> list[Fault]:
+    """Return the faults that are not those of manifests that would be put back."""
+    blobs = {
+        str(item.reference): {str(it.digest) for it in item.manifest.blobs} for item in restored
+    }
+    return [fault for fault in faults if fault.blob in blobs.get(fault.reference, {fault.blob})]
+
+
 def _remaining(
     store: LocalStore,
     faults: Sequence[Fault],
@@ -172,7 +195,8 @@ def _remaining(
         if fault.blob not in whole:
             told.add((fault.reference, fault.layer, fault.blob))
             reason = reasons.get(fault.blob, "") if fault.blob else _MANIFEST
-            yield replace(fault, message=f"{fault.message}; {reason}") if reason else fault
+            message = fault.message.removesuffix(ADVICE)
+            yield replace(fault, message=f"{message}; {reason}") if reason else fault
     mended = dict.fromkeys(fault.reference for fault in faults if fault.blob in whole)
     for name in () if is_dry else mended:
         with contextlib.suppress(ModelNotFound):  # removed since
@@ -233,7 +257,7 @@ class _Repair:
         self._renew_indexes()
 
     def _try_rounds(self, origin: Origin) -> None:
-        for candidates in origin.rounds(self._wanted):
+        for candidates in origin.rounds(self._wanted, set(self._lists())):
             meter = Meter(self._progress, sum(item.blob.size for item in candidates))
             with ThreadPoolExecutor(
                 self._jobs or os.cpu_count(), thread_name_prefix="blobstore-repair"
@@ -248,6 +272,16 @@ class _Repair:
                     raise
             for key in self.whole:
                 self._wanted.pop(key, None)
+
+    def _lists(self) -> Iterator[Digest]:
+        """Yield what the configs that are wanted hold of their models."""
+        if not any(blob.media_type == media_types.CONFIG for blob in self._wanted.values()):
+            return
+        for reference in self._store.references():
+            with contextlib.suppress(BlobstoreError):
+                _, manifest = self._store.parse(reference)
+                if (manifest.config.digest, manifest.config.size) in self._wanted:
+                    yield layers_digest(manifest.layers)
 
     def _try(self, candidate: Candidate, meter: Meter) -> None:
         digest = candidate.blob.digest
@@ -337,8 +371,8 @@ class _Repair:
         digests = {digest for digest, _ in self.whole}
         for reference in self._store.references():
             with contextlib.suppress(BlobstoreError):
-                data = self._store.read_manifest(reference)
-                if any(blob.digest in digests for blob in self._store.resolve(reference).blobs):
+                data, manifest = self._store.parse(reference)
+                if any(blob.digest in digests for blob in manifest.blobs):
                     write_index(self._store, data, find_places(self._store, data, use_index=False))
 
 

@@ -15,6 +15,7 @@ from blobstore.text import quoted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from blobstore.digest import Digest
     from blobstore.plan import BlobPlan
     from blobstore.sources.base import SourceFile, TensorSource
 
@@ -48,9 +49,18 @@ def file_layers(source: TensorSource) -> Iterator[tuple[str, str, bytes]]:
         yield media_types.JSON if is_json else media_types.FILE, file.name, _content(file)
 
 
-def config_bytes(source: TensorSource, quant_type: str) -> bytes:
-    """Return the config of the model that is stored as ``quant_type``, empty for none."""
-    return ModelConfig(file_type=quant_type, capabilities=_capabilities(source)).to_bytes()
+def config_bytes(source: TensorSource, quant_type: str, layers: Digest | None) -> bytes:
+    """Return the config of a model.
+
+    Args:
+        source: what it is made of.
+        quant_type: what it is stored as, empty for the types of the source.
+        layers: the digest of its list of layers; None as older versions wrote configs, without it.
+    """
+    config = ModelConfig(
+        file_type=quant_type, capabilities=_capabilities(source), layers_digest=layers
+    )
+    return config.to_bytes()
 
 
 def _content(file: SourceFile) -> bytes:

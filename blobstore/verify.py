@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore import strictjson
 from blobstore.contents import COMPANIONS, read_contents
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+    UsageError,
+)
 from blobstore.manifests import media_types
 from blobstore.pace import Pace
 from blobstore.places import indexed_places
@@ -117,12 +124,14 @@ def verify_models(
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
     must_exist = bool(references)
     while names:
-        manifests = _resolve(store, faults, names, must_exist=must_exist)
-        check.add(manifests.values())
+        manifests = _parse(store, faults, names, must_exist=must_exist)
+        check.add(manifest for _, manifest in manifests.values())
         changed = []
-        for reference, manifest in manifests.items():
-            faults[reference] = list(_model_faults(store, reference, manifest, check.damaged))
-            if faults[reference] and not _is_still(store, reference, manifest):
+        for reference, (data, manifest) in manifests.items():
+            of_manifest = _manifest_faults(store, reference, data, manifest)
+            of_layers = _model_faults(store, reference, manifest, check.damaged)
+            faults[reference] = [*of_manifest, *of_layers]
+            if faults[reference] and not _is_still(store, reference, data):
                 changed.append(reference)
         names, must_exist = tuple(changed), False
     found = tuple(fault for of_model in faults.values() for fault in of_model)
@@ -202,21 +211,21 @@ class _Check:
                 yield blob, error
 
 
-def _resolve(
+def _parse(
     store: LocalStore,
     faults: dict[Reference, list[Fault]],
     names: Sequence[Reference],
     *,
     must_exist: bool,
-) -> dict[Reference, Manifest]:
+) -> dict[Reference, tuple[bytes, Manifest]]:
     """Return the manifests that can be read; note what is wrong with the others in ``faults``.
 
     Unless they ``must_exist``, names that are gone since they were listed leave ``faults``.
     """
-    manifests: dict[Reference, Manifest] = {}
+    manifests: dict[Reference, tuple[bytes, Manifest]] = {}
     for reference in names:
         try:
-            manifests[reference] = store.resolve(reference)
+            manifests[reference] = store.parse(reference)
         except ModelNotFound:
             if must_exist:
                 raise
@@ -226,15 +235,25 @@ def _resolve(
     return manifests
 
 
-def _is_still(store: LocalStore, reference: Reference, manifest: Manifest) -> bool:
+def _is_still(store: LocalStore, reference: Reference, data: bytes) -> bool:
     try:
-        return store.resolve(reference) == manifest
+        return store.read_manifest(reference) == data
     except BlobstoreError:
         return False
 
 
 def _key(blob: Descriptor) -> _BlobKey:
     return _BlobKey(blob.digest, blob.size)
+
+
+def _manifest_faults(
+    store: LocalStore, reference: Reference, data: bytes, manifest: Manifest
+) -> Iterator[Fault]:
+    try:
+        store.check_manifest(data, manifest)
+    except InvalidManifest as error:
+        path = quoted(store.layout.manifest(reference))
+        yield Fault(str(reference), "", "", str(error.at(path)))
 
 
 def _model_faults(

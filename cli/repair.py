@@ -21,8 +21,11 @@ from blobstore.errors import Damaged, NotFound
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from blobstore.manifests.reference import Reference
     from blobstore.repair import Mended, Repaired
+    from blobstore.restoring import Restored
     from blobstore.store.local import LocalStore
 
 _ADVICE = (
@@ -74,6 +77,7 @@ def command(
 
     The bytes come from SOURCE, from which the same blobs are made, or from another STORE. They
     are used only if their digest is right; what is damaged is put aside in .blobstore/quarantine.
+    Damaged manifests are put back too, from a STORE that has the same model.
     Without --from, it only tells what is wrong. The exit code is 4 while anything remains.
     """
     from blobstore.repair import repair_models
@@ -115,6 +119,7 @@ def _as_json(repaired: Repaired, *, dry_run: bool) -> dict[str, Any]:
         "blobs": repaired.verified.blobs,
         "bytes_read": repaired.verified.bytes_read,
         "seconds": round(repaired.seconds, 3),
+        "manifests": [_restored(item) for item in repaired.restored],
         "repaired": [_mended(item) for item in repaired.mended],
         "faults": [dataclasses.asdict(fault) for fault in repaired.faults],
     }
@@ -129,12 +134,25 @@ def _mended(item: Mended) -> dict[str, Any]:
     }
 
 
+def _restored(item: Restored) -> dict[str, Any]:
+    return {
+        "model": str(item.reference),
+        "quarantined": None if item.aside is None else str(item.aside),
+    }
+
+
 def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
     verb = "would write anew" if dry_run else "wrote anew"
-    lines = [_mended_line(verb, item) for item in repaired.mended]
+    lines = [
+        f"{verb} the manifest of model {render.cell(item.reference)}{_put_aside(item.aside)}"
+        for item in repaired.restored
+    ]
+    lines += [_mended_line(verb, item) for item in repaired.mended]
     lines += map(fault_line, repaired.faults)
-    count, left = len(repaired.mended), len(repaired.faults)
-    done = f"{verb} {render.count_of(count, 'blob')}; " if count else ""
+    counts = {"manifest": len(repaired.restored), "blob": len(repaired.mended)}
+    what = " and ".join(render.count_of(number, kind) for kind, number in counts.items() if number)
+    count, left = sum(counts.values()), len(repaired.faults)
+    done = f"{verb} {what}; " if count else ""
     state = (
         f"{render.count_of(left, 'fault')} left"
         if left
@@ -148,6 +166,10 @@ def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
 
 
 def _mended_line(verb: str, item: Mended) -> str:
-    aside = f"; what was there is {quoted(item.aside)}" if item.aside is not None else ""
     size = render.human_bytes(item.size)
-    return f"{verb} layer {render.cell(item.layer)}, blob {item.digest} ({size}){aside}"
+    where = f"layer {render.cell(item.layer)}, blob {item.digest} ({size})"
+    return f"{verb} {where}{_put_aside(item.aside)}"
+
+
+def _put_aside(aside: Path | None) -> str:
+    return f"; what was there is {quoted(aside)}" if aside is not None else ""

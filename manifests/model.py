@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore import strictjson
+from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor, split_plain, text_field, wrong_type
@@ -19,6 +20,8 @@ MAX_MANIFEST_SIZE: Final = 64 * 2**20
 """Bytes; a larger manifest is refused before it is parsed."""
 REQUIRES: Final = "0.19.0"
 """The oldest Ollama that understands tensor models; what its own importer writes."""
+LAYERS_DIGEST: Final = "layers_digest"
+"""The key of a config that holds the digest of the layers; Ollama reads past it."""
 _FIELDS = ("schemaVersion", "mediaType", "config", "layers")
 _PLAIN_START = f'{{"schemaVersion":{SCHEMA_VERSION},"mediaType":"{media_types.MANIFEST}","config":'
 
@@ -116,17 +119,17 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The config blob of a tensor model, with the keys that Ollama's importer writes.
-
-    ``file_type`` is the quantization type of the model, empty for none.
-    """
+    """The config blob of a tensor model, with the keys that Ollama's importer writes and one of ours."""
 
     file_type: str = ""
+    """The quantization type of the model, empty for none."""
     capabilities: tuple[str, ...] = ("completion",)
+    layers_digest: Digest | None = None
+    """What :func:`layers_digest` tells of the model's layers; None, as in older stores, for nothing."""
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON, without a line feed."""
-        value = {
+        value: dict[str, Any] = {
             "model_format": "safetensors",
             "model_family": "",
             "model_families": None,
@@ -137,7 +140,19 @@ class ModelConfig:
             "architecture": "",
             "os": "",
         }
+        if self.layers_digest is not None:
+            value[LAYERS_DIGEST] = str(self.layers_digest)
         return strictjson.dumps(value).encode()
+
+
+def layers_digest(layers: Iterable[Descriptor]) -> Digest:
+    """Return the digest of a list of layers, of its bytes in a manifest from bracket to bracket."""
+    return Digest.of(listed(layers))
+
+
+def listed(layers: Iterable[Descriptor]) -> bytes:
+    """Return the list of layers as it stands in a manifest."""
+    return strictjson.dumps([layer.to_json() for layer in layers]).encode()
 
 
 def _check_names(layers: Iterable[Descriptor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -12,13 +13,13 @@ from safetensors.numpy import save_file
 from blobstore.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
 from blobstore.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from blobstore.store.local import LocalStore
@@ -84,7 +85,10 @@ def write_folder(
 
 
 def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
-    """Give a store a model of tensor blobs of any bytes, by the names of their layers."""
+    """Give a store a model of tensor blobs of any bytes, by the names of their layers.
+
+    Its config is that of all such models, and says nothing of the layers, as older versions wrote it.
+    """
     config = ModelConfig().to_bytes()
     layers = []
     with store.ingest() as ingest:
@@ -101,6 +105,17 @@ def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
             media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
         )
         store.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
+
+
+def with_layers(store: LocalStore, manifest: Manifest, layers: Iterable[Descriptor]) -> Manifest:
+    """Return a manifest with other layers, and a config in the store that knows them."""
+    layers = tuple(layers)
+    config = ModelConfig(layers_digest=layers_digest(layers)).to_bytes()
+    with store.ingest() as ingest:
+        added = ingest.add(len(config), lambda: [config])
+        ingest.publish()
+    described = manifest.config._replace(digest=added.digest, size=added.size)
+    return replace(manifest, config=described, layers=layers)
 
 
 def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> bytes:

@@ -47,7 +47,6 @@ HEAVY = {
 # Modules without a test file of their own, and why.
 WITHOUT_TESTS = {
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
-    "blobstore/documents.py": "the tests of blobstore/loader.py read config and files by it",
     "blobstore/farm.py": "the tests of blobstore/linking.py read what it decides back from the folder",
     "blobstore/filling.py": "the tests of blobstore/export.py fill folders by it",
     "blobstore/integrations/mlx_lm.py": "tests/real/test_integrations_mlx_lm.py, with the library itself",

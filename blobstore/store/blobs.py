@@ -155,13 +155,13 @@ class BlobReader:
         finally:
             os.close(descriptor)
 
-    def read_blob(self, digest: Digest, size: int) -> bytes:
+    def read_blob(self, digest: Digest, size: int, limit: int = _MAX_SMALL_BLOB) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.
 
         Raises:
             BlobDamaged: also when the digest differs. Otherwise as :meth:`open_blob`.
         """
-        if size > _MAX_SMALL_BLOB:
+        if size > limit:
             message = f"blob {digest} of {size} bytes is too large to be read as a small file"
             raise BlobDamaged(message)
         descriptor = self.open_blob(digest, size)

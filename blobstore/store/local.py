@@ -16,6 +16,7 @@ from blobstore.errors import (
     StoreError,
 )
 from blobstore.files import make_folders, read_regular, sync_folder, write_file
+from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Exists, Ingest
@@ -75,18 +76,49 @@ class LocalStore(BlobReader):
     # Manifests
 
     def resolve(self, reference: Reference) -> Manifest:
-        """Return the manifest of a name.
+        """Return the manifest of a name, checked against its config where that can be read.
 
         Raises:
             ModelNotFound: the store has no such name.
-            InvalidManifest: the manifest breaks the format; the message begins with its path.
+            InvalidManifest: the manifest breaks the format, or is not the one that was written; the
+                message begins with its path.
             StoreError: the manifest or the store cannot be read.
+        """
+        data, manifest = self.parse(reference)
+        try:
+            self.check_manifest(data, manifest)
+        except InvalidManifest as error:
+            raise error.at(quoted(self.layout.manifest(reference))) from None
+        return manifest
+
+    def parse(self, reference: Reference) -> tuple[bytes, Manifest]:
+        """Return the bytes of a name's manifest and what they say, not checked against the config.
+
+        Raises as :meth:`resolve`.
         """
         data = self.read_manifest(reference)
         try:
-            return Manifest.from_bytes(data)
+            return data, Manifest.from_bytes(data)
         except InvalidManifest as error:
             raise error.at(quoted(self.layout.manifest(reference))) from None
+
+    def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
+        """Check by its config that ``data``, the file of ``manifest``, is what was written.
+
+        Returns:
+            Whether the config could be read. Without it nothing can be told; but then the config is
+            what is lost, or a bit of its name, and the layers are what they were.
+
+        Raises:
+            InvalidManifest: it is not.
+        """
+        config = manifest.config
+        try:
+            content = self.read_blob(config.digest, config.size, MAX_CONFIG_SIZE)
+        except (BlobstoreError, OSError):
+            return False
+        check_layers(data, content)
+        return True
 
     def read_manifest(self, reference: Reference) -> bytes:
         """Return the bytes of a name's manifest, of at most 64 MiB, unparsed.

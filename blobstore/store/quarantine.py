@@ -33,15 +33,19 @@ def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
         OSError: the system refused something; the blob is what it was, or the right one.
     """
     blob = layout.blob(digest)
-    aside = _put_aside(layout, blob, digest) if os.path.lexists(blob) else None
+    aside = put_aside(layout, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
     sync_folder(layout.blobs)
     return aside
 
 
-def _put_aside(layout: Layout, blob: str, digest: Digest) -> Path:
+def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
+    """Give a file a second name in quarantine, durably, and return it; who calls replaces the first.
+
+    Where there are no hard links the file loses its first name. Raises as :func:`put_in_place`.
+    """
     make_folders(layout.quarantine, layout.root)
-    found = os.lstat(blob)
+    found = os.lstat(damaged)
     for path in layout.quarantine.glob(f"{digest.file_name}.*"):
         if os.path.samestat(path.lstat(), found):  # by a repair that did not come to its end
             return path
@@ -49,9 +53,9 @@ def _put_aside(layout: Layout, blob: str, digest: Digest) -> Path:
     try:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError
-        os.link(blob, aside, follow_symlinks=False)
+        os.link(damaged, aside, follow_symlinks=False)
     except OSError:  # a folder; or a file system without hard links, or one that forbids them
-        os.rename(blob, aside)  # noqa: PTH104 - a blob's path is a text
+        os.rename(damaged, aside)  # noqa: PTH104 - a blob's path is a text
     sync_folder(layout.quarantine)
     return aside
 

@@ -21,6 +21,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
+from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.planning import plan_source
 from blobstore.repair import repair_models
@@ -108,13 +109,15 @@ def test_the_config_blob_says_what_the_model_can(
 ) -> None:
     model = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": config})
     blobstore.create(model, "m", store=store)
-    described = store.resolve(NAME).config
-    data = store.read_blob(described.digest, described.size)
+    manifest = store.resolve(NAME)
+    data = store.read_blob(manifest.config.digest, manifest.config.size)
     assert data == (
         b'{"model_format":"safetensors","model_family":"","model_families":null,"model_type":"",'
         b'"file_type":"","requires":"0.19.0","capabilities":'
         + json.dumps(capabilities, separators=(",", ":")).encode()
-        + b',"architecture":"","os":""}'
+        + b',"architecture":"","os":"","layers_digest":"'
+        + str(layers_digest(manifest.layers)).encode()
+        + b'"}'
     )
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,14 @@ from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
-from tests.models import Arrays, dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.models import (
+    Arrays,
+    dense_tensors,
+    moe_tensors,
+    quantizable_tensors,
+    with_layers,
+    write_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -91,14 +97,14 @@ def publish_with(store: LocalStore, layers: Iterable[tuple[str, str, bytes]]) ->
             )
         ingest.publish()
     manifest = store.resolve(NAME)
-    store.publish(NAME, replace(manifest, layers=(*manifest.layers, *added)))
+    store.publish(NAME, with_layers(store, manifest, (*manifest.layers, *added)))
 
 
 def without(store: LocalStore, *kinds: str) -> None:
     """Take the layers of these media types out of model ``m``."""
     manifest = store.resolve(NAME)
-    layers = tuple(layer for layer in manifest.layers if layer.media_type not in kinds)
-    store.publish(NAME, replace(manifest, layers=layers))
+    layers = [layer for layer in manifest.layers if layer.media_type not in kinds]
+    store.publish(NAME, with_layers(store, manifest, layers))
 
 
 def blob_of(store: LocalStore, name: str) -> Path:

@@ -12,7 +12,7 @@ from blobstore.contents import read_contents
 from blobstore.creation import create
 from blobstore.export import export_model
 from blobstore.manifests import media_types
-from blobstore.manifests.model import ModelConfig
+from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 
@@ -100,5 +100,6 @@ def test_quantizes_what_ollama_quantizes_to_the_same_types(
     }
     for row in golden["show"]:
         assert list(found[row["name"]].shape) == row["shape"]
-    config = ModelConfig(file_type=quant_type).to_bytes()
+    digest = layers_digest(manifest.layers)
+    config = ModelConfig(file_type=quant_type, layers_digest=digest).to_bytes()
     assert store.read_blob(manifest.config.digest, manifest.config.size) == config

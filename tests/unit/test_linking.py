@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from tests.models import (
     dense_tensors,
     moe_tensors,
     quantizable_tensors,
+    with_layers,
     write_folder,
 )
 from tests.reflinks import share_blocks
@@ -114,7 +114,7 @@ def add_layer(store: LocalStore, media_type: str, name: str, content: bytes) -> 
         ingest.publish()
     added = Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
     manifest = store.resolve(NAME)
-    store.publish(NAME, replace(manifest, layers=(*manifest.layers, added)))
+    store.publish(NAME, with_layers(store, manifest, (*manifest.layers, added)))
 
 
 def assert_nothing_left(folder: Path, *known: str) -> None:

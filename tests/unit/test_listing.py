@@ -37,9 +37,11 @@ def test_counts_what_names_share_once(store: LocalStore, tmp_path: Path) -> None
     models = list_models(store)
 
     assert [str(model.reference) for model in models] == ["a:latest", "b:latest", "c:latest"]
-    blobs = [store.resolve(model.reference).blobs for model in models]
-    for model, own, shared in zip(models, blobs, [blobs[1], blobs[1], blobs[2]], strict=True):
-        assert model.size == sum(blob.size for blob in own)
+    manifests = [store.resolve(model.reference) for model in models]
+    layers = [manifest.layers for manifest in manifests]
+    common = [layers[1], layers[1], layers[2]]  # and no configs
+    for model, manifest, shared in zip(models, manifests, common, strict=True):
+        assert model.size == sum(blob.size for blob in manifest.blobs)
         assert model.shared == sum(blob.size for blob in shared)
         assert model.digest == Digest.of(store.read_manifest(model.reference))
         assert model.modified == store.layout.manifest(model.reference).stat().st_mtime

@@ -32,19 +32,20 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType
 from tests import sandbox
+from tests.damage import blob_path
 from tests.models import (
     add_blobs,
     blob,
     dense_tensors,
     moe_tensors,
     quantizable_tensors,
+    with_layers,
     write_folder,
 )
 from tests.ollama_store import add_gguf_model
@@ -52,6 +53,7 @@ from tests.ollama_store import add_gguf_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from blobstore.loader import Verify
     from blobstore.plan import ExpertForm
 
 NAME = Reference.parse("m")
@@ -446,10 +448,10 @@ def test_one_flipped_bit_is_found_on_request(either: LocalStore, layer: str) -> 
 def test_a_claimed_size_reserves_no_memory(tmp_path: Path, size: int) -> None:
     store = LocalStore(tmp_path)
     add_blobs(store, "m", {"a": blob(("a", "U8", (1,), b"x")), "b": blob(("b", "U8", (1,), b"x"))})
-    path = store.layout.manifest(NAME)
-    manifest = json.loads(path.read_bytes())
-    manifest["layers"][1]["size"] = size
-    path.write_text(json.dumps(manifest))
+    manifest = store.resolve(NAME)
+    wrong = manifest.layers[1]._replace(size=size)
+    changed = with_layers(store, manifest, (manifest.layers[0], wrong))
+    store.layout.manifest(NAME).write_bytes(changed.to_bytes())
     for framework in ("numpy", "torch"):
         with pytest.raises(BlobDamaged, match=f"m:latest: layer 'b': .*expected {size}"):
             blobstore.open("m", store=store, framework=framework)  # type: ignore[arg-type]
@@ -464,6 +466,28 @@ def test_a_broken_manifest_is_told(store: LocalStore) -> None:
     store.layout.manifest(NAME).write_text('{"schemaVersion":1}')
     with pytest.raises(InvalidManifest, match=r"^m:latest: \$\.schemaVersion: expected 2"):
         blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize("verify", ["none", "size", "header", "digest", "rehash"])
+def test_a_manifest_that_was_changed_is_told(store: LocalStore, verify: Verify) -> None:
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(b"image.json", b"image.jsoo", 1))
+    indexes = sorted(store.layout.headers.iterdir())
+    for _ in range(2):
+        with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
+            blobstore.open("m", store=store, verify=verify)
+    gc.collect()
+    assert sorted(store.layout.headers.iterdir()) == indexes
+
+
+def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: LocalStore) -> None:
+    blob_path(store, "").unlink()
+    blobstore.open("m", store=store).close()  # by the index
+    shutil.rmtree(store.layout.headers)
+    for _ in range(2):
+        with blobstore.open("m", store=store) as model:
+            assert len(model) > 0
+        assert not store.layout.headers.exists()
 
 
 @pytest.mark.parametrize(
@@ -878,8 +902,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
                 media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"
             )
         )
-    config = store.resolve(NAME).config
-    store.publish(NAME, Manifest(config=config, layers=tuple(layers)))
+    store.publish(NAME, with_layers(store, store.resolve(NAME), layers))
     return store
 
 

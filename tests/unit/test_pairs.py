@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,15 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.pairs import Pairing, pair_tensors
 from blobstore.store.local import LocalStore
-from tests.models import Arrays, add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.models import (
+    Arrays,
+    add_blobs,
+    blob,
+    dense_tensors,
+    moe_tensors,
+    with_layers,
+    write_folder,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +55,8 @@ def with_stacks(store: LocalStore, name: str, stacks: object) -> None:
         ingest.publish()
     layer = Descriptor(media_type=media_types.STACKS, digest=item.digest, size=item.size, name="")
     manifest = store.resolve(Reference.parse(name))
-    store.publish(Reference.parse(name), replace(manifest, layers=(*manifest.layers, layer)))
+    changed = with_layers(store, manifest, (*manifest.layers, layer))
+    store.publish(Reference.parse(name), changed)
 
 
 def test_pairs_tensors_by_name_in_the_order_of_the_model(store: LocalStore) -> None:
@@ -166,7 +174,7 @@ def test_refuses_packed_weights_that_do_not_say_how(store: LocalStore) -> None:
 def test_refuses_models_without_tensors(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros(3)})
     manifest = store.resolve(Reference.parse("a"))
-    store.publish(Reference.parse("b"), replace(manifest, layers=()))
+    store.publish(Reference.parse("b"), with_layers(store, manifest, ()))
     with pytest.raises(BlobstoreError, match="b:latest has no tensor layers"):
         paired(store, "a", "b")
     with pytest.raises(ModelNotFound):

@@ -10,7 +10,7 @@ import pytest
 
 import blobstore
 from blobstore.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.store.local import LocalStore
@@ -79,6 +79,21 @@ def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalSt
     shutil.rmtree(store.layout.root)
     write_index(store, data, places)
     assert not store.layout.root.exists()
+
+
+def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
+    changed = manifest(store).replace(b'"name":"mask"', b'"name":"masl"')
+    with pytest.raises(InvalidManifest, match="was changed since it was written"):
+        find_places(store, changed)
+
+
+def test_there_is_no_index_of_what_is_not_proven(store: LocalStore) -> None:
+    index_file(store).unlink()
+    Path(store.layout.blob(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
+    places = find_places(store, manifest(store))
+    assert not places.is_proven
+    write_index(store, manifest(store), places)
+    assert not index_file(store).exists()
 
 
 @pytest.mark.parametrize(

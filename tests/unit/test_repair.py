@@ -349,11 +349,11 @@ def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path)
     assert layers(repaired) == {PLAIN}
     (fault,) = repaired.faults
     assert fault.reference == "broken:latest"
-    assert "a manifest cannot be repaired; create the model again" in fault.message
+    assert "a manifest can be had only from another store" in fault.message
 
 
 def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match="a manifest cannot be repaired"):
+    with pytest.raises(ModelNotFound, match="a manifest that is gone cannot be repaired"):
         repair_models([Reference.parse("gone")], folder, store=store)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.digest import Digest
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.planning import plan_source
@@ -59,7 +60,11 @@ def test_the_config_tells_type_and_capabilities(
 ) -> None:
     files = {"config.json": config.encode()}
     source = open_source(write_folder(tmp_path, dense_tensors(), files=files))
-    found = json.loads(config_bytes(source, "int4"))
+    found = json.loads(config_bytes(source, "int4", None))
     assert found["capabilities"] == capabilities
     assert found["file_type"] == "int4"
+    assert "layers_digest" not in found
+    layers = Digest("a" * 64)
+    known = json.loads(config_bytes(source, "int4", layers))
+    assert known == found | {"layers_digest": str(layers)}
     source.close()

@@ -14,6 +14,7 @@ import pytest
 
 from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest, InvalidReference
+from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.quantize import reference
@@ -90,6 +91,17 @@ def test_refuses_a_manifest_and_names_the_json_path(vector: dict[str, Any]) -> N
     with pytest.raises(InvalidManifest) as caught:
         Manifest.from_bytes(vector["text"].encode())
     assert str(caught.value).startswith(f"{vector['path']}: " if vector["path"] else "manifest is")
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["with_config"], ids=_why)
+def test_a_config_tells_whether_a_manifest_is_what_was_written(vector: dict[str, Any]) -> None:
+    manifest, config = vector["text"].encode(), vector["config"].encode()
+    assert Manifest.from_bytes(manifest).config.digest == Digest.of(config)
+    if vector["proven"] is None:
+        with pytest.raises(InvalidManifest, match="was changed since it was written"):
+            check_layers(manifest, config)
+    else:
+        assert check_layers(manifest, config) is vector["proven"]
 
 
 @pytest.mark.parametrize("vector", _REFERENCES["accepted"], ids=lambda vector: vector["text"][:40])

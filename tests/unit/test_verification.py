@@ -19,7 +19,14 @@ from blobstore.store.verified import VerifiedBlobs
 from blobstore.tensor import DType, TensorSpec
 from blobstore.verification import Verify, check_level, reads_headers
 from blobstore.verify import verify_models
-from tests.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+from tests.models import (
+    add_blobs,
+    blob,
+    moe_tensors,
+    quantizable_tensors,
+    with_layers,
+    write_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -362,9 +369,12 @@ def test_two_names_of_one_blob_share_what_is_known(settled: LocalStore, tmp_path
 
 def test_a_contradicting_size_is_told_whatever_is_known(settled: LocalStore) -> None:
     hashed(settled, "digest")
-    (layer,) = [item for item in settled.resolve(NAME).layers if item.name == NORM]
+    manifest = settled.resolve(NAME)
+    (layer,) = [item for item in manifest.layers if item.name == NORM]
     assert VerifiedBlobs(settled.layout).has(layer.digest, layer.size)
-    path = settled.layout.manifest(NAME)
-    path.write_text(path.read_text().replace(f'"size":{layer.size}', f'"size":{layer.size + 1}'))
+    wrong = layer._replace(size=layer.size + 1)
+    layers = [wrong if item == layer else item for item in manifest.layers]
+    changed = with_layers(settled, manifest, layers)
+    settled.layout.manifest(NAME).write_bytes(changed.to_bytes())
     with pytest.raises(BlobDamaged, match="expected"):
         blobstore.open("m", store=settled, verify="digest")

@@ -21,7 +21,7 @@ from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
 from blobstore.verify import Fault, verify_models
-from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.models import dense_tensors, moe_tensors, quantizable_tensors, with_layers, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -73,7 +73,7 @@ def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
 
 def publish_with(store: LocalStore, *layers: Descriptor) -> None:
     manifest = store.resolve(NAME)
-    store.publish(NAME, replace(manifest, layers=(*manifest.layers, *layers)))
+    store.publish(NAME, with_layers(store, manifest, (*manifest.layers, *layers)))
 
 
 def blob(*names: str) -> bytes:
@@ -113,7 +113,7 @@ def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
 def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
     manifest = store.resolve(NAME)
     layer = add(store, b"GGUF", media_type=media_types.MODEL)
-    store.publish(Reference.parse("gguf"), replace(manifest, layers=(layer,)))
+    store.publish(Reference.parse("gguf"), with_layers(store, manifest, [layer]))
     assert verify_models([Reference.parse("gguf")], store=store).faults == ()
 
 
@@ -255,7 +255,7 @@ def test_reports_every_fault_of_every_model_in_order(store: LocalStore, tmp_path
 def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> None:
     manifest = store.resolve(NAME)
     *others, last = manifest.layers
-    wrong = replace(manifest, layers=(*others, last._replace(size=last.size + 1)))
+    wrong = with_layers(store, manifest, (*others, last._replace(size=last.size + 1)))
     path = store.layout.manifest(Reference.parse("wrong"))
     path.parent.mkdir(parents=True)
     path.write_bytes(wrong.to_bytes())
@@ -264,6 +264,43 @@ def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> Non
 
 
 # Manifests and what they promise
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"image.json", b"image.jsoo"),
+        (b'"name":"config.json"', b'"nbme":"config.json"'),
+        (b"merges.txt", b"merges.tyt"),
+        (b"docker.container", b"docker.containes"),
+        (b"manifest.v2", b"manifest.v3"),
+    ],
+)
+def test_finds_a_manifest_that_was_changed(
+    old: bytes, new: bytes, quick: bool, store: LocalStore
+) -> None:
+    path = store.layout.manifest(NAME)
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    (fault,) = verify_models(store=store, quick=quick).faults
+    assert (fault.reference, fault.layer, fault.blob) == ("m:latest", "", "")
+    assert fault.message.startswith(f"'{path}': the manifest was changed since it was written")
+
+
+def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
+    blob_of(store, PLAIN).unlink()
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(b"merges.txt", b"merges.tyt"))
+    layers = [fault.layer for fault in verify_models(store=store).faults]
+    assert layers == ["", PLAIN]
+
+
+def test_a_lost_config_is_told_and_nothing_else(store: LocalStore) -> None:
+    Path(store.layout.blob(store.resolve(NAME).config.digest)).unlink()
+    (fault,) = verify_models(store=store).faults
+    assert fault.layer == media_types.CONFIG
 
 
 def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
@@ -351,7 +388,7 @@ def test_finds_a_size_that_another_layer_of_the_same_blob_contradicts(store: Loc
     path = store.layout.manifest(NAME)
     manifest = store.resolve(NAME)
     wrong = right._replace(size=7, name="wrong.json")
-    path.write_bytes(replace(manifest, layers=(*manifest.layers, wrong, right)).to_bytes())
+    path.write_bytes(with_layers(store, manifest, (*manifest.layers, wrong, right)).to_bytes())
 
     fault = only_fault(store)
     assert fault.layer == "wrong.json"

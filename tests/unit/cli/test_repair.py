@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.digest import Digest
 from blobstore.manifests.reference import Reference
 from tests.damage import blob_path, flip, truncate
 from tests.models import dense_tensors, quantizable_tensors, write_folder
@@ -106,6 +107,46 @@ def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_pat
     assert run("verify").exit_code == 0
 
 
+def test_puts_back_a_damaged_manifest_from_another_store(
+    stored: LocalStore, dense: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    assert run("create", dense, "any-name", "--store", other).exit_code == 0
+    path = stored.layout.manifest(Reference.parse("dense"))
+    wrong = path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"')
+    path.write_bytes(wrong)
+    flip(Path(stored.layout.blob(stored.parse(Reference.parse("dense"))[1].layers[0].digest)))
+    told = run("repair", "--from", other, "--dry-run")
+    assert told.exit_code == 0
+    assert "would write anew 1 manifest and 1 blob; all would be whole: 1 model, " in told.stdout
+
+    result = run("repair", "--from", dense)  # which has no manifests
+    assert result.exit_code == 4
+    assert "or create the model again, or take the file from a backup\n" in result.stdout
+
+    result = run("repair", "--from", other)
+    assert result.exit_code == 0
+    (aside,) = stored.layout.quarantine.glob(f"{Digest.of(wrong).file_name}.*")
+    assert result.stdout.startswith(
+        f"wrote anew the manifest of model dense:latest; what was there is '{aside}'\n"
+        "wrote anew 1 manifest; all is whole: 1 model, "
+    )
+    assert run("verify").exit_code == 0
+
+
+def test_json_tells_of_manifests(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert run("create", dense, "dense", "--store", other).exit_code == 0
+    path = stored.layout.manifest(Reference.parse("dense"))
+    path.write_bytes(path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"'))
+    told = run_json("repair", "--from", other, "--dry-run")
+    assert told["manifests"] == [{"model": "dense:latest", "quarantined": None}]
+    told = run_json("repair", "--from", other)
+    (aside,) = stored.layout.quarantine.iterdir()
+    assert told["manifests"] == [{"model": "dense:latest", "quarantined": str(aside)}]
+    assert run_json("repair", "--from", other)["manifests"] == []
+
+
 def test_a_quantized_model_needs_only_its_overrides(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
     override = ("--quantize-override", "*.experts.1.up_proj.weight=int8")
@@ -129,7 +170,7 @@ def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) 
 def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
     result = run("repair", "dens", "--from", dense)
     assert result.exit_code == 3
-    assert "a manifest cannot be repaired" in result.stderr
+    assert "a manifest that is gone cannot be repaired" in result.stderr
     assert "did you mean 'dense'?" in result.stderr
 
 

@@ -29,7 +29,7 @@ def test_removes_names_and_tells_what_gc_frees(stored: LocalStore) -> None:
     result = run("rm", "copy")
     assert result.stdout.splitlines() == [
         "removed copy:latest",
-        f'"blobstore gc" frees 1.5 kB: {len(blobs)} blobs that no other model needs',
+        f'"blobstore gc" frees 1.6 kB: {len(blobs)} blobs that no other model needs',
     ]
     assert listed(stored) == []
     assert len(list(stored.layout.blobs.iterdir())) == len(blobs)

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
 from blobstore.tensor import DType, TensorSpec
-from tests.models import blob, dense_tensors, moe_tensors, write_folder
+from tests.models import add_blobs, blob, dense_tensors, moe_tensors, with_layers, write_folder
 from tests.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json, run_process
 
@@ -285,18 +283,7 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
     ]
     header = encode_header(specs, {"quant_type": "int4", "group_size": "32"})
     blob = header + bytes(sum(spec.nbytes for spec in specs))
-    config = ModelConfig().to_bytes()
-    layer = Descriptor(
-        media_type=media_types.TENSOR, digest=Digest.of(blob), size=len(blob), name="w.weight"
-    )
-    with store.ingest() as ingest:
-        for data in (blob, config):
-            ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
-        ingest.publish()
-    described = Descriptor(
-        media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
-    )
-    store.publish(Reference.parse("q"), Manifest(config=described, layers=(layer,)))
+    add_blobs(store, "q", {"w.weight": blob})
 
     shown = run_json("show", "q")
     assert shown["parameters"] == 6 * 64
@@ -318,11 +305,11 @@ def test_layers_without_a_name_are_told_apart(stored: LocalStore) -> None:
         data = {name: blob((name, "U8", (1,), b"x")) for name in ("one", "two")}
         added = [ingest.add(len(item), lambda item=item: [item]) for item in data.values()]  # type: ignore[misc]
         ingest.publish()
-    layers = tuple(
+    layers = [
         Descriptor(media_type=media_types.TENSOR, digest=item.digest, size=item.size)
         for item in added
-    )
-    stored.publish(Reference.parse("nameless"), Manifest(config=base.config, layers=layers))
+    ]
+    stored.publish(Reference.parse("nameless"), with_layers(stored, base, layers))
 
     assert [tensor["name"] for tensor in run_json("show", "nameless")["tensors"]] == ["one", "two"]
     remove_blob(stored, layers[0])

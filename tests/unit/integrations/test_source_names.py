@@ -18,9 +18,8 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest
 from blobstore.store.local import LocalStore
-from tests.models import Arrays, moe_tensors, quantizable_tensors, write_folder
+from tests.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +47,7 @@ def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -
             layer if item.media_type == media_types.STACKS else item
             for item in model.manifest.layers
         ]
-        manifest = Manifest(config=model.manifest.config, layers=tuple(layers))
+        manifest = with_layers(store, model.manifest, layers)
     store.publish(model.reference, manifest)
     return blobstore.open(name, store=store)
 

@@ -13,7 +13,7 @@ from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 CONFIG = {"mediaType": media_types.CONFIG, "digest": C, "size": 9}
@@ -199,6 +199,20 @@ def test_the_config_has_the_keys_that_ollama_s_importer_writes() -> None:
         b'"architecture":"","os":""}'
     )
     assert b'"file_type":"int4"' in ModelConfig(file_type="int4").to_bytes()
+
+
+def test_the_config_has_the_digest_of_the_layers_behind_the_keys_of_ollama() -> None:
+    digest = Digest("a" * 64)
+    data = ModelConfig(layers_digest=digest).to_bytes()
+    assert data == ModelConfig().to_bytes()[:-1] + f',"layers_digest":"{A}"}}'.encode()
+
+
+def test_the_digest_of_the_layers_is_that_of_the_list_in_the_manifest() -> None:
+    manifest = read(layers=[layer(name="a<&é"), layer(B, x=1) | {"from": "y"}])
+    data = manifest.to_bytes()
+    listed = data[data.index(b"[") : data.rindex(b"]") + 1]
+    assert layers_digest(manifest.layers) == Digest.of(listed)
+    assert layers_digest(()) == Digest.of(b"[]")
 
 
 VALUES = st.recursive(

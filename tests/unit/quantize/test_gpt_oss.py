@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -18,6 +17,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.gpt_oss import is_form_of
 from blobstore.store.local import LocalStore
+from tests.models import with_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +92,8 @@ def test_takes_stacked_experts_apart_before_it_transposes_them(
         ingest.publish()
     manifest = store.resolve(Reference.parse("m"))
     layer = Descriptor(media_type=media_types.STACKS, digest=added.digest, size=added.size)
-    store.publish(Reference.parse("m"), replace(manifest, layers=(*manifest.layers, layer)))
+    changed = with_layers(store, manifest, (*manifest.layers, layer))
+    store.publish(Reference.parse("m"), changed)
     export_model("m", tmp_path / "parts", store=store, dequantize=True)
     parts = load_file(tmp_path / "parts" / "model.safetensors")
     for place, name in enumerate("abc"):

@@ -21,7 +21,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
 from tests import sandbox
@@ -72,6 +72,47 @@ def test_the_root_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Names
+
+
+def proven(store: LocalStore) -> Manifest:
+    """Publish a manifest whose config knows its layers."""
+    layer = put(store, b"{}")._replace(media_type=media_types.JSON, name="a.json")
+    config = put(store, ModelConfig(layers_digest=layers_digest([layer])).to_bytes())
+    manifest = Manifest(config=config, layers=(layer,))
+    store.publish(NAME, manifest)
+    return manifest
+
+
+def test_a_manifest_that_was_changed_is_not_resolved(store: LocalStore) -> None:
+    manifest = proven(store)
+    assert store.resolve(NAME) == manifest
+    path = store.layout.manifest(NAME)
+    changed = path.read_bytes().replace(b'"a.json"', b'"b.json"')
+    path.write_bytes(changed)
+    with pytest.raises(InvalidManifest, match=f"^'{path}': the manifest was changed since"):
+        store.resolve(NAME)
+    data, parsed = store.parse(NAME)
+    assert data == changed
+    assert [layer.name for layer in parsed.layers] == ["b.json"]
+
+
+def test_without_its_config_a_manifest_is_not_proven(store: LocalStore) -> None:
+    manifest = proven(store)
+    data = store.read_manifest(NAME)
+    assert store.check_manifest(data, manifest)
+    path = Path(store.layout.blob(manifest.config.digest))
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"completion", b"completiom"))
+    assert not store.check_manifest(data, manifest)
+    path.unlink()
+    assert not store.check_manifest(data, manifest)
+    assert store.resolve(NAME) == manifest
+
+
+def test_a_huge_config_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest(config=put(store, b" " * (2**20 + 1)), layers=())
+    monkeypatch.setattr(store, "open_blob", lambda *_: pytest.fail("opened"))
+    assert not store.check_manifest(manifest.to_bytes(), manifest)
 
 
 def test_a_published_name_is_found(store: LocalStore) -> None:

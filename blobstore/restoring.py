@@ -1,0 +1,87 @@
+"""Damaged manifests put back, from another store that has the same models.
+
+Only a manifest that its config proves is taken. That it is of the same model is told by the damaged one,
+of which a half is left at least: the digest of the config, or the list of layers that the config holds
+the digest of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.digest import Digest
+from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.manifests.check import check_layers
+from blobstore.manifests.model import Manifest, listed
+from blobstore.store.quarantine import put_aside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+class Restored(NamedTuple):
+    """A manifest that was put back, or would be."""
+
+    reference: Reference
+    manifest: Manifest
+    aside: Path | None
+    """Where the damaged file is now; None where nothing was changed."""
+
+
+def restore_manifests(
+    store: LocalStore, other: LocalStore, references: Iterable[Reference], *, is_dry: bool
+) -> Iterator[Restored]:
+    """Put back those of the manifests that are damaged and that another store has whole.
+
+    Raises:
+        StoreBusy: others have kept the store's lock all the time.
+        StoreError: a store cannot be read, or the store not be written.
+    """
+    for reference in references:
+        damaged = _damaged(store, reference)
+        whole = None if damaged is None else _whole(other, reference, damaged)
+        if damaged is None or whole is None:
+            continue
+        manifest = Manifest.from_bytes(whole)
+        if is_dry:
+            yield Restored(reference, manifest, None)
+            continue
+        with store.writing(), store.locks.alone():
+            if _damaged(store, reference) != damaged:
+                continue
+            path = store.layout.manifest(reference)
+            aside = put_aside(store.layout, str(path), Digest.of(damaged))
+            # Whatever is wrong with the blobs: they are mended when it is known which they are.
+            store.place(reference, whole, ())
+        yield Restored(reference, manifest, aside)
+
+
+def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
+    """Return the bytes of a manifest that is not proven; None if it is, or not there to be read."""
+    try:
+        data = store.read_manifest(reference)
+    except BlobstoreError:
+        return None
+    with contextlib.suppress(InvalidManifest):
+        if store.check_manifest(data, Manifest.from_bytes(data)):
+            return None
+    return data
+
+
+def _whole(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | None:
+    """Return the manifest of the same model, by preference the one of the same name."""
+    names = [reference, *(name for name in other.references() if name != reference)]
+    for name in names:
+        with contextlib.suppress(BlobstoreError):
+            data, manifest = other.parse(name)
+            config = other.read_blob(manifest.config.digest, manifest.config.size)
+            halves = str(manifest.config.digest).encode(), listed(manifest.layers)
+            is_same = any(half in damaged for half in halves)
+            if is_same and check_layers(data, config) and data != damaged:
+                return data
+    return None

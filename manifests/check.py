@@ -1,0 +1,82 @@
+"""Whether a manifest is the one that was written.
+
+A blob is known by its digest, and nothing holds that of a manifest: one bit makes another name or media
+type of it, as valid as the right one. So the config, a blob that the manifest names, holds the digest
+of the list of layers; and what stands around that list follows from the config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from blobstore import strictjson
+from blobstore.digest import Digest
+from blobstore.errors import InvalidManifest
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import LAYERS_DIGEST, Manifest
+from blobstore.text import quoted
+
+MAX_CONFIG_SIZE: Final = 2**20
+"""Bytes; a larger config is none of ours, and says nothing of the layers."""
+ADVICE: Final = (
+    "; create the model again, copy it from another of its names, or run 'blobstore repair NAME "
+    "--from STORE' with a store that has it too"
+)
+"""What the messages about a changed manifest end in."""
+
+
+def check_layers(manifest: bytes, config: bytes) -> bool:
+    """Check that the file ``manifest`` is what was written with ``config``, to the last bit.
+
+    The line feed at its end may be missing: some versions of Ollama write none when they pull a
+    model. Configs that say nothing of the layers, such as Ollama's own, are content with any.
+
+    Returns:
+        Whether the config says something of the layers.
+
+    Raises:
+        InvalidManifest: it is not.
+    """
+    promised = _promised(config)
+    if promised is None:
+        return False
+    described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
+    begin = Manifest(config=described, layers=()).to_bytes().removesuffix(b"[]}\n")
+    written = manifest.removesuffix(b"\n")
+    if not (written.startswith(begin) and written.endswith(b"}")):
+        message = (
+            f"the manifest was changed since it was written, not in its list of layers{ADVICE}"
+        )
+        raise InvalidManifest(message)
+    found = str(Digest.of(written[len(begin) : -1]))
+    if found != promised:
+        message = (
+            f"the manifest was changed since it was written: its list of layers has digest {found}, "
+            f"and its config promises {quoted(promised)}{ADVICE}"
+        )
+        raise InvalidManifest(message)
+    return True
+
+
+def say_the_same(ours: bytes, theirs: bytes) -> bool:
+    """Tell whether two configs say the same but for the digests of the layers."""
+    if ours == theirs:
+        return True
+    sides = _decoded(ours), _decoded(theirs)
+    for side in sides:
+        side.pop(LAYERS_DIGEST, None)
+    return bool(sides[0]) and sides[0] == sides[1]
+
+
+def _promised(config: bytes) -> Any:
+    """Return what a config says that the digest of the layers is; None if it says nothing."""
+    return _decoded(config).get(LAYERS_DIGEST)
+
+
+def _decoded(config: bytes) -> dict[str, Any]:
+    try:
+        value = strictjson.loads(config)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

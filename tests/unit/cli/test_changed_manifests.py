@@ -1,0 +1,71 @@
+"""Commands that use a model refuse a manifest of which a bit was changed; those that manage names do not look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def changed(stored: LocalStore, dense: Path) -> LocalStore:
+    """Return a store with the model ``dense``, of whose manifest a bit was changed, and ``whole``."""
+    assert run("create", dense, "whole").exit_code == 0
+    path = stored.layout.manifest(Reference.parse("dense"))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"ollama.image.json", b"ollama.image.jsoo", 1))
+    assert path.read_bytes() != data
+    return stored
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "dense"),
+        ("export", "dense", "{folder}"),
+        ("link", "dense", "{folder}"),
+        ("compare", "dense", "whole"),
+        ("compare", "whole", "dense"),
+        ("diff", "dense", "whole"),
+        ("diff", "whole", "dense"),
+    ],
+    ids=" ".join,
+)
+def test_is_refused_by_who_uses_it(
+    arguments: tuple[str, ...], changed: LocalStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    result = run(*(item.format(folder=folder) for item in arguments))
+    assert result.exit_code == 4
+    assert "the manifest was changed since it was written" in result.stderr
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--quick",)])
+def test_is_found_by_verify(options: tuple[str, ...], changed: LocalStore) -> None:
+    (fault,) = run_json("verify", *options, exit_code=4)["faults"]
+    assert fault["reference"] == "dense:latest"
+    assert "create the model again, copy it from another of its names" in fault["message"]
+
+
+def test_is_as_good_as_any_for_who_manages_names(changed: LocalStore, dense: Path) -> None:
+    assert run("cp", "dense", "copy").exit_code == 0
+    for arguments in (["list"], ["du"], ["gc"], ["rm", "copy"], ["show", "dense", "--manifest"]):
+        assert run(*arguments).exit_code == 0
+
+
+def test_is_cured_as_the_message_says(changed: LocalStore, dense: Path) -> None:
+    assert run("cp", "whole", "dense", "--force").exit_code == 0
+    assert run("verify").exit_code == 0
+    path = changed.layout.manifest(Reference.parse("dense"))
+    path.write_bytes(path.read_bytes().replace(b'"name"', b'"nbme"', 1))
+    assert run("create", dense, "dense").exit_code == 0
+    assert run("verify").exit_code == 0

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.documents import Documents
+from blobstore.errors import InvalidManifest, ModelNotFound
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests.damage import blob_path
+from tests.models import add_blobs, with_layers
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "old", {"w": b"never opened"})
+    manifest = store.resolve(Reference.parse("old"))
+    store.publish(Reference.parse("m"), with_layers(store, manifest, manifest.layers))
+    return store
+
+
+def test_gives_the_manifest_of_a_name(store: LocalStore) -> None:
+    reference = Reference.parse("m")
+    for name in ("m", reference):
+        assert Documents.of(name, store).manifest == store.resolve(reference)
+    with pytest.raises(ModelNotFound):
+        Documents.of("none", store)
+
+
+def test_refuses_a_manifest_that_was_changed(store: LocalStore) -> None:
+    for name in ("m", "old"):
+        path = store.layout.manifest(Reference.parse(name))
+        path.write_bytes(path.read_bytes().replace(b'"name":"w"', b'"name":"v"'))
+    with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
+        Documents.of("m", store)
+    (layer,) = Documents.of("old", store).manifest.layers  # of which nothing tells
+    assert layer.name == "v"
+
+
+def test_a_model_that_has_lost_its_config_keeps_its_files(store: LocalStore) -> None:
+    blob_path(store, "").unlink()
+    assert [layer.name for layer in Documents.of("m", store).manifest.layers] == ["w"]
