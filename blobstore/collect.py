@@ -78,8 +78,8 @@ def collect_garbage(
         dry_run: remove nothing, and tell what would be.
 
     Raises:
-        InvalidManifest: a file in the place of manifests is none, so that nobody knows which blobs it
-            needs. Nothing is removed then.
+        InvalidManifest: a file in the place of manifests is none, or was changed since it was
+            written, so that nobody knows which blobs it needs. Nothing is removed then.
         StoreBusy: others have kept the store's lock all the time.
         StoreError: the store cannot be read or written.
         UsageError: ``older_than`` is negative.
@@ -209,6 +209,7 @@ class _Marks:
     """What every manifest of a store reaches, each read again only when it has changed."""
 
     def __init__(self, store: LocalStore) -> None:
+        self._store = store
         self._layout = store.layout
         self._marked: dict[str, _Marked] = {}
         self._reached: set[str] = set()
@@ -217,7 +218,7 @@ class _Marks:
         """Read what has come or changed.
 
         Raises:
-            InvalidManifest: a file is no manifest.
+            InvalidManifest: a file is no manifest, or not the one that was written.
             OSError: one cannot be read.
         """
         found = {}
@@ -226,7 +227,7 @@ class _Marks:
                 status = os.stat(path)  # noqa: PTH116 - a text, of which there are thousands
                 state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 known = self._marked.get(path)
-                found[path] = known if known and known.state == state else _read(path, state)
+                found[path] = known if known and known.state == state else self._read(path, state)
         if found != self._marked or not found:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._marked = found
@@ -239,23 +240,23 @@ class _Marks:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._marked.values()}
 
+    def _read(self, path: str, state: tuple[int, ...]) -> _Marked:
+        try:
+            data = read_regular(path, MAX_MANIFEST_SIZE)
+            manifest = Manifest.from_bytes(data)
+            self._store.check_manifest(data, manifest)
+        except BlobstoreError as error:
+            message = (
+                f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
+                "repair or remove that file first"
+            )
+            raise InvalidManifest(message) from None
+        return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
+
 
 def _age(status: os.stat_result) -> float:
     # A clock that was set back makes files of the future: they are as young as can be.
     return max(0.0, time.time() - status.st_mtime)
-
-
-def _read(path: str, state: tuple[int, ...]) -> _Marked:
-    try:
-        data = read_regular(path, MAX_MANIFEST_SIZE)
-        manifest = Manifest.from_bytes(data)
-    except BlobstoreError as error:
-        message = (
-            f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
-            "repair or remove that file first"
-        )
-        raise InvalidManifest(message) from None
-    return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
 
 
 def _files(folder: Path) -> Iterator[str]:

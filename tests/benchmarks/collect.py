@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 from blobstore.collect import collect_garbage
 from blobstore.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest
+from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.benchmarks.common import arguments, rounds, table, timed, workspace
@@ -37,7 +38,10 @@ def fill(store: LocalStore, models: int) -> None:
                 )
                 for number, digest in enumerate(digests)
             ]
-            config = Descriptor(media_type=media_types.CONFIG, digest=digests[0], size=1)
+            content = ModelConfig(layers_digest=layers_digest(layers)).to_bytes()
+            digest = Digest.of(content)
+            Path(store.layout.blob(digest)).write_bytes(content)
+            config = Descriptor(media_type=media_types.CONFIG, digest=digest, size=len(content))
             path = store.layout.manifest(Reference.parse(f"m{model}"))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(Manifest(config=config, layers=tuple(layers)).to_bytes())
@@ -48,7 +52,8 @@ def limit(store: LocalStore) -> object:
     reached: set[str] = set()
     for path in store.layout.manifests.rglob("latest"):
         manifest = json.loads(path.read_bytes())
-        reached.update(layer["digest"].replace(":", "-") for layer in manifest["layers"])
+        blobs = [manifest["config"], *manifest["layers"]]
+        reached.update(blob["digest"].replace(":", "-") for blob in blobs)
     garbage = [path for path in store.layout.blobs.iterdir() if path.name not in reached]
     for path in garbage:
         path.stat()

@@ -13,6 +13,7 @@ from blobstore import collect
 from blobstore.collect import collect_garbage
 from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest, StoreBusy, StoreError, UsageError
+from blobstore.files import read_regular
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
@@ -257,6 +258,21 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(
     assert everything(store) == before
 
 
+def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    path = store.layout.manifest(Reference.parse("m"))
+    whole = path.read_bytes()
+    digest = bytes(str(store.resolve(Reference.parse("m")).layers[0].digest), "ascii")
+    other = digest[:-1] + (b"1" if digest.endswith(b"0") else b"0")
+    path.write_bytes(whole.replace(digest, other))
+    before = everything(store)
+    with pytest.raises(InvalidManifest, match="the manifest was changed since it was written"):
+        collect_garbage(store, older_than=0)
+    assert everything(store) == before
+    path.write_bytes(whole)
+    assert not collect_garbage(store, older_than=0).blobs
+
+
 def test_a_manifest_that_permissions_close_stops_it() -> None:
     with sandbox.common_folder() as folder:
 
@@ -336,14 +352,13 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
         put(store, b"%d" % number)
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        read = collect._read
 
-        def noted(path: str, state: tuple[int, ...]) -> object:
+        def noted(path: str, limit: int) -> bytes:
             reads.append(path)
-            return read(path, state)
+            return read_regular(path, limit)
 
         patch.setattr(collect, "_BATCH", 2)
-        patch.setattr(collect, "_read", noted)
+        patch.setattr(collect, "read_regular", noted)
         assert len(collect_garbage(store, older_than=0).blobs) == 20
     assert len(reads) == len(set(reads)) == 31
 
