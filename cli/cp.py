@@ -16,13 +16,22 @@ from blobstore.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from blobstore.manifests.reference import Reference
     from blobstore.naming import Named
     from blobstore.store.local import LocalStore
 
-force_option = click.option(
+_force_option = click.option(
     "--force", is_flag=True, help="Take the name from another model that has it."
 )
+
+
+def naming_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of those that name a model."""
+    for option in (json_option, wait_option, store_option, _force_option):
+        command = option(command)
+    return command
 
 
 def show_named(named: Named, done: str, *, as_json: bool) -> None:
@@ -44,10 +53,7 @@ def show_named(named: Named, done: str, *, as_json: bool) -> None:
 @click.command("cp", short_help="Give a model a second name.")
 @click.argument("source", metavar="SRC", callback=parse_name)
 @click.argument("target", metavar="DST", callback=parse_name)
-@force_option
-@store_option
-@wait_option
-@json_option
+@naming_options
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:

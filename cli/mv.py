@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli.cp import force_option, show_named
-from blobstore.cli.options import (
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli.cp import naming_options, show_named
+from blobstore.cli.options import parse_name, suggesting_names
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -23,10 +17,7 @@ if TYPE_CHECKING:
 @click.command("mv", short_help="Give a model another name.")
 @click.argument("source", metavar="SRC", callback=parse_name)
 @click.argument("target", metavar="DST", callback=parse_name)
-@force_option
-@store_option
-@wait_option
-@json_option
+@naming_options
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:

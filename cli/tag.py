@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli.cp import force_option, show_named
-from blobstore.cli.options import (
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli.cp import naming_options, show_named
+from blobstore.cli.options import parse_name, suggesting_names
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -24,10 +18,7 @@ if TYPE_CHECKING:
 @click.command("tag", short_help="Give a model another tag.")
 @click.argument("name", callback=parse_name)
 @click.argument("tag")
-@force_option
-@store_option
-@wait_option
-@json_option
+@naming_options
 def command(name: Reference, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
     """Give the model NAME the tag TAG too, as "blobstore cp" does with a whole name."""
     from blobstore.naming import copy_model

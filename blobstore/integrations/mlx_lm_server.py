@@ -7,7 +7,6 @@ that name another model.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -18,7 +17,7 @@ import sys
 from functools import partial
 from http.server import ThreadingHTTPServer
 from threading import Event
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
 from mlx_lm import server
@@ -26,18 +25,17 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
-from blobstore.loader import Verify
+from blobstore.integrations.server_command import Asked, run_server
 from blobstore.manifests.reference import Reference
-from blobstore.store.local import LocalStore
-from blobstore.text import printable, quoted
+from blobstore.text import quoted
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 _DEFAULT = "default_model"
 """What mlx-lm calls the model that a request does not name."""
 _PORTS = 2**16
-_INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -110,59 +108,21 @@ class _Handler(server.APIHandler):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve a model until the process is told to end, and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m blobstore.integrations.mlx_lm_server",
-        usage="%(prog)s NAME [--store DIR] [--verify LEVEL] [--read HOW] [--prefetch HOW] [options of mlx_lm.server]",
-        description="Serve a model of the store with mlx-lm's OpenAI-compatible server.",
-        epilog="Other options are those of mlx_lm.server: see python -m mlx_lm server --help.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", metavar="NAME", help="the model, [host/][namespace/]model[:tag]")
-    parser.add_argument("--store", metavar="DIR", help="folder of the store")
-    parser.add_argument(
-        "--verify",
-        choices=get_args(Verify),
-        default="size",
-        help="how closely blobs are looked at before they are used (default: size)",
-    )
-    parser.add_argument(
-        "--read",
-        choices=("mmap", "pread"),
-        default="mmap",
-        help="how blobs are read; pread suits network file systems (default: mmap)",
-    )
-    parser.add_argument(
-        "--prefetch",
-        choices=("willneed", "read"),
-        help="bring mapped blobs into memory before they are used",
-    )
-    options, rest = parser.parse_known_args(arguments)
-    try:
-        _serve(options, rest)
-    except BlobstoreError as error:
-        sys.stderr.write(f"blobstore: error: {printable(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    name = "blobstore.integrations.mlx_lm_server"
+    own = "mlx-lm's OpenAI-compatible server"
+    return run_server(name, own, "python -m mlx_lm server", _serve, arguments)
 
 
-def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
+def _serve(asked: Asked) -> None:
     """Run mlx-lm's own program, with what is said above in place of three of its parts."""
-    reference = Reference.parse(options.name)
-    if options.store == "":  # an unset variable of a script must not mean the current folder
-        message = "the store's folder is empty text"
-        raise UsageError(message)
-    store = LocalStore(options.store)
+    reference = Reference.parse(asked.name)
 
     def load(path: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
         return load_all(
             path,
-            store=store,
+            store=asked.store,
             tokenizer_config=settings["tokenizer_config"],
-            verify=options.verify,
-            read=options.read,
-            prefetch=options.prefetch,
+            **asked.opening,
         )
 
     def run(host: str, port: int, provider: StoreProvider) -> None:
@@ -172,7 +132,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
         _run(host, port, provider)
 
     vars(server).update(load=load, run=run, ModelProvider=StoreProvider)
-    sys.argv = ["mlx_lm.server", "--model", str(reference), *rest]
+    sys.argv = ["mlx_lm.server", "--model", str(reference), *asked.rest]
     signal.signal(signal.SIGTERM, _stop)
     server.main()
 
