@@ -4,6 +4,9 @@ Manifests are read without a lock first, which takes the time that it takes. The
 to itself and a batch at a time, leases are read, manifests that have changed are read again, and what
 is still garbage is removed. Leases come before manifests: who has ended a lease by then had given its
 blobs a manifest before. It is linear in blobs and layers.
+
+A blob by which a cold one is coded is needed as long as that is kept, also if no manifest reaches it. Cold
+blobs that have such a base go first, so that there is never one without it.
 """
 
 from __future__ import annotations
@@ -13,20 +16,20 @@ import os
 import stat
 import time
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidDigest, InvalidManifest, UsageError
-from blobstore.files import read_regular, sync_folder
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.errors import InvalidDigest, UsageError
+from blobstore.files import sync_folder
+from blobstore.marks import Marks
+from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 GRACE: Final = 3600.0
 """Seconds for which a blob is kept by default after it was written: others have no leases."""
@@ -49,7 +52,7 @@ class Collected:
     """What a collection found."""
 
     blobs: tuple[Removed, ...]
-    """Blobs that no manifest reaches."""
+    """Blobs that no manifest reaches, hot and cold ones."""
     leftovers: tuple[Removed, ...]
     """What dead processes left: files without a name, leases; and caches of removed models."""
     folders: tuple[Path, ...]
@@ -101,12 +104,13 @@ class _Collection:
         self._layout = store.layout
         self._older_than = older_than
         self._is_dry = dry_run
-        self._marks = _Marks(store)
+        self._marks = Marks(store)
+        self._bases = Bases(store.cold)
         self._kept: list[int] = []
 
     def run(self) -> Collected:
         self._marks.update()
-        blobs = list(self._sweep(self._unreached()))
+        blobs = list(self._sweep(self._unneeded()))
         with self._alone():
             leftovers = [*self._leftovers()]
             folders = [*self._empty_folders()]
@@ -118,28 +122,53 @@ class _Collection:
             kept_size=sum(self._kept),
         )
 
-    def _unreached(self) -> list[Digest]:
-        reached = self._marks.reached()
-        found = []
-        for name in _names(self._layout.blobs):
-            if name.removeprefix(_PREFIX) not in reached:
-                with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
-                    found.append(Digest.parse(name.replace("-", ":", 1)))
-        return sorted(found)
+    def _unneeded(self) -> list[Path]:
+        cold = self._store.cold.files()
+        needed = self._needed(frozenset(), cold)
+        deltas = self._bases.known(cold)
+        found: list[tuple[bool, str]] = []
+        for folder in (self._layout.cold, self._layout.blobs):
+            for name in _names(folder):
+                if name.removeprefix(_PREFIX) not in needed:
+                    with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
+                        digest = Digest.parse(name.replace("-", ":", 1))
+                        is_delta = folder == self._layout.cold and digest in deltas
+                        found.append((not is_delta, str(folder / name)))
+        return [Path(path) for _, path in sorted(found)]
 
-    def _sweep(self, candidates: Iterable[Digest]) -> Iterator[Removed]:
+    def _needed(
+        self, leased: Collection[Digest], cold: Mapping[Digest, os.stat_result]
+    ) -> Collection[str]:
+        """Return the blobs that are needed, by the digits of their digests."""
+        needed = self._marks.reached().union(digest.hex for digest in leased)
+        if not cold:
+            return needed
+        kept = {
+            digest: status
+            for digest, status in cold.items()
+            if digest.hex in needed or _age(status) < self._older_than
+        }
+        for digest, status in kept.items():
+            # What is hot too does without its base; what nobody needs is no loss.
+            must_be_known = digest.hex in needed and not self._store.hot.has(digest)
+            base = self._bases.of(digest, status, must_be_known=must_be_known)
+            if base is not None:
+                needed.add(base.hex)
+        return needed
+
+    def _sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
             with self._alone():
                 leased = read_leases(self._layout).digests
                 self._marks.update()
-                reached = self._marks.reached()
-                for digest in batch:
-                    is_needed = digest in leased or digest.hex in reached
-                    path = Path(self._layout.blob(digest))
+                needed = self._needed(leased, self._store.cold.files())
+                for path in batch:
+                    is_needed = path.name.removeprefix(_PREFIX) in needed
                     yield from self._remove_blob(path, is_needed=is_needed)
                 if not self._is_dry:
-                    sync_folder(self._layout.blobs)
+                    for folder in dict.fromkeys(path.parent for path in batch):
+                        sync_folder(folder)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         locks = self._store.locks
@@ -198,74 +227,9 @@ class _Collection:
         return Removed(path.relative_to(self._layout.root), size)
 
 
-class _Marked(NamedTuple):
-    state: tuple[int, ...]
-    manifest: Digest
-    blobs: tuple[str, ...]
-    """Their digests, without what is the same in all: there may be hundreds of thousands."""
-
-
-class _Marks:
-    """What every manifest of a store reaches, each read again only when it has changed."""
-
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store
-        self._layout = store.layout
-        self._marked: dict[str, _Marked] = {}
-        self._reached: set[str] = set()
-
-    def update(self) -> None:
-        """Read what has come or changed.
-
-        Raises:
-            InvalidManifest: a file is no manifest, or not the one that was written.
-            OSError: one cannot be read.
-        """
-        found = {}
-        for path in _files(self._layout.manifests):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                status = os.stat(path)  # noqa: PTH116 - a text, of which there are thousands
-                state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-                known = self._marked.get(path)
-                found[path] = known if known and known.state == state else self._read(path, state)
-        if found != self._marked or not found:
-            self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
-        self._marked = found
-
-    def reached(self) -> set[str]:
-        """Return the blobs that the manifests reach, by the digits of their digests."""
-        return self._reached
-
-    def manifests(self) -> set[Digest]:
-        """Return the digests of the manifests themselves."""
-        return {item.manifest for item in self._marked.values()}
-
-    def _read(self, path: str, state: tuple[int, ...]) -> _Marked:
-        try:
-            data = read_regular(path, MAX_MANIFEST_SIZE)
-            manifest = Manifest.from_bytes(data)
-            self._store.check_manifest(data, manifest)
-        except BlobstoreError as error:
-            message = (
-                f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
-                "repair or remove that file first"
-            )
-            raise InvalidManifest(message) from None
-        return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
-
-
 def _age(status: os.stat_result) -> float:
     # A clock that was set back makes files of the future: they are as young as can be.
     return max(0.0, time.time() - status.st_mtime)
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """Yield all that is below a folder and no folder; errors are errors."""
-    for entry in _scan(folder):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        else:
-            yield entry.path
 
 
 def _names(folder: Path) -> list[str]:

@@ -83,10 +83,9 @@ def open_model(
             prefetch=prefetch,
             progress=progress,
         )
-        if verify == "size" and read == "mmap" and prefetch is None:
-            model.check(verify)
+        if verify == "size" and read == "mmap" and prefetch is None and model.map_hot():
             return model
-        # What follows takes longer than others can wait for the lock.
+        # What follows takes longer than others can wait for the lock; decoding does too.
         with _leased(model, store) as leasing:
             unlocking.close()
             model.check(verify)

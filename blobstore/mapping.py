@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # Python exports it from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -52,6 +52,9 @@ class Region:
     ) -> None:
         self.offsets = _layout(sizes, mmap.PAGESIZE if filled else _LARGE_PAGE)
         """Where each slot begins in :attr:`memory`."""
+        self.present: set[int] = set()
+        """The slots whose files were mapped, or made."""
+        self._is_filled = filled
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable or filled else 0)
         # Without NORESERVE a private map larger than the machine's memory may be refused.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -75,6 +78,7 @@ class Region:
         Raises:
             OSError: the file cannot be mapped.
         """
+        self.present.add(slot)
         if size == 0:  # there are no empty maps
             return
         begin, end = self.offsets[slot : slot + 2]
@@ -85,6 +89,35 @@ class Region:
         ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+        self.present.add(slot)
+
+    @contextlib.contextmanager
+    def making(self, slot: int, size: int) -> Iterator[memoryview]:
+        """Give fresh memory in large pages in the place of a file, to be filled in the block.
+
+        Unless the region is writable, it cannot be written to afterwards. Threads may fill slots at
+        once.
+
+        Raises:
+            BlobstoreError: there is no memory.
+        """
+        if size == 0:
+            yield memoryview(b"")
+            self.present.add(slot)
+            return
+        begin, end = self.offsets[slot : slot + 2]
+        address, length = self._address + begin, end - begin
+        flags = _MAP_OVER | mmap.MAP_ANONYMOUS
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        if not self._is_filled and _mmap(address, length, both, flags, -1, 0) == _MAP_FAILED:
+            message = f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}"
+            raise BlobstoreError(message)
+        _madvise(address, length, _MADV_HUGEPAGE)
+        yield memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        if not self._is_filled and self._protection != both:
+            _mprotect(address, length, self._protection)
+        self.present.add(slot)
 
     def close(self) -> None:
         """Unmap all files, or leave that to the last view that is out."""
@@ -195,6 +228,8 @@ _mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _munmap = ctypes.CDLL(None).munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _mincore = ctypes.CDLL(None).mincore

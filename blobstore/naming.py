@@ -8,6 +8,7 @@ the new name holds it, and no lease is needed. A new name is durable before the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 from blobstore.text import quoted
 
@@ -54,6 +56,9 @@ class RemovedModels:
     """Blobs in the store that no other name needs."""
     size: int
     """Bytes of these: what a collection gives back."""
+    bases: int
+    """Blobs that no other name needs, but cold blobs of other names are coded by them: they stay."""
+    bases_size: int
     unreadable: tuple[Entry, ...]
     """Names that are left and whose manifest cannot be read; they keep garbage from being collected."""
 
@@ -214,15 +219,26 @@ def _left_behind(store: LocalStore, entries: Sequence[Entry]) -> RemovedModels:
             garbage -= other.blobs.keys()
             if other.error is not None:
                 unreadable.append(other)
-    sizes = [size for size in (_size(store.layout.blob(digest)) for digest in garbage) if size >= 0]
+    cold = store.cold.files()
+    # What is cold and left is coded by them.
+    left = {digest: status for digest, status in cold.items() if digest not in garbage}
+    bases = garbage.intersection(Bases(store.cold).known(left).values()) if garbage else set()
+    sizes = [size for digest in garbage - bases if (size := _size(store, digest)) is not None]
+    kept = [size for digest in bases if (size := _size(store, digest)) is not None]
     return RemovedModels(
-        names=tuple(entries), blobs=len(sizes), size=sum(sizes), unreadable=tuple(unreadable)
+        names=tuple(entries),
+        blobs=len(sizes),
+        size=sum(sizes),
+        bases=len(kept),
+        bases_size=sum(kept),
+        unreadable=tuple(unreadable),
     )
 
 
-def _size(path: str) -> int:
-    """Return the size of a file, -1 if it is missing."""
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return -1
+def _size(store: LocalStore, digest: Digest) -> int | None:
+    """Return the bytes that a blob takes, hot and cold; None if it is missing."""
+    sizes = []
+    for path in (store.layout.blob(digest), store.layout.cold_blob(digest)):
+        with contextlib.suppress(OSError):
+            sizes.append(os.lstat(path).st_size)
+    return sum(sizes) if sizes else None

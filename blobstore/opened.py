@@ -307,6 +307,17 @@ class Model(Documents, Mapping[str, Any]):
         except BlobstoreError as error:
             raise error.at(str(self.reference)) from None
 
+    def map_hot(self) -> bool:
+        """Map all blobs that are not cold, which takes no time; tell whether that is all of them.
+
+        Raises:
+            BlobDamaged: one of them is not whole.
+        """
+        try:
+            return self._residence.map_hot()
+        except Damaged as error:
+            raise self._located(error) from None
+
     def _check_sizes(self) -> None:
         try:
             for digest, size in self._blobs:

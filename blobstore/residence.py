@@ -3,10 +3,13 @@
 A blob comes in once, when it is first wanted or when all are. Mapped, its bytes are the page cache's,
 shared by all processes, and read when they are first touched, or ahead of that if asked. Read, they
 are this process's own: for network file systems, whose maps are slow and die with the connection.
+Blobs that are cold are this process's own either way: threads decode them straight into the memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,10 +22,11 @@ from blobstore.progress import Meter
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.digest import Digest
     from blobstore.progress import Progress
+    from blobstore.store.cold import ColdBlob
     from blobstore.store.local import LocalStore
 
 Read = Literal["mmap", "pread"]
@@ -32,6 +36,8 @@ _REQUEST = 4 << 20
 """Bytes of one request for data that is not in memory yet."""
 _REQUESTS = 8
 """Requests at a time: one alone leaves a disk idle between two."""
+_DECODED = 16 << 20
+"""Bytes of a cold blob that a thread decodes at a time: chunks at both ends are decoded twice."""
 _POPULATING_THREADS = 2
 """More would not come by what is in the page cache any faster."""
 
@@ -69,7 +75,8 @@ class Residence:
         self._is_read = read == "pread"
         self._prefetch = prefetch
         self._progress = progress
-        self._absent = set(range(len(blobs))) if region is None else set()
+        present = set() if region is None else region.present  # cold ones are not, if others are
+        self._absent = set(range(len(blobs))) - present
         self._cold = set(range(len(blobs))) if prefetch else set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -93,6 +100,18 @@ class Residence:
                 (self._fill if self._is_read else self._map)(wanted & self._absent, self._region)
                 self._warm(wanted & self._cold, self._region)
             return self._region
+
+    def map_hot(self) -> bool:
+        """Map all blobs that are files; tell whether that is all of them.
+
+        Raises:
+            BlobDamaged: one of them is not whole.
+        """
+        with self._lock:
+            if self._region is None:
+                self._region = self._reserved()
+            self._map_hot(set(self._absent), self._region)
+            return not self._absent
 
     def holds(self, slot: int) -> bool:
         """Tell whether a blob is in the memory."""
@@ -126,25 +145,68 @@ class Residence:
             raise
 
     def _map(self, wanted: set[int], region: Region) -> None:
-        for slot in self._store.map_blobs(self._blobs, wanted, region):
-            self._absent.discard(slot)
+        if frozen := self._map_hot(wanted, region):
+            self._decode(frozen, region)
+
+    def _map_hot(self, wanted: set[int], region: Region) -> set[int]:
+        """Map what is a file; return what is not."""
+        frozen = set()
+        for slot in wanted:
+            try:
+                self._store.hot.map(*self._blobs[slot], slot, region)
+            except BlobMissing:
+                frozen.add(slot)
+            else:
+                self._absent.discard(slot)
+        return frozen
+
+    def _decode(self, frozen: set[int], region: Region) -> None:
+        """Decode blobs that are cold; those that have been thawed since are mapped, or read."""
+        meter = self._meter(frozen)
+        cold: dict[int, ColdBlob] = {}
+        for slot in frozen:
+            try:
+                cold[slot] = self._store.cold.open(*self._blobs[slot])
+            except BlobMissing:
+                self._store.bring_blob(*self._blobs[slot], slot, region)
+        with contextlib.ExitStack() as making:
+            rooms = {
+                slot: making.enter_context(region.making(slot, blob.size))
+                for slot, blob in cold.items()
+            }
+
+            def decode(request: tuple[int, int, int]) -> None:
+                slot, begin, end = request
+                cold[slot].read_into(begin, rooms[slot][begin:end])
+                meter.add(end - begin, "decoding")
+
+            _all(decode, self._requests(set(cold), _DECODED), os.cpu_count() or 1)
+        self._absent -= frozen
+        self._cold -= frozen
 
     def _fill(self, wanted: set[int], region: Region) -> None:
-        meter = self._meter(wanted)
         # Beforehand: it needs the lock of the address space, for which those who fill it would wait.
-        uncached = {slot for slot in wanted if not self._store.is_cached(*self._blobs[slot])}
+        cached: dict[int, bool] = {}
+        for slot in wanted:
+            with contextlib.suppress(BlobMissing):
+                cached[slot] = self._store.hot.is_cached(*self._blobs[slot])
+        self._read(cached, region)
+        if frozen := wanted - cached.keys():
+            self._decode(frozen, region)
+
+    def _read(self, cached: Mapping[int, bool], region: Region) -> None:
+        meter = self._meter(set(cached))
 
         def read(request: tuple[int, int, int]) -> None:
             slot, begin, end = request
-            is_cold = slot in uncached
             room = region.room(slot, begin, end)
-            if not is_cold:
+            if cached[slot]:
                 room = room[: end - begin]
-            self._store.read_into(*self._blobs[slot], begin, room, past_cache=is_cold)
+            self._store.read_into(*self._blobs[slot], begin, room, past_cache=not cached[slot])
             meter.add(end - begin, "reading")
 
-        _all(read, self._requests(wanted), _REQUESTS)
-        self._absent -= wanted
+        _all(read, self._requests(set(cached)), _REQUESTS)
+        self._absent -= cached.keys()
 
     def _warm(self, cold: set[int], region: Region) -> None:
         if self._prefetch == "willneed":
@@ -178,12 +240,12 @@ class Residence:
 
         _all(populate, self._requests(cold), _REQUESTS if uncached else _POPULATING_THREADS)
 
-    def _requests(self, slots: set[int]) -> list[tuple[int, int, int]]:
+    def _requests(self, slots: set[int], length: int = _REQUEST) -> list[tuple[int, int, int]]:
         """Return the requests for all bytes of some blobs."""
         return [
-            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
+            (slot, begin, min(begin + length, self._blobs[slot][1]))
             for slot in sorted(slots)
-            for begin in range(0, self._blobs[slot][1], _REQUEST)
+            for begin in range(0, self._blobs[slot][1], length)
         ]
 
     def _meter(self, slots: set[int]) -> Meter:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.cuts import runs
-from blobstore.errors import BlobDamaged, StoreError
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.tensor import TensorSpec
 from blobstore.text import quoted
 
@@ -85,7 +85,11 @@ def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview,
     where = runs(stored.spec, part)
     buffer = _memory(spec.nbytes)
     digest, size = stored.blob
-    descriptor = store.open_blob(digest, size)
+    try:
+        descriptor = store.hot.open(digest, size)
+    except BlobMissing:
+        _read_cold(store, stored, list(_requests(where, buffer)))
+        return buffer, spec
     try:
         _read_all(descriptor, stored.begin, list(_requests(where, buffer)))
     except EOFError:
@@ -97,6 +101,21 @@ def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview,
     finally:
         os.close(descriptor)
     return buffer, spec
+
+
+def _read_cold(store: LocalStore, stored: Stored, requests: Sequence[_Request]) -> None:
+    """Fill buffers from a blob that is cold, or was: all between the first byte and the last."""
+    if not requests:
+        return
+    first, last = requests[0], requests[-1]
+    end = last.begin + sum(map(len, last.buffers))
+    memory = _memory(end - first.begin)
+    store.read_into(*stored.blob, stored.begin + first.begin, memory)
+    for begin, buffers in requests:
+        at = begin - first.begin
+        for buffer in buffers:
+            buffer[:] = memory[at : at + len(buffer)]
+            at += len(buffer)
 
 
 class _Request(NamedTuple):

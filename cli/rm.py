@@ -62,6 +62,7 @@ def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
             for entry in removed.names
         ],
         "unreferenced": {"blobs": removed.blobs, "bytes": removed.size},
+        "kept_as_bases": {"blobs": removed.bases, "bytes": removed.bases_size},
         "unreadable": [str(entry.reference) for entry in removed.unreadable],
     }
 
@@ -78,5 +79,12 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
     else:
         lines.append(
             f'that {"would leave" if dry_run else "leaves"} nothing for "blobstore gc" to free'
+        )
+    if removed.bases:
+        blobs = render.count_of(removed.bases, "blob")
+        lines.append(
+            f"{blobs}, {render.human_bytes(removed.bases_size)}, "
+            f"{'would stay' if dry_run else 'stay'}, for cold blobs of other models are coded by "
+            'them; "blobstore thaw" those to be rid of them'
         )
     return "\n".join(lines)

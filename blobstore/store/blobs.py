@@ -1,43 +1,39 @@
-"""Blobs of a store, read and checked.
+"""Blobs of a store, read and checked, whether they are hot or cold.
 
-A blob is trusted for its size when it is opened, and for its digest when that is asked for. Links
-are refused: a store holds files.
+A blob is trusted for its size when it is opened, and for its digest when that is asked for. One that
+is not there may be there cold: that is looked for only then, so that it costs nothing where nothing is
+cold. And since a blob may be frozen or thawed between two looks, there are several.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
-from typing import TYPE_CHECKING
+import tempfile
+from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.digest import Digest, Digester
-from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
-    Damaged,
-    InvalidHeader,
-    StoreError,
-)
-from blobstore.files import read_exactly, read_past_cache
-from blobstore.mapping import is_cached
-from blobstore.safetensors.file import read_header
+from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
+from blobstore.files import read_exactly, write_all
 from blobstore.safetensors.header import Header
+from blobstore.store.cold import ColdShelf
+from blobstore.store.hot import ADVICE, HotShelf
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
+    from blobstore.archive.base import BaseBlob
     from blobstore.mapping import Region
     from blobstore.store.layout import Layout
 
-# A link is refused; opening a pipe returns at once.
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-_READ_SIZE = 1 << 20
-ADVICE = "; run 'blobstore repair NAME --from SOURCE'"
-"""What all messages about a damaged blob end in."""
+__all__ = ["ADVICE", "BlobReader"]
+
 _MAX_SMALL_BLOB = 256 * 2**20
+_LOOKS = 3
+"""How often a blob is looked for, hot and cold, before it is missing."""
+
+_Found = TypeVar("_Found")
 
 
 class BlobReader:
@@ -45,9 +41,13 @@ class BlobReader:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.hot = HotShelf(layout)
+        """Blobs that are files of their own."""
+        self.cold = ColdShelf(layout, self.base)
+        """Blobs that are coded."""
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Tell whether the blob is here, by its size; the digest is not computed.
+        """Tell whether the blob is here, hot or cold, by its size; the digest is not computed.
 
         Raises:
             BlobDamaged: a file of that name has another size or is not a regular file.
@@ -58,64 +58,72 @@ class BlobReader:
             return False
         return True
 
+    def has(self, digest: Digest) -> bool:
+        """Tell whether there is a file in the place of a blob, hot or cold, whatever is in it."""
+        return any(self.hot.has(digest) or self.cold.has(digest) for _ in range(_LOOKS))
+
+    def is_cold(self, digest: Digest) -> bool:
+        """Tell whether a blob is here cold only."""
+        return not self.hot.has(digest) and self.cold.has(digest)
+
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here and has ``size`` bytes.
+        """Check that the blob is here, hot or cold, and has ``size`` bytes.
 
         Raises:
             BlobMissing: it is not in the store.
-            BlobDamaged: it has another size.
+            BlobDamaged: it has another size; or is cold, and what it is coded by is not here.
         """
-        path = self.layout.blob(digest)
         try:
-            found = os.lstat(path)
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        if found.st_size != size or not stat.S_ISREG(found.st_mode):
-            raise _damage(path, size, found)
+            self.hot.check_size(digest, size)
+        except BlobMissing:
+            self._either(
+                lambda: self.hot.check_size(digest, size), lambda: self._check_cold(digest, size)
+            )
 
     def open_blob(self, digest: Digest, size: int) -> int:
         """Open a blob of ``size`` bytes; return its descriptor, which the caller closes.
 
+        That of a cold blob is of a file in memory, which takes its size: read it by other means.
+
         Raises:
             BlobMissing: it is not in the store.
-            BlobDamaged: it has another size, or is a symbolic link.
+            BlobDamaged: it has another size, is a symbolic link, or cannot be decoded.
         """
-        path = self.layout.blob(digest)
         try:
-            descriptor = os.open(path, _OPEN_FLAGS)
-            found = os.fstat(descriptor)
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        if found.st_size == size and stat.S_ISREG(found.st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise _damage(path, size, found)
+            return self.hot.open(digest, size)
+        except BlobMissing:
+            return self._either(
+                lambda: self.hot.open(digest, size), lambda: self._open_decoded(digest, size)
+            )
 
     def map_blobs(
         self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: Region
     ) -> Iterator[int]:
         """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
 
-        No descriptor stays open. Raises as :meth:`open_blob`.
+        Cold ones are decoded into them. No descriptor stays open. Raises as :meth:`open_blob`.
         """
         for slot in slots:
             digest, size = blobs[slot]
-            descriptor = self.open_blob(digest, size)
             try:
-                region.map(slot, descriptor, size)
-            except OSError as error:
-                raise self._blob_error(digest, error) from None
-            finally:
-                os.close(descriptor)
+                self.hot.map(digest, size, slot, region)
+            except BlobMissing:
+                self.bring_blob(digest, size, slot, region)
             yield slot
 
+    def bring_blob(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+        """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`."""
+        self._either(
+            lambda: self.hot.map(digest, size, slot, region),
+            lambda: self._decode_into(digest, size, slot, region),
+        )
+
     def is_cached(self, digest: Digest, size: int) -> bool:
-        """Tell whether most of a blob is in the page cache. Raises as :meth:`open_blob`."""
-        descriptor = self.open_blob(digest, size)
-        try:
-            return is_cached(descriptor, size)
-        finally:
-            os.close(descriptor)
+        """Tell whether most of a blob's file is in the page cache.
+
+        Raises as :meth:`open_blob`; BlobMissing also where a blob is cold only.
+        """
+        return self.hot.is_cached(digest, size)
 
     def read_into(
         self,
@@ -129,31 +137,19 @@ class BlobReader:
         """Read bytes of a blob of ``size`` bytes, from ``offset`` on, until ``buffer`` is full.
 
         With ``past_cache`` they do not come into the page cache. ``offset`` and ``buffer`` begin at a
-        page then, and ``buffer`` ends with one, behind the end of the blob if need be.
+        page then, and ``buffer`` ends with one, behind the end of the blob if need be. Of a cold blob
+        only what is wanted is decoded.
 
         Raises:
             BlobDamaged: also when the blob ends before. Otherwise as :meth:`open_blob`.
         """
-        descriptor = self.open_blob(digest, size)
         try:
-            if past_cache:
-                count = read_past_cache(descriptor, buffer, offset)
-                buffer = buffer[count : size - offset]
-                offset += count
-            while buffer:
-                count = os.preadv(descriptor, [buffer], offset)
-                if not count:
-                    message = (
-                        f"blob {quoted(self.layout.blob(digest))} ended at byte {offset} of {size} "
-                        "while it was read"
-                    )
-                    raise BlobDamaged(message)
-                buffer = buffer[count:]
-                offset += count
-        except OSError as error:
-            raise self._blob_error(digest, error) from None
-        finally:
-            os.close(descriptor)
+            self.hot.read_into(digest, size, offset, buffer, past_cache=past_cache)
+        except BlobMissing:
+            self._either(
+                lambda: self.hot.read_into(digest, size, offset, buffer, past_cache=past_cache),
+                lambda: self._read_cold(digest, size, offset, buffer),
+            )
 
     def read_blob(self, digest: Digest, size: int, limit: int = _MAX_SMALL_BLOB) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.
@@ -190,24 +186,21 @@ class BlobReader:
     ) -> Iterator[Header | Damaged | StoreError]:
         """Yield the checked header of each tensor blob, or what is wrong with the blob.
 
-        With ``region``, each is mapped into the slot of its place in ``blobs`` while it is open.
+        With ``region``, each that is not cold is mapped into the slot of its place in ``blobs``.
         """
         for slot, (digest, size) in enumerate(blobs):
             try:
-                descriptor = self.open_blob(digest, size)
                 try:
-                    if region is not None:
-                        region.map(slot, descriptor, size)
-                    header = read_header(descriptor, size)
-                finally:
-                    os.close(descriptor)
+                    header = self.hot.read_header(digest, size, slot, region)
+                except BlobMissing:
+                    header = self._cold_header(digest, size, slot, region)
             except InvalidHeader as error:
                 message = f"blob {quoted(self.layout.blob(digest))}: {error}"
                 yield BlobDamaged(message)
             except (Damaged, StoreError) as error:
                 yield error
             except OSError as error:
-                yield self._blob_error(digest, error)
+                yield self.hot.explained(digest, error)
             else:
                 yield header
 
@@ -215,6 +208,8 @@ class BlobReader:
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
         """Read the whole blob and compare its digest; ``progress`` gets the bytes of each read.
+
+        A cold one is decoded. Of one that is hot and cold, the hot form alone is looked at.
 
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
@@ -225,8 +220,20 @@ class BlobReader:
                 digester.update(piece)
                 if progress is not None:
                     progress(len(piece))
-        if digester.digest() != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, digester.digest())
+        found = digester.digest()
+        if found != digest:
+            raise _wrong_digest(self.layout.blob(digest), digest, found)
+
+    def check_cold(
+        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Decode the cold form of a blob and compare its digest.
+
+        Raises:
+            BlobMissing: there is none.
+            BlobDamaged: it cannot be decoded, or gives other bytes.
+        """
+        self.cold.open(digest, size).check(progress)
 
     def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
         """Yield the bytes of a blob, unchecked, in pieces that are good until the next one.
@@ -234,29 +241,40 @@ class BlobReader:
         Raises:
             BlobDamaged: also when it cannot be read to its end. Otherwise as :meth:`open_blob`.
         """
-        done = 0
-        buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
-        descriptor = self.open_blob(digest, size)
         try:
-            while count := os.preadv(descriptor, [buffer], done):
-                yield buffer[:count]
-                done += count
-        except OSError as error:
-            message = (
-                f"blob {quoted(self.layout.blob(digest))} cannot be read at byte {done}: "
-                f"{error.strerror}"
+            pieces = self.hot.pieces(self.hot.open(digest, size), digest, size)
+        except BlobMissing:
+            pieces = self._either(
+                lambda: self.hot.pieces(self.hot.open(digest, size), digest, size),
+                lambda: self.cold.open(digest, size).pieces(),
             )
-            raise BlobDamaged(message) from error
-        finally:
-            os.close(descriptor)
+        with contextlib.closing(pieces):
+            yield from pieces
+
+    def base(self, digest: Digest, size: int) -> BaseBlob:
+        """Return a blob of ``size`` bytes by which others are coded.
+
+        Raises:
+            BlobDamaged: it is not here, or not of that size.
+            ColdDamaged: it is coded by another itself.
+            StoreError: it cannot be read.
+        """
+        from blobstore.archive.base import BaseBlob  # brings numpy
+
+        # What is decoded by it is checked afterwards, so it need not be hashed before.
+        try:
+            return self._either(
+                lambda: BaseBlob.hot(self.hot.whole(digest, size), digest),
+                lambda: BaseBlob.cold(self.cold.open(digest, size).container),
+            )
+        except BlobMissing:
+            path = quoted(self.layout.blob(digest))
+            message = f"blob {path}, by which others are coded, is missing{ADVICE}"
+            raise BlobDamaged(message) from None
 
     def blob_sizes(self) -> set[int]:
-        """Return the sizes of all blobs."""
-        try:
-            with os.scandir(self.layout.blobs) as entries:
-                return {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        except FileNotFoundError:
-            return set()
+        """Return the sizes of all blobs that are not cold only."""
+        return self.hot.sizes()
 
     def check_root(self) -> None:
         """Check that the store is a folder, if it is there at all.
@@ -274,27 +292,65 @@ class BlobReader:
             message = f"the store {quoted(root)} is not a folder"
             raise StoreError(message)
 
-    def _blob_error(self, digest: Digest, error: OSError) -> Damaged | StoreError:
-        path = quoted(self.layout.blob(digest))
-        if error.errno == errno.ELOOP:
-            return _not_a_file(self.layout.blob(digest))
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return BlobMissing(f"blob {path} is missing")
-        return StoreError(f"blob {path} cannot be read: {error.strerror}")
+    # Cold blobs
+
+    def _check_cold(self, digest: Digest, size: int) -> None:
+        base = self.cold.open(digest, size).base
+        if base is not None and not self.has(base):
+            path = quoted(self.layout.cold_blob(digest))
+            message = f"cold blob {path} cannot be decoded: its base {base} is missing{ADVICE}"
+            raise BlobDamaged(message)
+
+    def _cold_header(self, digest: Digest, size: int, slot: int, region: Region | None) -> Header:
+        return self._either(
+            lambda: self.hot.read_header(digest, size, slot, region),
+            lambda: self.cold.open(digest, size).read_header(),
+        )
+
+    def _open_decoded(self, digest: Digest, size: int) -> int:
+        blob = self.cold.open(digest, size)
+        descriptor = _new_file()
+        try:
+            for piece in blob.pieces():
+                write_all(descriptor, piece)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _decode_into(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+        blob = self.cold.open(digest, size)
+        with region.making(slot, size) as room:
+            blob.read_into(0, room)
+
+    def _read_cold(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        self.cold.open(digest, size).read_into(offset, buffer[: max(size - offset, 0)])
+
+    @staticmethod
+    def _either(hot: Callable[[], _Found], cold: Callable[[], _Found]) -> _Found:
+        """Return what one of two ways to a blob gives, which may change places meanwhile.
+
+        Raises:
+            BlobMissing: it is neither hot nor cold; the message names the hot one.
+        """
+        for look in range(_LOOKS):
+            try:
+                return hot()
+            except BlobMissing:
+                if look == _LOOKS - 1:
+                    raise
+            with contextlib.suppress(BlobMissing):
+                return cold()
+        raise AssertionError
 
 
-def _not_a_file(path: str) -> BlobDamaged:
-    return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
-    )
-
-
-def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
-    if not stat.S_ISREG(found.st_mode):
-        return _not_a_file(path)
-    return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
-    )
+def _new_file() -> int:
+    """Return the descriptor of a new file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("blobstore", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:

@@ -152,7 +152,9 @@ class Ingest:
         if not self._exists(digest, size):
             return None
         # Whoever wrote it may not have synced it; for a file that is on disk this costs nothing.
-        self._sync_later(os.open(self._layout.blob(digest), os.O_RDONLY | os.O_CLOEXEC))
+        # A blob that is cold only was synced before it got its name.
+        with contextlib.suppress(FileNotFoundError):
+            self._sync_later(os.open(self._layout.blob(digest), os.O_RDONLY | os.O_CLOEXEC))
         return Ingested(digest, size, written=False)
 
     def _write(self, size: int, buffers: Iterable[Buffer]) -> Ingested:

@@ -2,7 +2,8 @@
 
 Only checked values become paths, so that nothing from a file or a command line can leave the root.
 ``blobs/`` and ``manifests/`` are Ollama's and hold nothing else: it deletes foreign names from the one
-and stops pruning at a foreign file in the other. Everything of ours is in ``.blobstore/``.
+and stops pruning at a foreign file in the other. Everything of ours is in ``.blobstore/``, cold blobs
+among it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ class Layout:
         """The folder of leases."""
         self.quarantine = root / ".blobstore" / "quarantine"
         """The folder of damaged files that repair has put aside."""
+        self.cold = root / ".blobstore" / "cold"
+        """The folder of cold blobs: models need them as they need those of :attr:`blobs`."""
         self.headers = root / ".blobstore" / "headers"
         """The folder of the header index, a cache."""
         self._blob = str(self.blobs / Digest("").file_name)
+        self._cold = str(self.cold / Digest("").file_name)
 
     def blob(self, digest: Digest) -> str:
         """Return the path of a blob; a text, because a model has thousands."""
         return self._blob + digest.hex
+
+    def cold_blob(self, digest: Digest) -> str:
+        """Return the path of a cold blob, which has the digest of what it decodes to in its name."""
+        return self._cold + digest.hex
 
     def verified(self, user: int) -> Path:
         """Return the path of what a user's processes found whole, a cache."""

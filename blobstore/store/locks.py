@@ -169,8 +169,10 @@ class Leased(NamedTuple):
     """Leases of processes that have ended without a word."""
 
 
-def read_leases(layout: Layout) -> Leased:
+def read_leases(layout: Layout, without: str = "") -> Leased:
     """Return what is leased. Only who has the store's lock alone may believe it.
+
+    A lease of the name ``without`` is passed over: that of the caller.
 
     Raises:
         OSError: a lease cannot be read.
@@ -180,6 +182,8 @@ def read_leases(layout: Layout) -> Leased:
     with contextlib.suppress(FileNotFoundError):
         paths.extend(sorted(layout.leases.iterdir()))
     for path in paths:
+        if path.name == without:
+            continue
         with contextlib.suppress(FileNotFoundError):  # one ends at any time, but not the others
             _read_lease(path, leased, layout.root)
     return leased

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import blobstore
-from blobstore import collect
+from blobstore import collect, marks
 from blobstore.collect import collect_garbage
 from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest, StoreBusy, StoreError, UsageError
@@ -358,7 +358,7 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
             return read_regular(path, limit)
 
         patch.setattr(collect, "_BATCH", 2)
-        patch.setattr(collect, "read_regular", noted)
+        patch.setattr(marks, "read_regular", noted)
         assert len(collect_garbage(store, older_than=0).blobs) == 20
     assert len(reads) == len(set(reads)) == 31
 

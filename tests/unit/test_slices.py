@@ -172,14 +172,14 @@ def test_a_blob_that_shrinks_while_it_is_read_is_told(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = store_array(store, random(4, 4))
-    real = store.open_blob
+    real = store.hot.open
 
     def shrinking(digest: Digest, size: int) -> int:
         descriptor = real(digest, size)
         os.truncate(store.layout.blob(digest), 50)
         return descriptor
 
-    monkeypatch.setattr(store, "open_blob", shrinking)
+    monkeypatch.setattr(store.hot, "open", shrinking)
     with pytest.raises(BlobDamaged, match=r"blob '.*' ended before its last byte of 120"):
         read_part(store, stored, cut(stored.spec, 0))
 

@@ -111,7 +111,7 @@ def test_without_its_config_a_manifest_is_not_proven(store: LocalStore) -> None:
 
 def test_a_huge_config_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = Manifest(config=put(store, b" " * (2**20 + 1)), layers=())
-    monkeypatch.setattr(store, "open_blob", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(store.hot, "open", lambda *_: pytest.fail("opened"))
     assert not store.check_manifest(manifest.to_bytes(), manifest)
 
 

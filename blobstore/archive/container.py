@@ -1,0 +1,247 @@
+"""A cold blob, opened: ranges of the blob that it stands for, decoded into memory that the caller has.
+
+Chunks are independent: a range costs the chunks that it touches, and threads share them out. Every
+chunk is checked before it counts, a whole blob against its digest too. Memory beside the result is
+a few chunks a thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import wait
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blobstore.archive.chunks import decode_chunk
+from blobstore.archive.layouts import layout_of
+from blobstore.archive.scratch import scratch
+from blobstore.archive.table import PREFIX, decode_table
+from blobstore.digest import Digester
+from blobstore.errors import ColdDamaged, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor, Future
+    from typing import Final
+
+    from typing_extensions import Buffer
+
+    from blobstore.archive.base import BaseBlob
+    from blobstore.archive.layout import Layout
+    from blobstore.archive.table import Chunk
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_BATCH: Final = 1 << 20
+"""Bytes, about, that a thread is given at a time."""
+_AHEAD: Final = 16
+"""Batches that are begun before the first of them is waited for."""
+_PIECE: Final = 1 << 22
+"""Bytes, about, of the pieces in which a whole blob is given out."""
+
+
+class _Piece(NamedTuple):
+    """What a range takes of a chunk."""
+
+    entry: Chunk
+    layout: Layout
+    stored: tuple[int, int]
+    """Where its planes begin and end in the file."""
+    size: int
+    """Of the chunk."""
+    skipped: int
+    """Bytes of the chunk before those that are wanted."""
+    target: Bytes
+    """Where they go."""
+    base_begin: int | None
+    """Where the chunk's base begins in the base blob."""
+
+
+class ColdBlob:
+    """A cold blob in memory, usually mapped; ``table`` is what it says of itself."""
+
+    def __init__(self, data: Buffer) -> None:
+        """Read the table.
+
+        Raises:
+            ColdDamaged: the file is cut short, altered, or breaks the format.
+        """
+        self._data = memoryview(data).cast("B").toreadonly()
+        self.table = decode_table(self._data)
+        """What the file says of itself."""
+        self._base: BaseBlob | None = None
+        stored = (sum(plane.size for plane in chunk.planes) for chunk in self.table.chunks)
+        self._stored_at = list(accumulate(stored, initial=len(PREFIX)))
+        parts = self.table.parts
+        self._begins = list(accumulate((part.size for part in parts), initial=0))
+        self._first_chunks = list(accumulate((part.chunks for part in parts), initial=0))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the blob that this stands for."""
+        return self.table.size
+
+    def give_base(self, base: BaseBlob) -> None:
+        """Say where the base is that a delta was made from.
+
+        Raises:
+            ColdDamaged: this was made from another base, or from none.
+        """
+        if base.identity != self.table.base:
+            found, wanted = (
+                f"{item.digest} of {item.size} bytes" if item else "none"
+                for item in (base.identity, self.table.base)
+            )
+            raise ColdDamaged(f"the base is {found}, and what is needed is {wanted}")
+        self._base = base
+
+    def read_into(self, out: Buffer, begin: int = 0, *, executor: Executor | None = None) -> None:
+        """Write the bytes of the blob from ``begin`` on into all of ``out``, each chunk checked.
+
+        Raises:
+            ColdDamaged: a chunk of them is damaged, or the base is missing.
+            UsageError: the blob has no such bytes.
+        """
+        for _ in self._filled(_as_bytes(out), begin, executor):
+            pass
+
+    def decode_into(self, out: Buffer, *, executor: Executor | None = None) -> None:
+        """Write the whole blob into ``out``, and check its digest too.
+
+        Raises:
+            ColdDamaged: a chunk is damaged, the base is missing, or the digest is another.
+            UsageError: ``out`` does not have the blob's size.
+        """
+        target = _as_bytes(out)
+        if len(target) != self.size:
+            raise UsageError(f"a blob of {self.size} bytes does not fit in {len(target)}")
+        digester = Digester()
+        for done in self._filled(target, 0, executor):
+            digester.update(done.data)
+        self._judge(digester)
+
+    def pieces(self, *, executor: Executor | None = None) -> Iterator[memoryview]:
+        """Yield the whole blob piece by piece; each is good until the next is asked for.
+
+        Only when the last one was asked for has the digest been checked.
+
+        Raises:
+            ColdDamaged: a chunk is damaged, the base is missing, or the digest is another.
+        """
+        digester = Digester()
+        memory = np.empty(min(_PIECE, self.size), np.uint8)
+        for begin in range(0, self.size, _PIECE):
+            piece = memory[: min(_PIECE, self.size - begin)]
+            self.read_into(piece.data, begin, executor=executor)
+            digester.update(piece.data)
+            yield piece.data.toreadonly()
+        self._judge(digester)
+
+    def _judge(self, digester: Digester) -> None:
+        found, wanted = digester.digest(), self.table.digest
+        if found != wanted:
+            raise ColdDamaged(f"a cold blob decodes to {found}, and says that it is {wanted}")
+
+    def _filled(self, out: Bytes, begin: int, executor: Executor | None) -> Iterator[Bytes]:
+        """Yield the parts of ``out`` one after the other, when they have been written."""
+        if begin < 0 or begin + len(out) > self.size:
+            raise UsageError(
+                f"bytes {begin} to {begin + len(out)} are wanted of a blob of {self.size}"
+            )
+        batches = _batches(self._pieces(out, begin))
+        if executor is None:
+            for batch in batches:
+                yield from map(self._write, batch)
+            return
+        running: deque[tuple[Future[None], list[_Piece]]] = deque()
+        try:
+            for batch in batches:
+                running.append((executor.submit(self._write_all, batch), batch))
+                if len(running) > _AHEAD:
+                    yield from _awaited(*running.popleft())
+            while running:
+                yield from _awaited(*running.popleft())
+        finally:
+            wait([future for future, _ in running if not future.cancel()])  # they write to ``out``
+
+    def _pieces(self, out: Bytes, begin: int) -> Iterator[_Piece]:
+        """Yield what to write into ``out``."""
+        number = bisect_right(self._begins, begin) - 1
+        done = 0
+        while done < len(out):
+            part = self.table.parts[number]
+            offset = begin + done - self._begins[number]
+            source = number if part.same_as is None else part.same_as
+            for chunk in range(offset // part.chunk_size, -(-part.size // part.chunk_size)):
+                start = chunk * part.chunk_size
+                size = min(part.chunk_size, part.size - start)
+                target = out[done : done + size - (offset - start)]
+                if not len(target):
+                    return
+                yield self._piece(source, chunk, size, offset - start, target)
+                done += len(target)
+                offset += len(target)
+            number += 1
+
+    def _piece(self, number: int, chunk: int, size: int, skipped: int, target: Bytes) -> _Piece:
+        part = self.table.parts[number]
+        index = self._first_chunks[number] + chunk
+        entry = self.table.chunks[index]
+        layout = layout_of(entry.layout, part.width)
+        if layout is None:  # the table was checked
+            raise ColdDamaged(f"layout {entry.layout} is unknown")
+        stored = self._stored_at[index], self._stored_at[index + 1]
+        base = None
+        if layout.needs_base and part.base_begin is not None:
+            base = part.base_begin + chunk * part.chunk_size
+        return _Piece(entry, layout, stored, size, skipped, target, base)
+
+    def _write_all(self, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            self._write(piece)
+
+    def _write(self, piece: _Piece) -> Bytes:
+        # First, for a base that is cold itself is decoded in the same memory as its delta.
+        base = None if piece.base_begin is None else self._base_bytes(piece.base_begin, piece.size)
+        target = piece.target
+        if len(target) != piece.size or target.ctypes.data % piece.layout.width:
+            target = scratch("chunk", piece.size)
+        stored = self._data[slice(*piece.stored)]
+        decode_chunk(piece.entry, piece.layout, stored, target, base)
+        if target is not piece.target:
+            np.copyto(piece.target, target[piece.skipped :][: len(piece.target)])
+        return piece.target
+
+    def _base_bytes(self, begin: int, size: int) -> Bytes:
+        if self._base is None:
+            wanted = self.table.base and self.table.base.digest
+            raise ColdDamaged(f"a delta cannot be decoded without its base {wanted}")
+        return self._base.read(begin, size)
+
+
+def _as_bytes(out: Buffer) -> Bytes:
+    """Return memory to write to as an array of bytes."""
+    return np.frombuffer(memoryview(out).cast("B"), np.uint8)
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield runs of pieces that are worth a thread's while."""
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _awaited(future: Future[None], pieces: Sequence[_Piece]) -> Iterator[Bytes]:
+    future.result()
+    for piece in pieces:
+        yield piece.target

@@ -1,0 +1,449 @@
+"""Workflow: models that nobody uses at the moment are kept in less room.
+
+A blob is coded into a file that is synced, read back, decoded and hashed; only then, with the store's lock
+alone, it gets its name among the cold ones, durably, and the hot one is removed. So at every instant a
+blob is hot or cold or both. A hot one stays if somebody needs it as it is: a process that holds it by a
+lease, or a name that is not frozen. A name counts as frozen if any of its blobs is cold only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, UsageError
+from blobstore.files import sync_folder, write_all
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
+from blobstore.marks import Marks
+from blobstore.moving import Moving
+from blobstore.store.cold import Bases, ColdBlob, file_state
+from blobstore.store.local import LocalStore
+from blobstore.store.locks import read_leases
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from blobstore.digest import Digest
+    from blobstore.errors import BlobstoreError
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.progress import Progress
+
+Level = Literal["fast", "small"]
+Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
+"""What becomes of a blob: it is frozen now; it was; or it stays hot, and why."""
+
+_BLOCK = 4096
+"""What file systems give room in."""
+_STRIDE = 16 << 20
+_SLICES = 4
+_SLICE = 256 << 10
+
+
+class FrozenBlob(NamedTuple):
+    """A blob of the models, and what became of it."""
+
+    digest: Digest
+    name: str
+    """Of a layer that it is."""
+    size: int
+    stored: int
+    """Bytes that it takes now, or would."""
+    outcome: Outcome
+    base: Digest | None = None
+    """What it is coded by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """What :func:`freeze_models` did, or would do."""
+
+    references: tuple[Reference, ...]
+    blobs: tuple[FrozenBlob, ...]
+    """Those of tensors, each once."""
+    faults: tuple[BlobstoreError, ...]
+    """What is wrong with blobs that could not be frozen."""
+    seconds: float
+
+    def count(self, *outcomes: Outcome) -> int:
+        """Return how many blobs came to one of these ends."""
+        return sum(blob.outcome in outcomes for blob in self.blobs)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all the blobs before."""
+        return sum(blob.size for blob in self.blobs)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of them now."""
+        return sum(blob.stored for blob in self.blobs)
+
+
+def freeze_models(
+    references: Sequence[str | Reference] = (),
+    *,
+    store: LocalStore | None = None,
+    level: Level = "fast",
+    keep_hot: bool = False,
+    older_than: float | None = None,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Frozen:
+    """Keep the tensors of models in less room, without loss, until they are thawed.
+
+    Frozen models can be used as others; what reads them decodes them.
+
+    Args:
+        references: the models; none means all of the store, which must be older than something then.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        level: ``fast`` to code and decode, or as ``small`` as can be.
+        keep_hot: make the cold form of all blobs, and remove no hot one.
+        older_than: leave out models of which anything was written in the last so many seconds.
+        dry_run: write nothing, and estimate from samples what would be.
+        jobs: threads; by default the machine's processors.
+        progress: called with what is being done, bytes done and bytes in all.
+
+    Raises:
+        ModelNotFound: a model that was asked for does not exist.
+        InvalidManifest: a manifest of the store cannot be read, so that nobody knows which blobs it
+            needs.
+        StoreBusy: others have kept the store's lock all the time.
+        StoreError: the store cannot be read or written. What was frozen before stays so.
+        UsageError: an argument means nothing.
+    """
+    started = time.monotonic()
+    if level not in get_args(Level):
+        message = f"level must be fast or small, got {quoted(level)}"
+        raise UsageError(message)
+    if jobs is not None and jobs < 1:
+        message = f"jobs must be at least 1, got {jobs}"
+        raise UsageError(message)
+    if not references and older_than is None:
+        message = "name the models to be frozen, or say how old they must be"
+        raise UsageError(message)
+    store = store or LocalStore()
+    store.check_root()
+    asked = [_parsed(reference) for reference in references]
+    names = tuple(dict.fromkeys(asked)) or tuple(store.references())
+    with store.writing():
+        work = _Freezing(store, level, keep_hot=keep_hot)
+        work.choose(names, older_than, must_exist=bool(asked))
+        if dry_run:
+            work.estimate(progress)
+        elif work.blobs:
+            work.run(jobs, progress)
+    return Frozen(
+        references=tuple(work.references),
+        blobs=tuple(work.results[digest] for digest in work.blobs if digest in work.results),
+        faults=tuple(work.faults),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _parsed(reference: str | Reference) -> Reference:
+    return Reference.parse(reference) if isinstance(reference, str) else reference
+
+
+class _Made(NamedTuple):
+    """A blob whose cold form is whole, and durable."""
+
+    blob: Descriptor
+    path: Path | None
+    """Its file; None if it has its name already."""
+    state: tuple[int, ...] | None
+    """That of the file; None if there is no use in one."""
+    stored: int
+    base: Digest | None
+
+
+class _Freezing:
+    def __init__(self, store: LocalStore, level: Level, *, keep_hot: bool) -> None:
+        self._store = store
+        self._layout = store.layout
+        self._level = level
+        self._keeps_hot = keep_hot
+        self._marks = Marks(store)
+        self._bases = Bases(store.cold)
+        self._chosen: dict[str, tuple[int, ...]] = {}
+        """The manifests of what is frozen now, or was before: their blobs need not be hot."""
+        self.references: list[Reference] = []
+        self.blobs: dict[Digest, Descriptor] = {}
+        self.results: dict[Digest, FrozenBlob] = {}
+        self.faults: list[BlobstoreError] = []
+
+    def choose(
+        self, names: Sequence[Reference], older_than: float | None, *, must_exist: bool
+    ) -> None:
+        """Find the blobs of the models, and the names that are frozen already."""
+        if not self._layout.root.exists() and not must_exist:
+            return
+        self._marks.update()
+        marked = self._marks.by_path()
+        for reference in names:
+            try:
+                manifest = self._store.resolve(reference)
+            except ModelNotFound:
+                if must_exist:
+                    raise
+                continue  # removed since it was listed
+            path = str(self._layout.manifest(reference))
+            layers = manifest.layers_of(media_types.TENSOR)
+            if older_than is not None and self._age(path, layers) < older_than:
+                continue
+            self.references.append(reference)
+            self.blobs |= {layer.digest: layer for layer in layers}
+            if path in marked:
+                self._chosen[path] = marked[path].state
+        cold_only = {
+            digest.hex for digest in self._store.cold.files() if not self._store.hot.has(digest)
+        }
+        for path, item in marked.items():
+            if path not in self._chosen and not cold_only.isdisjoint(item.blobs):
+                self._chosen[path] = item.state
+
+    def _age(self, path: str, layers: Sequence[Descriptor]) -> float:
+        """Return the seconds since a model was created, copied or thawed."""
+        times = [_modified(path), *(_modified(self._layout.blob(item.digest)) for item in layers)]
+        return time.time() - max(times)
+
+    def estimate(self, progress: Progress | None) -> None:
+        """Tell what would be, from samples of the blobs."""
+        from blobstore.progress import Meter
+
+        total = sum(blob.size for blob in self.blobs.values())
+        meter = Meter(progress, total)
+        with self._store.locks.reading():
+            needed = self._needed_hot(read_leases(self._layout).digests)
+        for digest, blob in self.blobs.items():
+            outcome = self._outcome_before(blob, needed)
+            try:
+                if outcome is not None:
+                    self._note(blob, outcome)
+                else:
+                    stored = self._sampled(blob)
+                    is_gain = _blocks(stored) < _blocks(blob.size)
+                    self._note(blob, *(("frozen", stored) if is_gain else ("no gain",)))
+            except (BlobMissing, BlobDamaged) as error:
+                self._fault(blob, error)
+            meter.add(blob.size, blob.name or str(digest))
+
+    def run(self, jobs: int | None, progress: Progress | None) -> None:
+        """Freeze the blobs."""
+        total = 2 * sum(blob.size for blob in self.blobs.values())  # coded, and decoded again
+        with Moving(self._store, progress, total) as moving:
+            moving.hold(self.blobs)  # before they are looked for
+
+            def make(blob: Descriptor) -> _Made | None:
+                try:
+                    return self._make(blob, moving)
+                except (BlobMissing, BlobDamaged) as error:
+                    self._fault(blob, error)
+                    return None
+
+            def settle(made: Sequence[_Made | None]) -> None:
+                self._settle([item for item in made if item is not None], moving.lease)
+
+            needed = self._needed_hot(set())  # a lease may end before its blob's turn comes
+            items = []
+            for blob in self.blobs.values():
+                outcome = self._outcome_before(blob, needed)
+                if outcome is None:
+                    items.append(blob)
+                    continue
+                moving.tell(2 * blob.size, blob.name)
+                try:
+                    self._note(blob, outcome)
+                except (BlobMissing, BlobDamaged) as error:
+                    self._fault(blob, error)
+            moving.run(items, make, lambda blob: blob.size, settle, jobs)
+
+    # What is to be
+
+    def _outcome_before(self, blob: Descriptor, needed: Mapping[str, Outcome]) -> Outcome | None:
+        """Return what becomes of a blob that need not be coded."""
+        if not self._store.hot.has(blob.digest):
+            return "cold" if self._store.cold.has(blob.digest) else None
+        if not self._keeps_hot and blob.digest.hex in needed:
+            return needed[blob.digest.hex]
+        # The name of a cold blob takes room too, and its table some hundred bytes.
+        return "no gain" if blob.size <= _BLOCK else None
+
+    def _needed_hot(self, leased: Collection[Digest]) -> dict[str, Outcome]:
+        """Return the blobs that must stay hot, by the digits of their digests, and why."""
+        needed: dict[str, Outcome] = {}
+        for path, item in self._marks.by_path().items():
+            if self._chosen.get(path) == item.state:
+                needed.update(dict.fromkeys(item.others, "shared"))
+            else:
+                needed.update(dict.fromkeys(item.blobs, "shared"))
+        return needed | dict.fromkeys((digest.hex for digest in leased), "in use")
+
+    # Coding
+
+    def _make(self, blob: Descriptor, moving: Moving) -> _Made:
+        """Code a blob, and check that it decodes to what it was."""
+        where = self._layout.cold_blob(blob.digest)
+
+        def tell(count: int) -> None:
+            moving.tell(count, blob.name)
+
+        if self._store.cold.has(blob.digest):  # kept beside the hot one, or left by a killed freeze
+            state = file_state(where)
+            try:
+                self._store.check_cold(blob.digest, blob.size, tell)
+            except (BlobMissing, BlobDamaged):
+                pass  # the hot one is there to make it anew
+            else:
+                tell(blob.size)
+                found = self._store.cold.open(blob.digest, blob.size)
+                return _Made(blob, None, state, found.stored, found.base)
+        with moving.temporary() as (path, descriptor):
+            self._encode(blob, lambda data: write_all(descriptor, data), tell)
+            stored = os.fstat(descriptor).st_size
+            if _blocks(stored) >= _blocks(blob.size):
+                os.ftruncate(descriptor, 0)
+        if _blocks(stored) >= _blocks(blob.size):
+            path.unlink()
+            return _Made(blob, None, None, blob.size, None)
+        made = ColdBlob(str(path), blob.digest, self._store.base)
+        made.check(tell)
+        return _Made(blob, path, file_state(str(path)), stored, made.base)
+
+    def _encode(
+        self, blob: Descriptor, write: Callable[..., None], tell: Callable[[int], None]
+    ) -> None:
+        from blobstore.archive.choice import Level as Effort
+        from blobstore.archive.encoding import encode
+        from blobstore.archive.outline import outline, with_equals
+
+        data = self._store.hot.whole(blob.digest, blob.size)
+
+        def pieces() -> Iterator[memoryview]:
+            for begin in range(0, blob.size, _STRIDE):
+                yield data[begin : begin + _STRIDE]
+                tell(min(_STRIDE, blob.size - begin))
+
+        runs = with_equals(outline(data, blob.size), data)
+        encode(pieces(), runs, write, level=Effort(self._level), digest=blob.digest)
+
+    def _sampled(self, blob: Descriptor) -> int:
+        """Return about how many bytes a blob would take, from some slices of each tensor."""
+        from blobstore.archive.choice import Level as Effort
+        from blobstore.archive.encoding import encode
+        from blobstore.archive.outline import Run, outline
+
+        data = self._store.hot.whole(blob.digest, blob.size)
+        total, begin = 0.0, 0
+        for run in outline(data, blob.size):
+            slices = _slices(data[begin : begin + run.size])
+            taken = sum(map(len, slices))
+            sampled = [Run(taken, run.dtype)]
+            table = encode(slices, sampled, _pass, level=Effort(self._level), digest=blob.digest)
+            stored = sum(plane.size for chunk in table.chunks for plane in chunk.planes)
+            total += stored * run.size / taken
+            begin += run.size
+        return int(total)
+
+    # Settling
+
+    def _settle(self, made: Sequence[_Made], lease: str) -> None:
+        """Give cold blobs their names, and remove the hot ones that nobody needs."""
+        with self._store.locks.alone():
+            leased = read_leases(self._layout, without=lease).digests
+            self._marks.update()
+            needed = {} if self._keeps_hot else self._needed_hot(leased)
+            cold = self._store.cold.files()
+            bases = set(self._bases.known(cold).values())
+            kept: list[_Made] = []
+            for item in made:
+                outcome = self._unsettled(item, needed, bases)
+                if outcome is None:
+                    kept.append(item)
+                    continue
+                if item.path is not None:
+                    item.path.unlink(missing_ok=True)
+                self._note(item.blob, outcome)
+            for item in kept:
+                if item.path is not None:
+                    item.path.replace(self._layout.cold_blob(item.blob.digest))
+            sync_folder(self._layout.cold)
+            if not self._keeps_hot:
+                self._remove_hot(kept)
+            for item in kept:
+                self._note(item.blob, "frozen", item.stored, item.base)
+
+    def _unsettled(
+        self, item: _Made, needed: Mapping[str, Outcome], bases: Collection[Digest]
+    ) -> Outcome | None:
+        """Return why a blob is to stay as it is; None if it is to be frozen."""
+        if item.state is None:
+            return "no gain"
+        digest = item.blob.digest
+        if digest.hex in needed:
+            return needed[digest.hex]
+        if item.base is not None and (digest in bases or self._is_delta(item.base)):
+            return "in use"  # edges are one deep
+        where = self._layout.cold_blob(digest) if item.path is None else str(item.path)
+        if file_state(where) != item.state:  # thawed, or frozen otherwise, by another process
+            return "in use"
+        return None
+
+    def _is_delta(self, digest: Digest) -> bool:
+        """Tell whether a base could not serve as one."""
+        if self._store.hot.has(digest):
+            return self._store.cold.has(digest) and self._store.cold.open(digest).base is not None
+        return not self._store.cold.has(digest) or self._store.cold.open(digest).base is not None
+
+    def _remove_hot(self, made: Sequence[_Made]) -> None:
+        for item in made:
+            # The rename has kept the file: what was checked is what has the name now.
+            if file_state(self._layout.cold_blob(item.blob.digest)) == item.state:
+                Path(self._layout.blob(item.blob.digest)).unlink(missing_ok=True)
+        sync_folder(self._layout.blobs)
+
+    def _note(
+        self, blob: Descriptor, outcome: Outcome, stored: int = -1, base: Digest | None = None
+    ) -> None:
+        if outcome == "cold":
+            found = self._store.cold.open(blob.digest, blob.size)
+            stored, base = found.stored, found.base
+        size = blob.size if stored < 0 else stored
+        self.results[blob.digest] = FrozenBlob(
+            blob.digest, blob.name, blob.size, size, outcome, base
+        )
+
+    def _fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
+        self.faults.append(error.at(f"layer {quoted(blob.name)}"))
+        self._note(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)
+
+
+def _pass(piece: object) -> None:
+    """Write to nowhere."""
+    del piece
+
+
+def _slices(data: memoryview) -> list[memoryview]:
+    """Return some slices of a run of bytes, or all of a short one."""
+    if len(data) <= 2 * _SLICES * _SLICE:
+        return [data]
+    step = (len(data) - _SLICE) // (_SLICES - 1) // _BLOCK * _BLOCK
+    return [data[begin : begin + _SLICE] for begin in range(0, _SLICES * step, step)]
+
+
+def _blocks(size: int) -> int:
+    return -(-size // _BLOCK)
+
+
+def _modified(path: str) -> float:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0
+    return found.st_mtime if stat.S_ISREG(found.st_mode) else 0

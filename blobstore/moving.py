@@ -1,0 +1,135 @@
+"""Blobs that change their form, hot to cold or back: made by threads, put in their places in batches.
+
+What is made has a temporary name of a living lease until it is durable and has been checked. It is put in
+its place, and its other form removed, with the store's lock alone: whoever reads leases and manifests
+then sees what everybody else has said that they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeVar
+
+from blobstore.errors import BlobstoreError
+from blobstore.files import make_folders
+from blobstore.progress import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+    from typing import Self
+
+    from blobstore.digest import Digest
+    from blobstore.progress import Progress
+    from blobstore.store.local import LocalStore
+
+_BATCH = 64
+"""Blobs that are put in their places at once."""
+_BATCH_BYTES = 256 << 20
+"""Bytes of these, about: so much room is needed beside what is there."""
+_BATCH_SECONDS = 2.0
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class Stopped(BlobstoreError):
+    """What goes on is to end at once."""
+
+
+class Moving:
+    """A lease with temporary files, threads, and a way to stop them."""
+
+    def __init__(self, store: LocalStore, progress: Progress | None, total: int) -> None:
+        self.store = store
+        self._layout = store.layout
+        self._meter = Meter(progress, total)
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        for folder in (self._layout.blobs, self._layout.cold, self._layout.temporary):
+            make_folders(folder, self._layout.root)
+        self._lease = self.store.locks.new_lease()
+        self.lease = self._lease.name
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._layout.temporary.glob(f"{self.lease}-*"):
+            path.unlink(missing_ok=True)
+        self._lease.close()
+
+    def hold(self, digests: Iterable[Digest]) -> None:
+        """Keep blobs from being collected meanwhile: those that are there now, and that come."""
+        self._lease.hold(digests)
+
+    def tell(self, count: int, what: str) -> None:
+        """Report bytes that are done, from any thread.
+
+        Raises:
+            Stopped: the work is to end.
+        """
+        if self._stop.is_set():
+            message = "stopped"
+            raise Stopped(message)
+        self._meter.add(count, what)
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[tuple[Path, int]]:
+        """Give the path and the descriptor of a new file, which is synced when the block ends.
+
+        On an error it is removed.
+        """
+        path = self._layout.temporary / f"{self.lease}-{next(self._numbers)}"
+        # Read-only from the start: a descriptor opened for writing stays usable.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        try:
+            try:
+                yield path, descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def run(
+        self,
+        items: Sequence[Item],
+        make: Callable[[Item], Made],
+        size: Callable[[Item], int],
+        settle: Callable[[Sequence[Made]], None],
+        jobs: int | None,
+    ) -> None:
+        """Make something of all items on threads; settle it in batches on this one.
+
+        Raises:
+            Exception: what ``make`` or ``settle`` raises first. What was settled before stays.
+        """
+        # The largest first, so that no thread is left with one when the others are done.
+        in_order = sorted(items, key=size, reverse=True)
+        pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore")
+        try:
+            running = {pool.submit(make, item): size(item) for item in in_order}
+            waiting: list[Made] = []
+            bytes_waiting, since = 0, time.monotonic()
+            while running:
+                done, _ = wait(running, timeout=_BATCH_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    bytes_waiting += running.pop(future)
+                    waiting.append(future.result())
+                is_full = len(waiting) >= _BATCH or bytes_waiting >= _BATCH_BYTES
+                is_late = time.monotonic() - since >= _BATCH_SECONDS
+                if waiting and (is_full or is_late or not running):
+                    settle(waiting)
+                    waiting, bytes_waiting, since = [], 0, time.monotonic()
+        except BaseException:  # also Ctrl-C: stop the threads before their files are removed
+            self._stop.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,275 @@
+"""Cold blobs: the coded form of blobs that nobody maps, below ``.blobstore/cold/``.
+
+A cold blob has the name of what it decodes to: the digest of the blob as it was. So manifests say
+nothing of it, a blob may be there hot, cold or both, and what a codec makes can change. Some are coded
+against another blob, their base, which may itself be hot, or cold without a base of its own: edges are
+one deep. Nothing here writes: freezing and thawing are workflows.
+
+What is decoded has been checked chunk by chunk; who must know that it is the very blob hashes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+from blobstore.digest import Digest, Digester
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    ColdDamaged,
+    InvalidDigest,
+    StoreError,
+)
+from blobstore.files import open_regular
+from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
+from blobstore.store.hot import ADVICE
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from blobstore.archive.base import BaseBlob
+    from blobstore.safetensors.header import Header
+    from blobstore.store.layout import Layout
+
+    Given = Callable[[Digest, int], BaseBlob]
+    """Gives the base of a digest and a size."""
+
+_PIECE = 1 << 22
+_GONE = {errno.ENOENT, errno.ENOTDIR}
+
+State = tuple[int, ...]
+"""What tells a file from another, or from itself after a change of its bytes."""
+
+
+class ColdBlob:
+    """An open cold blob, whose file is closed when nobody holds this. Threads may share it."""
+
+    def __init__(self, path: str, digest: Digest, given: Given) -> None:
+        """Open the cold blob of ``digest`` at ``path``; ``given`` gives its base.
+
+        Raises:
+            BlobMissing: there is none.
+            BlobDamaged: it is no cold blob, or not that one.
+            StoreError: it cannot be read.
+        """
+        from blobstore.archive.container import ColdBlob as Container  # brings numpy
+
+        self.digest = digest
+        self._path = path
+        self._given: Given | None = given
+        data = _mapped(path)
+        self.stored = len(data)
+        """Bytes of its file."""
+        with self._explained():
+            self.container = Container(data)
+            table = self.container.table
+            if table.digest != digest:
+                raise ColdDamaged(f"it is that of {table.digest}")
+        self.size = table.size
+        """Bytes of what it decodes to."""
+        self.base = table.base.digest if table.base is not None else None
+        """The blob without which it cannot be decoded."""
+
+    def read_into(self, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with bytes of the blob from ``begin`` on.
+
+        Raises:
+            BlobDamaged: it cannot be decoded, ends before, or its base is not whole.
+            StoreError: a file cannot be read.
+        """
+        if begin + len(buffer) > self.size:
+            raise self._damaged(f"byte {begin + len(buffer)} is wanted of {self.size}")
+        with self._explained():
+            self._give_base()
+            self.container.read_into(buffer, begin)
+
+    def pieces(self) -> Generator[memoryview, None, None]:
+        """Yield the bytes of the blob, in pieces that are good until the next one.
+
+        Raises as :meth:`read_into`.
+        """
+        buffer = memoryview(bytearray(min(_PIECE, self.size)))
+        for begin in range(0, self.size, _PIECE):
+            piece = buffer[: min(_PIECE, self.size - begin)]
+            self.read_into(begin, piece)
+            yield piece
+
+    def check(self, progress: Callable[[int], None] | None = None) -> None:
+        """Decode all of it and compare the digest; ``progress`` gets the bytes of each piece.
+
+        Raises:
+            BlobDamaged: it cannot be decoded, or gives other bytes. Otherwise as :meth:`read_into`.
+        """
+        digester = Digester()
+        for piece in self.pieces():
+            digester.update(piece)
+            if progress is not None:
+                progress(len(piece))
+        if digester.digest() != self.digest:
+            raise self._damaged(f"it decodes to a blob with digest {digester.digest()}")
+
+    def read_header(self) -> Header:
+        """Return the checked safetensors header of a tensor blob.
+
+        Raises:
+            InvalidHeader: it breaks the format. Otherwise as :meth:`read_into`.
+        """
+        prefix = self._bytes(0, min(PREFIX_SIZE, self.size))
+        length = header_size(prefix, self.size)
+        return parse_header(self._bytes(PREFIX_SIZE, length), self.size)
+
+    def _bytes(self, begin: int, count: int) -> bytes:
+        buffer = bytearray(count)
+        self.read_into(begin, memoryview(buffer))
+        return bytes(buffer)
+
+    def _give_base(self) -> None:
+        given, base = self._given, self.container.table.base
+        if given is not None and base is not None:
+            self.container.give_base(given(base.digest, base.size))
+        self._given = None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say in errors which blob it is."""
+        try:
+            yield
+        except ColdDamaged as error:
+            raise self._damaged(str(error)) from None
+        except OSError as error:
+            message = f"cold blob {quoted(self._path)} cannot be read: {error.strerror}"
+            raise StoreError(message) from error
+
+    def _damaged(self, what: str) -> BlobDamaged:
+        return BlobDamaged(f"cold blob {quoted(self._path)} is damaged: {what}{ADVICE}")
+
+
+class ColdShelf:
+    """The cold blobs of a store, for reading."""
+
+    def __init__(self, layout: Layout, given: Given) -> None:
+        """Take the layout of the store, and what gives a blob by which others are coded."""
+        self._layout = layout
+        self._given = given
+
+    def has(self, digest: Digest) -> bool:
+        """Tell whether there is a file in the place of a cold blob."""
+        return os.path.lexists(self._layout.cold_blob(digest))
+
+    def open(self, digest: Digest, size: int | None = None) -> ColdBlob:
+        """Open the cold form of a blob, of ``size`` bytes if that is given.
+
+        Raises:
+            BlobMissing: there is none.
+            BlobDamaged: it is none, or that of another blob.
+            StoreError: it cannot be read.
+        """
+        path = self._layout.cold_blob(digest)
+        blob = ColdBlob(path, digest, self._given)
+        if size is not None and blob.size != size:
+            raise BlobDamaged(
+                f"cold blob {quoted(path)} is damaged: it is of a blob of {blob.size} bytes, expected "
+                f"{size}{ADVICE}"
+            )
+        return blob
+
+    def files(self) -> dict[Digest, os.stat_result]:
+        """Return all files that have the name of a cold blob.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        found: dict[Digest, os.stat_result] = {}
+        try:
+            with os.scandir(self._layout.cold) as entries:
+                for entry in entries:
+                    with contextlib.suppress(InvalidDigest, FileNotFoundError):
+                        digest = Digest.parse(entry.name.replace("-", ":", 1))
+                        found[digest] = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            message = f"cannot list {quoted(self._layout.cold)}: {error.strerror}"
+            raise StoreError(message) from error
+        return found
+
+
+class Bases:
+    """The bases of a store's cold blobs, each file read again only when it has changed."""
+
+    def __init__(self, shelf: ColdShelf) -> None:
+        self._shelf = shelf
+        self._known: dict[Digest, tuple[State, Digest | None]] = {}
+
+    def of(
+        self, digest: Digest, status: os.stat_result, *, must_be_known: bool = True
+    ) -> Digest | None:
+        """Return the base of a cold blob whose file has a status; None if it has none.
+
+        Raises:
+            BlobDamaged: the file is no such cold blob, so that nobody knows; but None unless that
+                ``must_be_known``.
+            StoreError: it cannot be read.
+        """
+        state = state_of(status)
+        known = self._known.get(digest)
+        if known is None or known[0] != state:
+            try:
+                known = (state, self._shelf.open(digest).base)
+            except BlobMissing:  # thawed since it was listed
+                return None
+            except BlobDamaged:
+                if must_be_known:
+                    raise
+                return None
+            self._known[digest] = known
+        return known[1]
+
+    def known(self, cold: Mapping[Digest, os.stat_result]) -> dict[Digest, Digest]:
+        """Return the bases of those cold blobs that have one, as far as they can be told."""
+        bases = {
+            digest: self.of(digest, status, must_be_known=False) for digest, status in cold.items()
+        }
+        return {digest: base for digest, base in bases.items() if base is not None}
+
+
+def state_of(status: os.stat_result) -> State:
+    """Return what tells a file from another, or from itself after a change of its bytes."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def file_state(path: str) -> State | None:
+    """Return the state of a regular file; None if there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return state_of(status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _mapped(path: str) -> Any:
+    """Map the file of a cold blob."""
+    try:
+        descriptor, size = open_regular(path, follow=False)
+        try:
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else b""
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _GONE:
+            message = f"cold blob {quoted(path)} is missing"
+            raise BlobMissing(message) from None
+        if error.errno != errno.ELOOP:
+            message = f"cold blob {quoted(path)} cannot be read: {error.strerror}"
+            raise StoreError(message) from error
+    except BlobstoreError:
+        pass
+    message = f"cold blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+    raise BlobDamaged(message)

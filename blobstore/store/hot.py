@@ -1,0 +1,193 @@
+"""Blobs as they are: files that are opened with care, mapped and read.
+
+A blob is trusted for its size when it is opened. Links are refused: a store holds files. Of cold blobs
+nothing is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
+from blobstore.files import read_past_cache
+from blobstore.mapping import is_cached
+from blobstore.safetensors.file import read_header
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from blobstore.digest import Digest
+    from blobstore.mapping import Region
+    from blobstore.safetensors.header import Header
+    from blobstore.store.layout import Layout
+
+ADVICE = "; run 'blobstore repair NAME --from SOURCE'"
+"""What all messages about a damaged blob end in."""
+# A link is refused; opening a pipe returns at once.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_READ_SIZE = 1 << 20
+
+
+class HotShelf:
+    """The files of blobs, for reading. Everything that looks for one raises as :meth:`open`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def has(self, digest: Digest) -> bool:
+        """Tell whether there is a file in the place of a blob."""
+        return os.path.lexists(self._layout.blob(digest))
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that the blob is here and has ``size`` bytes."""
+        path = self._layout.blob(digest)
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            raise self.explained(digest, error) from None
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            raise _damage(path, size, found)
+
+    def open(self, digest: Digest, size: int) -> int:
+        """Open a blob of ``size`` bytes; return its descriptor, which the caller closes.
+
+        Raises:
+            BlobMissing: it is not here; it may be cold.
+            BlobDamaged: it has another size, or is a symbolic link.
+            StoreError: it cannot be read.
+        """
+        path = self._layout.blob(digest)
+        try:
+            descriptor = os.open(path, _OPEN_FLAGS)
+            found = os.fstat(descriptor)
+        except OSError as error:
+            raise self.explained(digest, error) from None
+        if found.st_size == size and stat.S_ISREG(found.st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise _damage(path, size, found)
+
+    def map(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+        """Map a blob into a slot. No descriptor stays open."""
+        descriptor = self.open(digest, size)
+        try:
+            region.map(slot, descriptor, size)
+        except OSError as error:
+            raise self.explained(digest, error) from None
+        finally:
+            os.close(descriptor)
+
+    def whole(self, digest: Digest, size: int) -> memoryview:
+        """Map a blob by itself."""
+        descriptor = self.open(digest, size)
+        try:
+            if not size:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise self.explained(digest, error) from None
+        finally:
+            os.close(descriptor)
+
+    def is_cached(self, digest: Digest, size: int) -> bool:
+        """Tell whether most of a blob is in the page cache."""
+        descriptor = self.open(digest, size)
+        try:
+            return is_cached(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def read_into(
+        self, digest: Digest, size: int, offset: int, buffer: memoryview, *, past_cache: bool
+    ) -> None:
+        """Read bytes of a blob; see :meth:`BlobReader.read_into`."""
+        descriptor = self.open(digest, size)
+        try:
+            if past_cache:
+                count = read_past_cache(descriptor, buffer, offset)
+                buffer = buffer[count : size - offset]
+                offset += count
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    message = (
+                        f"blob {quoted(self._layout.blob(digest))} ended at byte {offset} of {size} "
+                        "while it was read"
+                    )
+                    raise BlobDamaged(message)
+                buffer = buffer[count:]
+                offset += count
+        except OSError as error:
+            raise self.explained(digest, error) from None
+        finally:
+            os.close(descriptor)
+
+    def read_header(self, digest: Digest, size: int, slot: int, region: Region | None) -> Header:
+        """Read the header of a blob, and map it if there is a ``region``.
+
+        Raises:
+            InvalidHeader: the header breaks the format.
+            OSError: it cannot be read or mapped.
+        """
+        descriptor = self.open(digest, size)
+        try:
+            if region is not None:
+                region.map(slot, descriptor, size)
+            return read_header(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def pieces(
+        self, descriptor: int, digest: Digest, size: int
+    ) -> Generator[memoryview, None, None]:
+        """Yield the bytes of an open blob in pieces that are good until the next one; close it."""
+        done = 0
+        buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
+        try:
+            while count := os.preadv(descriptor, [buffer], done):
+                yield buffer[:count]
+                done += count
+        except OSError as error:
+            message = (
+                f"blob {quoted(self._layout.blob(digest))} cannot be read at byte {done}: "
+                f"{error.strerror}"
+            )
+            raise BlobDamaged(message) from error
+        finally:
+            os.close(descriptor)
+
+    def sizes(self) -> set[int]:
+        """Return the sizes of all files."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._layout.blobs) as entries:
+            return {entry.stat(follow_symlinks=False).st_size for entry in entries}
+        return set()
+
+    def explained(self, digest: Digest, error: OSError) -> Damaged | StoreError:
+        """Return what is wrong with a blob that the system refuses."""
+        path = self._layout.blob(digest)
+        if error.errno == errno.ELOOP:
+            return not_a_file(path)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return BlobMissing(f"blob {quoted(path)} is missing")
+        return StoreError(f"blob {quoted(path)} cannot be read: {error.strerror}")
+
+
+def not_a_file(path: str) -> BlobDamaged:
+    """Return the error of something that is in the place of a blob."""
+    return BlobDamaged(
+        f"blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+    )
+
+
+def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
+    if not stat.S_ISREG(found.st_mode):
+        return not_a_file(path)
+    return BlobDamaged(
+        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
+    )
