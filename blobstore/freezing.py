@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from blobstore.coding import Blob, Coding, Level
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, UsageError
 from blobstore.files import sync_folder, write_all
 from blobstore.manifests import media_types
@@ -27,22 +28,18 @@ from blobstore.store.locks import read_leases
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from blobstore.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.progress import Progress
 
-Level = Literal["fast", "small"]
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
 """What becomes of a blob: it is frozen now; it was; or it stays hot, and why."""
 
 _BLOCK = 4096
 """What file systems give room in."""
-_STRIDE = 16 << 20
-_SLICES = 4
-_SLICE = 256 << 10
 
 
 class FrozenBlob(NamedTuple):
@@ -227,7 +224,7 @@ class _Freezing:
                 if outcome is not None:
                     self._note(blob, outcome)
                 else:
-                    stored = self._sampled(blob)
+                    stored = self._coding(blob).estimate()
                     is_gain = _blocks(stored) < _blocks(blob.size)
                     self._note(blob, *(("frozen", stored) if is_gain else ("no gain",)))
             except (BlobMissing, BlobDamaged) as error:
@@ -287,6 +284,9 @@ class _Freezing:
 
     # Coding
 
+    def _coding(self, blob: Descriptor) -> Coding:
+        return Coding(self._store, Blob(blob.digest, blob.size), self._level)
+
     def _make(self, blob: Descriptor, moving: Moving) -> _Made:
         """Code a blob, and check that it decodes to what it was."""
         where = self._layout.cold_blob(blob.digest)
@@ -305,7 +305,7 @@ class _Freezing:
                 found = self._store.cold.open(blob.digest, blob.size)
                 return _Made(blob, None, state, found.stored, found.base)
         with moving.temporary() as (path, descriptor):
-            self._encode(blob, lambda data: write_all(descriptor, data), tell)
+            self._coding(blob).write(lambda data: write_all(descriptor, data), tell)
             stored = os.fstat(descriptor).st_size
             if _blocks(stored) >= _blocks(blob.size):
                 os.ftruncate(descriptor, 0)
@@ -315,41 +315,6 @@ class _Freezing:
         made = ColdBlob(str(path), blob.digest, self._store.base)
         made.check(tell)
         return _Made(blob, path, file_state(str(path)), stored, made.base)
-
-    def _encode(
-        self, blob: Descriptor, write: Callable[..., None], tell: Callable[[int], None]
-    ) -> None:
-        from blobstore.archive.choice import Level as Effort
-        from blobstore.archive.encoding import encode
-        from blobstore.archive.outline import outline, with_equals
-
-        data = self._store.hot.whole(blob.digest, blob.size)
-
-        def pieces() -> Iterator[memoryview]:
-            for begin in range(0, blob.size, _STRIDE):
-                yield data[begin : begin + _STRIDE]
-                tell(min(_STRIDE, blob.size - begin))
-
-        runs = with_equals(outline(data, blob.size), data)
-        encode(pieces(), runs, write, level=Effort(self._level), digest=blob.digest)
-
-    def _sampled(self, blob: Descriptor) -> int:
-        """Return about how many bytes a blob would take, from some slices of each tensor."""
-        from blobstore.archive.choice import Level as Effort
-        from blobstore.archive.encoding import encode
-        from blobstore.archive.outline import Run, outline
-
-        data = self._store.hot.whole(blob.digest, blob.size)
-        total, begin = 0.0, 0
-        for run in outline(data, blob.size):
-            slices = _slices(data[begin : begin + run.size])
-            taken = sum(map(len, slices))
-            sampled = [Run(taken, run.dtype)]
-            table = encode(slices, sampled, _pass, level=Effort(self._level), digest=blob.digest)
-            stored = sum(plane.size for chunk in table.chunks for plane in chunk.planes)
-            total += stored * run.size / taken
-            begin += run.size
-        return int(total)
 
     # Settling
 
@@ -422,19 +387,6 @@ class _Freezing:
     def _fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
         self.faults.append(error.at(f"layer {quoted(blob.name)}"))
         self._note(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)
-
-
-def _pass(piece: object) -> None:
-    """Write to nowhere."""
-    del piece
-
-
-def _slices(data: memoryview) -> list[memoryview]:
-    """Return some slices of a run of bytes, or all of a short one."""
-    if len(data) <= 2 * _SLICES * _SLICE:
-        return [data]
-    step = (len(data) - _SLICE) // (_SLICES - 1) // _BLOCK * _BLOCK
-    return [data[begin : begin + _SLICE] for begin in range(0, _SLICES * step, step)]
 
 
 def _blocks(size: int) -> int:

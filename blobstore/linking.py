@@ -24,6 +24,7 @@ from blobstore.cloning import clone_data
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.farm import lay_out_farm
 from blobstore.filling import building, free_target, write_new, write_weights
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.memory import collector_paused
 from blobstore.quantize.mlx_form import mlx_config
@@ -90,12 +91,19 @@ def link_model(
             must not be written.
         BlobstoreError: the model has no tensors, the folder exists or cannot be written, or hard
             links cannot be made there.
+        StoreError: the model is frozen.
     """
     started = time.monotonic()
     if isinstance(reference, str):
         reference = Reference.parse(reference)
     store = store or LocalStore()
     manifest = store.resolve(reference)
+    cold = [item for item in manifest.layers_of(media_types.TENSOR) if store.is_cold(item.digest)]
+    if cold:
+        message = (
+            f"model {reference} is frozen, and links need files; run 'blobstore thaw {reference}'"
+        )
+        raise StoreError(message)
     target = free_target(folder)
     try:
         with collector_paused():  # a model has thousands of tensors

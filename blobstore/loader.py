@@ -9,6 +9,7 @@ from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.opened import Framework, Model
 from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
 from blobstore.verification import Verify, check_level, reads_headers
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def open_model(
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
     copy: bool = False,
+    thaw: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Open a model for loading.
@@ -56,6 +58,8 @@ def open_model(
             asks for that and does not wait; by default they are read when they are touched.
         copy: another word for ``read="pread"``: what happens to the files later cannot reach this
             process. (One that touches a map of a file that was cut short is killed.)
+        thaw: write blobs that are cold as they were before, so that programs share what they map; by
+            default they are decoded into memory of this process.
         progress: told of the bytes that are waited for.
 
     Raises:
@@ -69,6 +73,9 @@ def open_model(
     if isinstance(reference, str):
         reference = Reference.parse(reference)
     store = store or LocalStore()
+    if thaw:
+        for fault in thaw_models([reference], store=store, progress=progress).faults:
+            raise fault.at(str(reference))
     with contextlib.ExitStack() as unlocking:
         unlocking.enter_context(store.locks.reading())
         model = Model(

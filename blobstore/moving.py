@@ -8,6 +8,7 @@ then sees what everybody else has said that they need.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -33,6 +34,8 @@ _BATCH = 64
 _BATCH_BYTES = 256 << 20
 """Bytes of these, about: so much room is needed beside what is there."""
 _BATCH_SECONDS = 2.0
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -108,28 +111,54 @@ class Moving:
     ) -> None:
         """Make something of all items on threads; settle it in batches on this one.
 
+        What finds no room is made again when the others are settled, which may have given some back.
+
         Raises:
             Exception: what ``make`` or ``settle`` raises first. What was settled before stays.
         """
         # The largest first, so that no thread is left with one when the others are done.
-        in_order = sorted(items, key=size, reverse=True)
+        left = sorted(items, key=size, reverse=True)
+        while left:
+            failed, count = self._round(left, make, size, settle, jobs)
+            if failed and not count:
+                raise failed[0][1]
+            left = [item for item, _ in failed]
+
+    def _round(
+        self,
+        items: Sequence[Item],
+        make: Callable[[Item], Made],
+        size: Callable[[Item], int],
+        settle: Callable[[Sequence[Made]], None],
+        jobs: int | None,
+    ) -> tuple[list[tuple[Item, OSError]], int]:
+        """Return for which items there was no room, and of how many something was made."""
+        failed: list[tuple[Item, OSError]] = []
+        count = 0
         pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore")
         try:
-            running = {pool.submit(make, item): size(item) for item in in_order}
+            running = {pool.submit(make, item): item for item in items}
             waiting: list[Made] = []
             bytes_waiting, since = 0, time.monotonic()
             while running:
                 done, _ = wait(running, timeout=_BATCH_SECONDS, return_when=FIRST_COMPLETED)
                 for future in done:
-                    bytes_waiting += running.pop(future)
-                    waiting.append(future.result())
+                    item = running.pop(future)
+                    error = future.exception()
+                    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                        failed.append((item, error))
+                    else:
+                        waiting.append(future.result())
+                        bytes_waiting += size(item)
                 is_full = len(waiting) >= _BATCH or bytes_waiting >= _BATCH_BYTES
                 is_late = time.monotonic() - since >= _BATCH_SECONDS
-                if waiting and (is_full or is_late or not running):
+                if waiting and (is_full or is_late or failed or not running):
                     settle(waiting)
+                    count += len(waiting)
                     waiting, bytes_waiting, since = [], 0, time.monotonic()
         except BaseException:  # also Ctrl-C: stop the threads before their files are removed
             self._stop.set()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
+        return failed, count

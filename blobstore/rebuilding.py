@@ -93,6 +93,30 @@ class StoreOrigin:
         return Candidate(blob, lambda: self.store.read_pieces(blob.digest, blob.size))
 
 
+class ColdOrigin:
+    """The cold blobs of the store itself, for blobs that are damaged in their hot form only."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+
+    def rounds(
+        self, wanted: Wanted, lists: Collection[Digest] = ()
+    ) -> Iterator[Sequence[Candidate]]:
+        """Yield what there is of all; see :class:`Origin`."""
+        del lists
+        yield [
+            Candidate(blob, self._decoding(blob))
+            for blob in wanted.values()
+            if self._store.cold.has(blob.digest)
+        ]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _decoding(self, blob: Descriptor) -> Callable[[], Iterator[Buffer]]:
+        return lambda: self._store.cold.open(blob.digest, blob.size).pieces()
+
+
 class SourceOrigin:
     """The source that a model was created from, or one with the same tensors."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.digest import Digester
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.files import make_folders, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
@@ -26,11 +26,12 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.progress import Meter
-from blobstore.rebuilding import SourceOrigin, StoreOrigin
+from blobstore.rebuilding import ColdOrigin, SourceOrigin, StoreOrigin
 from blobstore.restoring import restore_manifests
 from blobstore.sources.open import open_source
+from blobstore.store.forms import states, which_are_whole
 from blobstore.store.local import LocalStore
-from blobstore.store.quarantine import put_in_place
+from blobstore.store.quarantine import put_cold_aside, put_in_place
 from blobstore.text import quoted
 from blobstore.verify import verify_models
 
@@ -244,6 +245,7 @@ class _Repair:
         missing = f"nothing in {self._origin_name} has its name and size"
         self.reasons = {str(digest): missing for digest, _ in self._wanted}
         if self._is_dry:
+            self._try_rounds(ColdOrigin(self._store))
             self._try_rounds(origin)
             return
         with self._store.writing():
@@ -253,8 +255,21 @@ class _Repair:
             # blobs, and those of a model that is removed meanwhile are garbage.
             with self._store.locks.lease() as lease:
                 self._prefix = f"{lease.name}-"
+                self._put_cold_aside()
+                self._try_rounds(ColdOrigin(self._store))
                 self._try_rounds(origin)
         self._renew_indexes()
+
+    def _put_cold_aside(self) -> None:
+        """Put cold blobs aside that are damaged, but whole in their hot form."""
+        for key, blob in list(self._wanted.items()):
+            seen = states(self._layout, blob.digest)
+            if not self._store.hot.has(blob.digest) or self._judge(blob) != (True, False):
+                continue
+            with self._store.locks.alone():
+                if states(self._layout, blob.digest) == seen:
+                    self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
+                    del self._wanted[key]
 
     def _try_rounds(self, origin: Origin) -> None:
         for candidates in origin.rounds(self._wanted, set(self._lists())):
@@ -341,22 +356,24 @@ class _Repair:
 
     def _place(self, blob: Descriptor, ready: Path) -> None:
         """Put a file in a blob's place, unless that has become whole meanwhile."""
-        key = (blob.digest, blob.size)
         while True:
-            seen = _state(self._layout.blob(blob.digest))
-            try:
-                self._store.check_digest(*key, lambda _: self._check_going())
-            except (BlobMissing, BlobDamaged):
-                pass
-            else:
-                self.whole.add(key)
+            seen = states(self._layout, blob.digest)
+            is_whole, is_cold_whole = self._judge(blob)
+            if is_whole and is_cold_whole:
+                self.whole.add((blob.digest, blob.size))
                 return
             # Threads of one process would keep each other from the store's lock.
             with self._placing, self._store.locks.alone():
-                if _state(self._layout.blob(blob.digest)) == seen:
-                    aside = put_in_place(self._layout, blob.digest, ready)
-                    break
+                if states(self._layout, blob.digest) != seen:
+                    continue
+                aside = None if is_whole else put_in_place(self._layout, blob.digest, ready)
+                if not is_cold_whole:
+                    aside = put_cold_aside(self._layout, blob.digest) or aside
+                break
         self._note(blob, aside, is_right=True)
+
+    def _judge(self, blob: Descriptor) -> tuple[bool, bool]:
+        return which_are_whole(self._store, blob.digest, blob.size, lambda _: self._check_going())
 
     def _note(self, blob: Descriptor, aside: Path | None, *, is_right: bool) -> None:
         if is_right:
@@ -374,12 +391,3 @@ class _Repair:
                 data, manifest = self._store.parse(reference)
                 if any(blob.digest in digests for blob in manifest.blobs):
                     write_index(self._store, data, find_places(self._store, data, use_index=False))
-
-
-def _state(path: str) -> tuple[int, ...] | None:
-    """Return what tells a file from another, or from itself after a write; None if there is none."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -64,6 +64,10 @@ class StoreUsage:
     """The blobs of these models, each once."""
     together_unique: Space
     """Those of them that no other name needs."""
+    cold: Space
+    """Blobs that are coded, whether they are there as files too; they count in the spaces above."""
+    saved: int
+    """Bytes that those take less than they would as files, of blobs that are cold only."""
     names: int
     """Names in the whole store."""
     unreadable: tuple[BlobstoreError, ...]
@@ -94,6 +98,17 @@ class StoreUsage:
     def dedup_ratio(self) -> float | None:
         """How many times the space would be needed without sharing; None if there is nothing."""
         return self.without_sharing / self.referenced.size if self.referenced.size else None
+
+    @property
+    def hot(self) -> int:
+        """Bytes of blobs that are files of their own."""
+        return self.referenced.size + self.unreferenced.size - self.cold.size
+
+    @property
+    def saved_share(self) -> float | None:
+        """What part of the bytes of all blobs coding saves; None if there are none."""
+        total = self.hot + self.cold.size + self.saved
+        return self.saved / total if total else None
 
 
 def measure_usage(
@@ -136,6 +151,16 @@ class _Measuring:
                 self._foreign.append(status.st_size)
             else:
                 self._sizes[digest] = status.st_size
+        self._cold = {digest: found.st_size for digest, found in store.cold.files().items()}
+        self._saved = sum(map(self._saving, self._cold.keys() - self._sizes.keys()))
+        for digest, size in self._cold.items():
+            self._sizes[digest] = self._sizes.get(digest, 0) + size
+
+    def _saving(self, digest: Digest) -> int:
+        try:
+            return self._store.cold.open(digest).size - self._cold[digest]
+        except BlobstoreError:  # told of a model that needs it
+            return 0
 
     def result(self, chosen: Sequence[Entry]) -> StoreUsage:
         layout = self._store.layout
@@ -147,6 +172,8 @@ class _Measuring:
             models=models,
             together=self._space(together),
             together_unique=self._space(alone),
+            cold=_total(self._cold.values()),
+            saved=self._saved,
             names=len(self._entries),
             unreadable=tuple(entry.error for entry in self._entries if entry.error is not None),
             referenced=self._space(self._uses),
@@ -158,7 +185,7 @@ class _Measuring:
             manifests=_space_of(layout.manifests),
             temporary=_space_of(layout.temporary),
             quarantine=_space_of(layout.quarantine),
-            caches=_space_of(ours, without=(layout.temporary, layout.quarantine)),
+            caches=_space_of(ours, without=(layout.temporary, layout.quarantine, layout.cold)),
         )
 
     def _model(self, entry: Entry) -> ModelUsage:
@@ -177,7 +204,7 @@ class _Measuring:
 
     def _faults(self, blobs: Mapping[Digest, int]) -> Iterator[BlobstoreError]:
         for digest, size in blobs.items():
-            if self._sizes.get(digest) != size:
+            if self._sizes.get(digest) != size or digest in self._cold:
                 try:
                     self._store.check_size(digest, size)
                 except BlobstoreError as error:

@@ -10,6 +10,7 @@ the same afterwards; otherwise it is looked at again, or forgotten if it is gone
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -201,12 +202,15 @@ class _Check:
             progress=count,
             verified=VerifiedBlobs(self._store.layout),
             pace=self._pace,
+            both_forms=True,
         )
 
     def _look(self, blobs: Sequence[Descriptor]) -> Iterator[tuple[Descriptor, BlobstoreError]]:
         for blob in blobs:
             try:
                 self._store.check_size(blob.digest, blob.size)
+                with contextlib.suppress(BlobMissing):  # most are not cold
+                    self._store.cold.open(blob.digest, blob.size)
             except BlobstoreError as error:
                 yield blob, error
 

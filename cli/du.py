@@ -107,6 +107,12 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
         f"{render.count_of(usage.referenced.files, 'blob')}; without sharing "
         f"{render.human_bytes(usage.without_sharing)}{saved}"
     )
+    if usage.cold.files:
+        share = f" ({usage.saved_share:.1%})" if usage.saved_share is not None else ""
+        yield (
+            f"  {render.human_bytes(usage.hot)} hot, {render.human_bytes(usage.cold.size)} cold in "
+            f"{render.count_of(usage.cold.files, 'blob')}; {render.human_bytes(usage.saved)} saved{share}"
+        )
     for name, meaning in _SPACES.items():
         space: Space = getattr(usage, name)
         if space.files:
@@ -127,6 +133,13 @@ def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
     return {
         "models": [_model_json(model) for model in rows],
         "together": {"bytes": usage.together.size, "unique_bytes": usage.together_unique.size},
+        "cold": {
+            "files": usage.cold.files,
+            "bytes": usage.cold.size,
+            "hot_bytes": usage.hot,
+            "saved_bytes": usage.saved,
+            "saved_share": usage.saved_share,
+        },
         "store": {
             "models": usage.names,
             "blobs": usage.referenced.files,

@@ -33,18 +33,28 @@ if TYPE_CHECKING:
     help="Let config.json say also under the keys of transformers 4 what it says under those of 5; "
     "mlx-lm reads them.",
 )
+@click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
 @json_option
 def command(
-    name: Reference, folder: str, store: LocalStore, hard: bool, old_keys: bool, as_json: bool
+    name: Reference,
+    folder: str,
+    store: LocalStore,
+    hard: bool,
+    old_keys: bool,
+    thaw: bool,
+    as_json: bool,
 ) -> None:
     """Make the new folder DIR, from which servers load the model NAME as from an export.
 
     Its weight files are links to blobs. Only blobs whose tensors have other names in such a folder
     become files, such as those of quantized weights.
     """
+    from blobstore.cli.thaw import thaw_whole
     from blobstore.linking import link_model
 
     with suggesting_names(store, [name]), render.progress_bar() as progress:
+        if thaw:
+            thaw_whole(name, store, progress)
         linked = link_model(
             name, folder, store=store, hard=hard, old_keys=old_keys, progress=progress
         )

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.archive.scratch import scratch
 from blobstore.archive.table import Base
 from blobstore.digest import Digest
-from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
     from typing_extensions import Buffer
-
-    from blobstore.archive.container import ColdBlob
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -38,17 +35,6 @@ class BaseBlob(NamedTuple):
         """
         view = memoryview(data).cast("B")
         return cls(Base(digest or Digest.of(view), len(view)), partial(_copy, view))
-
-    @classmethod
-    def cold(cls, blob: ColdBlob) -> BaseBlob:
-        """Return a base that is decoded where it is needed.
-
-        Raises:
-            ColdDamaged: it is a delta itself; chains are one deep.
-        """
-        if blob.table.base is not None:
-            raise ColdDamaged(f"the base {blob.table.digest} is itself a delta")
-        return cls(Base(blob.table.digest, blob.size), blob.read_into)
 
     def read(self, begin: int, size: int) -> Bytes:
         """Return bytes of it, aligned, which are good until the thread asks again."""

@@ -31,18 +31,25 @@ class Level(enum.Enum):
 
 
 class _Effort(NamedTuple):
-    ordinary: Coder
+    ordinary: tuple[Coder, ...]
+    """Coders for planes that are more than noise, each tried if the one before is near the best."""
     delta: delta.Effort
     sample: int
-    """Elements that are tried."""
+    """Bytes that are tried."""
     gain: int
-    """What is slower must save one byte in so many."""
+    """A slower coder must save one byte in so many."""
+    layout_gain: int
+    """A slower layout must save one byte in so many."""
 
 
 _EFFORTS: Final = {
-    Level.FAST: _Effort(Coder.ZSTD, delta.Effort.FAST, 1 << 13, 1 << 7),
-    Level.SMALL: _Effort(Coder.ZSTD_SMALL, delta.Effort.SMALL, 1 << 16, 1 << 10),
+    Level.FAST: _Effort((Coder.ZSTD,), delta.Effort.FAST, 1 << 15, 1 << 7, 1 << 6),
+    Level.SMALL: _Effort(
+        (Coder.ZSTD, Coder.ZSTD_SMALL), delta.Effort.SMALL, 1 << 16, 1 << 10, 1 << 10
+    ),
 }
+_NEAR: Final = 1 << 5
+"""A coder may be behind by one byte in so many to be near."""
 _SLICES: Final = 4
 _MORE_WITH_BASE: Final = 8
 """Differences come in many small planes; only a larger sample tells what those cost."""
@@ -55,7 +62,7 @@ class Choice:
         self._effort = _EFFORTS[level]
         self._dtype = dtype
         width = width_of(dtype)
-        count = self._effort.sample * width * (1 if base is None else _MORE_WITH_BASE)
+        count = self._effort.sample * (1 if base is None else _MORE_WITH_BASE)
         self._sample = _sample(chunk, count, width)
         self._base = None if base is None else _sample(base, count, width)
         self._lock = threading.Lock()
@@ -74,7 +81,7 @@ class Choice:
             kinds.append((difference(self._dtype, self._effort.delta),))
         tried = [found for kind in kinds if (found := self._first(kind)) is not None]
         least = min(size for size, _ in tried)
-        limit = least + least // self._effort.gain
+        limit = least + least // self._effort.layout_gain
         first = next(way for size, way in tried if size <= limit)
         rest = sorted(
             (size, number) for number, (size, way) in enumerate(tried) if way is not first
@@ -95,10 +102,15 @@ class Choice:
     def _coded(self, plane: Bytes) -> tuple[tuple[Coder, ...], int]:
         """Return the coders that make a plane of the sample smallest, and what it becomes."""
         literal = encode_plane(plane.data, (Coder.HUFFMAN,))
-        ordinary = encode_plane(plane.data, (self._effort.ordinary,))
-        if ordinary.size < literal.size - literal.size // self._effort.gain:
-            return (self._effort.ordinary,), ordinary.size
-        return ((Coder.HUFFMAN,) if literal.method else ()), literal.size
+        coders = (Coder.HUFFMAN,) if literal.method else ()
+        least = literal.size
+        for coder in self._effort.ordinary:
+            size = encode_plane(plane.data, (coder,)).size
+            if size > literal.size + literal.size // _NEAR:
+                break
+            if size < least - least // self._effort.gain:
+                coders, least = (coder,), size
+        return coders, least
 
 
 def _sample(chunk: Bytes, size: int, width: int) -> Bytes:

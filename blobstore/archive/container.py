@@ -10,15 +10,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import wait
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from blobstore.archive.base import BaseBlob
 from blobstore.archive.chunks import decode_chunk
 from blobstore.archive.layouts import layout_of
 from blobstore.archive.scratch import scratch
-from blobstore.archive.table import PREFIX, decode_table
+from blobstore.archive.table import PREFIX, Base, decode_table
 from blobstore.digest import Digester
 from blobstore.errors import ColdDamaged, UsageError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.archive.base import BaseBlob
     from blobstore.archive.layout import Layout
     from blobstore.archive.table import Chunk
 
@@ -98,6 +98,16 @@ class ColdBlob:
             raise ColdDamaged(f"the base is {found}, and what is needed is {wanted}")
         self._base = base
 
+    def as_base(self) -> BaseBlob:
+        """Return this as the base of others, decoded where it is needed.
+
+        Raises:
+            ColdDamaged: it is a delta itself; chains are one deep.
+        """
+        if self.table.base is not None:
+            raise ColdDamaged(f"the base {self.table.digest} is itself a delta")
+        return BaseBlob(Base(self.table.digest, self.size), self.read_into)
+
     def read_into(self, out: Buffer, begin: int = 0, *, executor: Executor | None = None) -> None:
         """Write the bytes of the blob from ``begin`` on into all of ``out``, each chunk checked.
 
@@ -132,13 +142,22 @@ class ColdBlob:
             ColdDamaged: a chunk is damaged, the base is missing, or the digest is another.
         """
         digester = Digester()
-        memory = np.empty(min(_PIECE, self.size), np.uint8)
+        # While one piece is hashed and used, the next is decoded.
+        memories = [np.empty(min(_PIECE, self.size), np.uint8) for _ in range(2)]
+        fillings: deque[tuple[Bytes, Iterator[Bytes]]] = deque()
         for begin in range(0, self.size, _PIECE):
-            piece = memory[: min(_PIECE, self.size - begin)]
-            self.read_into(piece.data, begin, executor=executor)
-            digester.update(piece.data)
-            yield piece.data.toreadonly()
+            memory = memories[begin // _PIECE % 2][: self.size - begin]
+            fillings.append((memory, self._filled(memory, begin, executor)))
+            if len(fillings) > 1:
+                yield self._finished(*fillings.popleft(), digester)
+        if fillings:
+            yield self._finished(*fillings.popleft(), digester)
         self._judge(digester)
+
+    def _finished(self, piece: Bytes, filling: Iterator[Bytes], digester: Digester) -> memoryview:
+        for done in filling:
+            digester.update(done.data)
+        return piece.data.toreadonly()
 
     def _judge(self, digester: Digester) -> None:
         found, wanted = digester.digest(), self.table.digest
@@ -146,24 +165,33 @@ class ColdBlob:
             raise ColdDamaged(f"a cold blob decodes to {found}, and says that it is {wanted}")
 
     def _filled(self, out: Bytes, begin: int, executor: Executor | None) -> Iterator[Bytes]:
-        """Yield the parts of ``out`` one after the other, when they have been written."""
+        """Begin to fill ``out``, and return an iterator of its parts as they have been written."""
         if begin < 0 or begin + len(out) > self.size:
             raise UsageError(
                 f"bytes {begin} to {begin + len(out)} are wanted of a blob of {self.size}"
             )
-        batches = _batches(self._pieces(out, begin))
+        pieces = self._pieces(out, begin)
         if executor is None:
-            for batch in batches:
-                yield from map(self._write, batch)
-            return
-        running: deque[tuple[Future[None], list[_Piece]]] = deque()
+            return map(self._write, pieces)
+        batches = _batches(pieces)
+        running = deque(
+            (executor.submit(self._write_all, batch), batch) for batch in islice(batches, _AHEAD)
+        )
+        return self._awaited(running, batches, executor)
+
+    def _awaited(
+        self,
+        running: deque[tuple[Future[None], list[_Piece]]],
+        batches: Iterator[list[_Piece]],
+        executor: Executor,
+    ) -> Iterator[Bytes]:
         try:
-            for batch in batches:
-                running.append((executor.submit(self._write_all, batch), batch))
-                if len(running) > _AHEAD:
-                    yield from _awaited(*running.popleft())
             while running:
-                yield from _awaited(*running.popleft())
+                future, pieces = running.popleft()
+                future.result()
+                for batch in islice(batches, 1):
+                    running.append((executor.submit(self._write_all, batch), batch))
+                yield from (piece.target for piece in pieces)
         finally:
             wait([future for future, _ in running if not future.cancel()])  # they write to ``out``
 
@@ -239,9 +267,3 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _awaited(future: Future[None], pieces: Sequence[_Piece]) -> Iterator[Bytes]:
-    future.result()
-    for piece in pieces:
-        yield piece.target

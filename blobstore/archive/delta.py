@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,11 @@ import numpy as np
 from blobstore.archive import delta_segments as segments
 from blobstore.archive.delta_groups import (
     MAX_CLASSES,
-    Classes,
-    choose_classes,
+    choose_thresholds,
     gather,
     group,
     has_classes,
+    lanes_of,
     scatter,
 )
 from blobstore.archive.entropy import Coder
@@ -34,17 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Final
 
-    from blobstore.archive.delta_groups import Groups
-    from blobstore.archive.entropy import Plane
+    from blobstore.archive.delta_groups import Groups, Thresholds
     from blobstore.tensor import DType
 
     Array = np.ndarray[Any, Any]
 
-MAX_ELEMENTS: Final = 1 << 20
-"""Elements of the largest chunk."""
 _LEAST_GROUPED: Final = 1 << 11
 """Elements below which a chunk is one class."""
-_HEAD: Final = struct.Struct("<HBB")
+_HEAD: Final = struct.Struct("<BB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
 
@@ -52,8 +50,8 @@ _PLANE: Final = struct.Struct("<BI")
 class Effort(enum.Enum):
     """How many classes are told apart, and what is tried on each plane."""
 
-    FAST = (8, (Coder.HUFFMAN,))
-    SMALL = (10, (Coder.HUFFMAN, Coder.ZSTD))
+    FAST = (3, (Coder.HUFFMAN,))
+    SMALL = (8, (Coder.HUFFMAN, Coder.ZSTD))
 
     classes: int
     coders: Sequence[Coder]
@@ -73,25 +71,25 @@ def encode_chunk(chunk: Array, start: Array, dtype: DType, effort: Effort) -> by
     """Return what tells ``chunk`` from ``start``.
 
     Args:
-        chunk: elements, as :func:`as_elements` gives them; one of 2**20 at most.
+        chunk: elements, as :func:`as_elements` gives them.
         start: as many elements that the decoder has too.
         dtype: the type of both.
         effort: what to try.
     """
-    even = len(chunk) & ~1
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
     np.subtract(chunk, start, out=difference)
-    classes = Classes(0, 1)
-    if has_classes(dtype) and even >= _LEAST_GROUPED:
-        classes = choose_classes(start, dtype, effort.classes)
+    thresholds: Thresholds = ()
+    if has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
+        thresholds = choose_thresholds(start, dtype, effort.classes)
     stream, sizes = difference, [len(chunk)]
-    if classes.count > 1:
-        groups = group(start[:even], dtype, classes)
+    if thresholds:
+        whole = _whole(start, thresholds)
+        groups = group(start[:whole], dtype, thresholds)
         stream = scratch("delta stream", chunk.nbytes).view(chunk.dtype)
-        gather(difference[:even], groups, stream[:even])
-        stream[even:] = difference[even:]
-        sizes = _with_rest(groups, len(chunk) - even)
-    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, effort)
+        gather(difference[:whole], groups, stream[:whole])
+        stream[whole:] = difference[whole:]
+        sizes = _with_rest(groups, len(chunk) - whole)
+    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, thresholds, effort)
 
 
 def decode_chunk(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
@@ -101,32 +99,39 @@ def decode_chunk(stored: memoryview, start: Array, dtype: DType, out: Array) -> 
         ColdDamaged: it is no such chunk. What is in ``out`` then is undefined.
     """
     try:
-        classes, parts, at = _parse_head(stored)
-    except (struct.error, ValueError) as error:
-        raise ColdDamaged(f"the head of a chunk of differences is damaged: {error}") from None
-    even = len(start) & ~1
+        thresholds, parts, at = _parse_head(stored)
+    except struct.error as error:
+        raise ColdDamaged(f"the head of a chunk of differences is cut short: {error}") from None
     stream = scratch("delta stream", start.nbytes).view(start.dtype)
-    sizes, groups = [len(start)], None
-    if classes.count > 1:
+    sizes, groups, whole = [len(start)], None, 0
+    if thresholds:
         if not has_classes(dtype):
             raise ColdDamaged(f"differences in classes, which {dtype.value} has none of")
-        groups = group(start[:even], dtype, classes)
-        sizes = _with_rest(groups, len(start) - even)
+        whole = _whole(start, thresholds)
+        groups = group(start[:whole], dtype, thresholds)
+        sizes = _with_rest(groups, len(start) - whole)
     _decode_stream(stored[at:], stream.view(f"<i{start.itemsize}"), sizes, parts)
     difference = stream
     if groups is not None:
         difference = scratch("delta difference", start.nbytes).view(start.dtype)
-        scatter(stream[:even], groups, difference[:even])
-        difference[even:] = stream[even:]
+        scatter(stream[:whole], groups, difference[:whole])
+        difference[whole:] = stream[whole:]
     np.add(start, difference, out=out)
 
 
+def _whole(start: Array, thresholds: Thresholds) -> int:
+    """Return how many elements are whole units; those behind them are not sorted."""
+    return len(start) - len(start) % lanes_of(start.itemsize, len(thresholds) + 1)
+
+
 def _with_rest(groups: Groups, rest: int) -> list[int]:
-    """Return the sizes of the classes; the last holds the odd element as well."""
+    """Return the sizes of the classes; the last holds those behind the units as well."""
     return [*groups.sizes[:-1], groups.sizes[-1] + rest]
 
 
-def _encode_stream(stream: Array, sizes: list[int], classes: Classes, effort: Effort) -> bytes:
+def _encode_stream(
+    stream: Array, sizes: list[int], thresholds: Thresholds, effort: Effort
+) -> bytes:
     heads, tables, bodies = [], [], []
     at = number = 0
     for count, form in segments.choose(stream, sizes):
@@ -139,25 +144,27 @@ def _encode_stream(stream: Array, sizes: list[int], classes: Classes, effort: Ef
         heads.append(_SEGMENT.pack(count, segment.form, escapes))
         tables += [_PLANE.pack(plane.method, plane.size) for plane in segment.planes]
         bodies += [*(plane.data for plane in segment.planes), segment.escaped]
-    return b"".join([_HEAD.pack(*classes, len(heads)), *heads, *tables, *bodies])
+    head = _HEAD.pack(len(thresholds), len(heads))
+    return b"".join([head, bytes(thresholds), *heads, *tables, *bodies])
 
 
-def _parse_head(stored: memoryview) -> tuple[Classes, list[tuple[int, int, int, list[Any]]], int]:
-    first, count, many = _HEAD.unpack_from(stored)
-    if not 1 <= count <= MAX_CLASSES or many > count:
-        raise ColdDamaged(f"{many} segments of {count} classes in a chunk of differences")
-    at = _HEAD.size
+def _parse_head(stored: memoryview) -> tuple[Thresholds, list[tuple[int, int, int, Any]], int]:
+    steps, many = _HEAD.unpack_from(stored)
+    at = _HEAD.size + steps
+    thresholds = tuple(stored[_HEAD.size : at])
+    if steps >= MAX_CLASSES or any(here >= after for here, after in pairwise((0, *thresholds))):
+        raise ColdDamaged(f"classes of differences begin at {thresholds}")
     heads = [_SEGMENT.unpack_from(stored, at + _SEGMENT.size * number) for number in range(many)]
     at += _SEGMENT.size * many
-    if sum(head[0] for head in heads) != count:
-        raise ColdDamaged(f"the segments of a chunk of differences have not {count} classes")
+    if [head[0] for head in heads if not head[0]] or sum(head[0] for head in heads) != steps + 1:
+        raise ColdDamaged(f"the segments of a chunk of differences have not {steps + 1} classes")
     parts = []
     for classes, form, escapes in heads:
         planes = segments.planes_of(form)
         table = [_PLANE.unpack_from(stored, at + _PLANE.size * number) for number in range(planes)]
         at += _PLANE.size * planes
         parts.append((classes, form, escapes, table))
-    return Classes(first, count), parts, at
+    return thresholds, parts, at
 
 
 def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: list[Any]) -> None:

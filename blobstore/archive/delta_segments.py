@@ -99,6 +99,11 @@ def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
     return segments
 
 
+def bits_of(stream: Array, sizes: Sequence[int]) -> float:
+    """Return the bits that differences take, about, each class in the form that suits it best."""
+    return float(_costs(stream, np.asarray(sizes)).min(axis=1).sum()) if stream.any() else 0.0
+
+
 def _costs(stream: Array, sizes: Array) -> Array:
     """Return the bits that every class takes in every form but `ZERO`, about, as a sample tells."""
     width, many = stream.itemsize, len(sizes)
@@ -172,19 +177,27 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
     Raises:
         ColdDamaged: a plane is damaged, or there are not as many escape codes as differences.
     """
+    if len(escaped) and (form == Form.ZERO or form >= Form.BYTES):
+        raise ColdDamaged(f"{len(escaped)} differences that nothing escapes to")
     if form == Form.ZERO:
         out[:] = 0
     elif form >= Form.BYTES:
-        _merge(form - Form.BYTES + 1, planes, out)
+        count = form - Form.BYTES + 1
+        if count > out.itemsize:
+            raise ColdDamaged(f"{count} planes of elements of {out.itemsize} bytes")
+        _merge(count, planes, out)
     else:
         bits = _BITS[form]
-        codes = _plane(planes, -(-len(out) * bits // 8))
-        _unpack(codes, bits, out)
+        _unpack(_plane(planes, -(-len(out) * bits // 8)), bits, out)
         if len(escaped):
-            places = np.flatnonzero(out == -(1 << (bits - 1)))
-            if len(places) != len(escaped):
-                raise ColdDamaged(f"{len(places)} escape codes of {len(escaped)} differences")
-            out[places] = escaped
+            _fill(out, escaped, -(1 << (bits - 1)))
+
+
+def _fill(out: Array, escaped: Array, code: int) -> None:
+    places = np.flatnonzero(out == code)
+    if len(places) != len(escaped):
+        raise ColdDamaged(f"{len(places)} escape codes of {len(escaped)} differences")
+    out[places] = escaped
 
 
 def _cuts(sizes: Sequence[int], bits: int) -> list[int]:
@@ -193,7 +206,7 @@ def _cuts(sizes: Sequence[int], bits: int) -> list[int]:
     part = -(-total * bits // 8)
     cuts: list[int] = []
     for place in sorted({int(end) % part for end in np.cumsum(sizes)}):
-        if _LEAST_BLOCK <= place - (cuts[-1] if cuts else 0) and part - place >= _LEAST_BLOCK:
+        if place - (cuts[-1] if cuts else 0) >= _LEAST_BLOCK and part - place >= _LEAST_BLOCK:
             cuts.append(place)
     return cuts
 

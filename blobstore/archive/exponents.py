@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Places = np.ndarray[Any, np.dtype[np.int64]]
 
 _WINDOW: Final = 16
 _RARE: Final = 1 << 9
@@ -26,6 +27,8 @@ _LIMIT: Final = 1 << 6
 """Any window may leave out one exponent in so many; more make pairs too large."""
 _FAR: Final = 0xFFFF
 _ENTRY: Final = 3
+_ABOVE: Final = np.uint64(0xF0F0F0F0F0F0F0F0)
+"""The bits of eight exponents less their base that are 0 inside the window."""
 
 
 def list_limit(elements: int) -> int:
@@ -77,12 +80,18 @@ def unpack(listed: Bytes, pairs: Bytes, exponents: Bytes) -> None:
         exponents[places] = listed[1 + 2 * count :]
 
 
-def _outside(exponents: Bytes, base: int, shifted: Bytes) -> np.ndarray[Any, Any]:
+def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Places:
     """Write exponents less their base, and return the places of those outside the window."""
     np.subtract(exponents, np.uint8(base), out=shifted)  # those below become large
-    if int(shifted.max()) < _WINDOW:
-        return np.empty(0, np.int64)
-    return np.flatnonzero(shifted >= _WINDOW)
+    whole = len(shifted) & ~7
+    # Eight at a time, for there are few: a search of single bytes takes longer than the coder.
+    eights = shifted[:whole].view(np.uint64)
+    work = scratch("words", whole).view(np.uint64)
+    np.bitwise_and(eights, _ABOVE, out=work)
+    found = np.flatnonzero(work != 0)[:, None] * 8 + np.arange(8)
+    places: Places = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
+    outside: Places = places[shifted[places] >= _WINDOW]
+    return outside
 
 
 def _best_base(exponents: Bytes) -> int:
@@ -93,7 +102,7 @@ def _best_base(exponents: Bytes) -> int:
     return int(inside.argmax())
 
 
-def _list(base: int, outside: np.ndarray[Any, Any], exponents: Bytes) -> Bytes:
+def _list(base: int, outside: Places, exponents: Bytes) -> Bytes:
     """Return the base, the gaps between places as 16 bits each, and the exponents there."""
     gaps = np.diff(outside, prepend=0)
     if len(gaps) and int(gaps.max()) > _FAR:  # places in between are listed too, as they are

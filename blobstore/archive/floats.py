@@ -182,16 +182,14 @@ def merge_e4m3(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None
 def _split_words(words: Words) -> tuple[Bytes, Bytes]:
     """Return exponents, and signs with mantissas."""
     count = len(words)
-    work = scratch("words", count * 2).view(_U2)
-    powers, rest, signs = scratch("powers", count), scratch("rest", count), scratch("signs", count)
+    work, noise = (scratch(name, count * 2).view(_U2) for name in ("words", "noise"))
+    powers, rest = scratch("powers", count), scratch("rest", count)
     np.right_shift(words, np.uint16(7), out=work)
     np.copyto(powers, work, casting="unsafe")
-    np.right_shift(work, np.uint16(1), out=work)
-    np.copyto(signs, work, casting="unsafe")
-    np.bitwise_and(signs, np.uint8(0x80), out=signs)
-    np.copyto(rest, words, casting="unsafe")
-    np.bitwise_and(rest, np.uint8(0x7F), out=rest)
-    np.bitwise_or(rest, signs, out=rest)
+    np.bitwise_and(words, _NOISE, out=noise)
+    np.right_shift(noise, np.uint16(8), out=work)  # the sign alone, to where it belongs
+    np.bitwise_or(noise, work, out=noise)
+    np.copyto(rest, noise, casting="unsafe")
     return powers, rest
 
 

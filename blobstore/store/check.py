@@ -8,11 +8,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobMissing, BlobstoreError
 from blobstore.progress import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.pace import Pace
@@ -33,35 +33,22 @@ def damaged_blobs(
     progress: Progress | None = None,
     verified: VerifiedBlobs | None = None,
     pace: Pace | None = None,
+    both_forms: bool = False,
 ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
     """Read every blob whole, in parallel; yield those that are missing or damaged, with the error.
+
+    Of a blob that is hot and cold the cold form is read only if ``both_forms`` are wanted; that a blob
+    is damaged only in that form is told after the other was read, and counts no bytes.
 
     What is found of each is noted in ``verified``, also if the work is broken off. It goes no faster
     than ``pace``. Breaking off does not wait for blobs to be read to their ends.
     """
-    meter = Meter(progress, sum(blob.size for blob in blobs))
-    stop = threading.Event()
-
-    def counting(blob: Descriptor) -> Callable[[int], None]:
-        def count(size: int) -> None:
-            if pace is not None:
-                pace.spend(size, stop.wait)
-            if stop.is_set():
-                raise _Stopped
-            meter.add(size, blob.name or str(blob.digest))
-
-        return count
-
-    def check(blob: Descriptor) -> None:
-        noting = contextlib.nullcontext() if verified is None else verified.noting(blob.digest)
-        with noting:
-            store.check_digest(blob.digest, blob.size, counting(blob))
-
+    work = _Checking(store, blobs, progress, verified, pace, both_forms=both_forms)
     pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore-check")
     try:
         # The largest first, so that no thread is left with one when the others are done.
         in_order = sorted(blobs, key=lambda blob: blob.size, reverse=True)
-        checks = {pool.submit(check, blob): blob for blob in in_order}
+        checks = {pool.submit(work.check, blob): blob for blob in in_order}
         for done in as_completed(checks):
             error = done.exception()
             if isinstance(error, BlobstoreError):
@@ -69,7 +56,49 @@ def damaged_blobs(
             elif error is not None:
                 raise error
     finally:
-        stop.set()
+        work.stop.set()
         pool.shutdown(cancel_futures=True)
         if verified is not None:
             verified.save()
+
+
+class _Checking:
+    """The check of one blob, with what all checks share."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        blobs: Sequence[Descriptor],
+        progress: Progress | None,
+        verified: VerifiedBlobs | None,
+        pace: Pace | None,
+        *,
+        both_forms: bool,
+    ) -> None:
+        self.stop = threading.Event()
+        self._store = store
+        self._meter = Meter(progress, sum(blob.size for blob in blobs))
+        self._verified = verified
+        self._pace = pace
+        self._both_forms = both_forms
+
+    def check(self, blob: Descriptor) -> None:
+        """Read a blob whole. Raises as :meth:`LocalStore.check_digest`."""
+
+        def count(size: int) -> None:
+            self._go_on(size)
+            self._meter.add(size, blob.name or str(blob.digest))
+
+        verified = self._verified
+        noting = contextlib.nullcontext() if verified is None else verified.noting(blob.digest)
+        with noting:
+            self._store.check_digest(blob.digest, blob.size, count)
+        if self._both_forms and self._store.hot.has(blob.digest):
+            with contextlib.suppress(BlobMissing):
+                self._store.check_cold(blob.digest, blob.size, self._go_on)
+
+    def _go_on(self, size: int) -> None:
+        if self._pace is not None:
+            self._pace.spend(size, self.stop.wait)
+        if self.stop.is_set():
+            raise _Stopped

@@ -39,6 +39,18 @@ def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
     return aside
 
 
+def put_cold_aside(layout: Layout, digest: Digest) -> Path | None:
+    """Put a damaged cold blob aside, durably; its hot form must be there. Raises as :func:`put_in_place`."""
+    cold = layout.cold_blob(digest)
+    if not os.path.lexists(cold):
+        return None
+    aside = put_aside(layout, cold, digest)
+    if os.path.lexists(cold):
+        os.unlink(cold)  # noqa: PTH108 - a blob's path is a text
+    sync_folder(layout.cold)
+    return aside
+
+
 def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
     """Give a file a second name in quarantine, durably, and return it; who calls replaces the first.
 

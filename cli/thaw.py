@@ -1,0 +1,83 @@
+"""``blobstore thaw``: make frozen models files again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    jobs_option,
+    json_option,
+    parse_names,
+    store_option,
+    suggesting_names,
+    wait_option,
+)
+from blobstore.errors import Damaged
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.progress import Progress
+    from blobstore.store.local import LocalStore
+
+
+@click.command("thaw", short_help="Make frozen models files again.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
+@click.option("--keep-cold", is_flag=True, help="Leave what is coded beside the files.")
+@store_option
+@jobs_option
+@wait_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    names: tuple[Reference, ...],
+    store: LocalStore,
+    keep_cold: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Decode the blobs of the models NAME into files, as Ollama and "blobstore link" need them.
+
+    Each file has its digest and is safe on disk before what it was decoded from goes.
+    """
+    from blobstore.thawing import thaw_models
+
+    with suggesting_names(store, names), render.progress_bar() as progress:
+        thawed = thaw_models(names, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
+    if as_json:
+        render.show_json(
+            {
+                "names": [str(reference) for reference in thawed.references],
+                "blobs": thawed.blobs,
+                "bytes": thawed.size,
+                "stored_bytes": thawed.stored,
+                "faults": list(map(str, thawed.faults)),
+                "seconds": round(thawed.seconds, 3),
+            }
+        )
+    else:
+        render.show(
+            f"thawed {render.count_of(thawed.blobs, 'blob')} of "
+            f"{render.count_of(len(thawed.references), 'model')}: "
+            f"{render.human_bytes(thawed.stored)} became {render.human_bytes(thawed.size)}; "
+            f"{render.human_seconds(thawed.seconds)}"
+        )
+    for fault in thawed.faults:
+        render.show_error(str(fault))
+    if thawed.faults:
+        ctx.exit(Damaged.exit_code)
+
+
+def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) -> None:
+    """Thaw a model for a command that needs its files.
+
+    Raises:
+        BlobMissing, BlobDamaged: one of its blobs cannot be had.
+    """
+    from blobstore.thawing import thaw_models
+
+    for fault in thaw_models([name], store=store, progress=progress).faults:
+        raise fault

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.freezing import freeze_models
+from blobstore.mapping import Region
+from blobstore.store import blobs
+from blobstore.store.cold import Bases, file_state
+from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
+from tests.cold import flip, layer, layers, put, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.digest import Digest
+
+DATA = layer("x", weights(1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store with the frozen blob ``x``, of :data:`DATA`, and another."""
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "a", {"x": 1, "y": 2})
+    freeze_models(["a"], store=store)
+    return store
+
+
+@pytest.fixture
+def digest(store: LocalStore) -> Digest:
+    return layers(store, "a")["x"].digest
+
+
+def region(store: LocalStore, digest: Digest) -> bytes:
+    room = Region([len(DATA)])
+    assert list(store.map_blobs([(digest, len(DATA))], [0], room)) == [0]
+    return bytes(memoryview(room.memory)[: len(DATA)])
+
+
+def into(store: LocalStore, digest: Digest) -> bytes:
+    buffer = bytearray(len(DATA))
+    store.read_into(digest, len(DATA), 0, memoryview(buffer))
+    return bytes(buffer)
+
+
+def described(store: LocalStore, digest: Digest) -> bytes:
+    descriptor = store.open_blob(digest, len(DATA))
+    try:
+        return os.read(descriptor, len(DATA) + 1)
+    finally:
+        os.close(descriptor)
+
+
+WAYS: list[Callable[[LocalStore, Digest], bytes]] = [
+    region,
+    into,
+    described,
+    lambda store, digest: store.read_blob(digest, len(DATA)),
+    lambda store, digest: b"".join(map(bytes, store.read_pieces(digest, len(DATA)))),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_read_decodes(
+    store: LocalStore, digest: Digest, way: Callable[[LocalStore, Digest], bytes]
+) -> None:
+    assert way(store, digest) == DATA
+    Path(store.layout.cold_blob(digest)).unlink()
+    with pytest.raises(BlobMissing, match=r"blobs/sha256-.*' is missing"):
+        way(store, digest)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_read_finds_damage(
+    store: LocalStore, digest: Digest, way: Callable[[LocalStore, Digest], bytes]
+) -> None:
+    flip(store.layout.cold_blob(digest), 500)
+    with pytest.raises(BlobDamaged, match=r"cold/sha256-.*' is damaged: .*repair"):
+        way(store, digest)
+
+
+def test_a_part_is_decoded_by_itself(store: LocalStore, digest: Digest) -> None:
+    buffer = bytearray(1000)
+    store.read_into(digest, len(DATA), 33_333, memoryview(buffer))
+    assert buffer == DATA[33_333:34_333]
+    flip(store.layout.cold_blob(digest), 500)
+    with pytest.raises(BlobDamaged):
+        store.read_into(digest, len(DATA), 33_333, memoryview(buffer))
+
+
+def test_no_byte_behind_the_end_is_made_up(store: LocalStore, digest: Digest) -> None:
+    blob = store.cold.open(digest)
+    with pytest.raises(BlobDamaged, match="is wanted of"):
+        blob.read_into(len(DATA) - 10, memoryview(bytearray(11)))
+
+
+def test_looks_are_answered_for_cold_blobs(store: LocalStore, digest: Digest) -> None:
+    size = len(DATA)
+    assert store.exists(digest, size)
+    assert store.has(digest)
+    assert store.is_cold(digest)
+    store.check_size(digest, size)
+    store.check_digest(digest, size)
+    store.check_cold(digest, size)
+    assert list(store.read_blob_header(digest, size).tensors) == ["x"]
+    for wrong in (size - 1, size + 1):
+        with pytest.raises(BlobDamaged, match=f"of a blob of {size} bytes, expected {wrong}"):
+            store.check_size(digest, wrong)
+
+
+def test_the_other_forms_are_not_touched_while_there_is_a_file(
+    store: LocalStore, digest: Digest
+) -> None:
+    thaw_models(["a"], store=store, keep_cold=True)
+    Path(store.layout.cold_blob(digest)).unlink()
+    Path(store.layout.cold_blob(digest)).write_bytes(b"no cold blob at all")
+    store.check_size(digest, len(DATA))
+    store.check_digest(digest, len(DATA))
+    with pytest.raises(BlobDamaged, match="not a cold blob"):
+        store.check_cold(digest, len(DATA))
+
+
+def test_the_cold_blob_of_another_is_damage(store: LocalStore, digest: Digest) -> None:
+    other = layers(store, "a")["y"].digest
+    Path(store.layout.cold_blob(other)).rename(store.layout.cold_blob(digest))
+    with pytest.raises(BlobDamaged, match=f"it is that of {other}"):
+        store.check_size(digest, len(DATA))
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "empty", "short"])
+def test_what_is_no_cold_blob_is_damage(store: LocalStore, digest: Digest, kind: str) -> None:
+    path = Path(store.layout.cold_blob(digest))
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "link":
+        path.with_name("real").write_bytes(data)
+        path.symlink_to("real")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"" if kind == "empty" else data[:-1])
+    with pytest.raises(BlobDamaged):
+        store.check_size(digest, len(DATA))
+
+
+def test_a_blob_that_is_thawed_between_two_looks_is_found(
+    store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store.cold.open
+
+    def thawing(*arguments: Any) -> Any:
+        monkeypatch.setattr(store.cold, "open", real)
+        thaw_models(["a"], store=LocalStore(store.layout.root))
+        return real(*arguments)
+
+    monkeypatch.setattr(store.cold, "open", thawing)
+    assert into(store, digest) == DATA
+    assert not store.cold.has(digest)
+
+
+def test_blobs_that_are_not_cold_cost_no_look(
+    store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thaw_models(["a"], store=store)
+    monkeypatch.setattr(store, "cold", None)
+    for way in WAYS:
+        assert way(store, digest) == DATA
+    store.check_size(digest, len(DATA))
+
+
+def test_all_cold_blobs_are_listed(store: LocalStore, digest: Digest) -> None:
+    Path(store.layout.cold, "foreign").write_bytes(b"")
+    files = store.cold.files()
+    assert files.keys() == {item.digest for item in layers(store, "a").values()}
+    assert files[digest].st_size == os.stat(store.layout.cold_blob(digest)).st_size
+    assert LocalStore(store.layout.root / "none").cold.files() == {}
+
+
+def test_bases_are_read_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    bases, files = Bases(store.cold), store.cold.files()
+    assert bases.known(files) == {}
+    monkeypatch.setattr(store.cold, "open", None)
+    assert bases.known(files) == {}
+
+
+def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -> None:
+    flip(store.layout.cold_blob(digest), -1)
+    bases, status = Bases(store.cold), store.cold.files()[digest]
+    assert bases.of(digest, status, must_be_known=False) is None
+    with pytest.raises(BlobDamaged):
+        bases.of(digest, status)
+
+
+def test_a_file_s_state_tells_it_from_another(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert file_state(str(path)) is None
+    path.write_bytes(b"a")
+    first = file_state(str(path))
+    assert first is not None
+    path.rename(tmp_path / "new")
+    assert file_state(str(tmp_path / "new")) == first
+    path.write_bytes(b"a")
+    assert file_state(str(path)) != first
+    path.unlink()
+    path.symlink_to("new")
+    assert file_state(str(path)) is None
+
+
+def test_files_without_a_name_are_made_where_there_is_no_memfd(
+    store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(blobs.os, "memfd_create")
+    assert described(store, digest) == DATA
