@@ -1,10 +1,14 @@
-"""The blob that a delta starts from, hot or cold."""
+"""What a delta starts from: another blob, hot or cold, or what is predicted from it."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from blobstore.archive.delta import as_elements
+from blobstore.archive.delta_prediction import Prediction
 from blobstore.archive.scratch import scratch
 from blobstore.archive.table import Base
 from blobstore.digest import Digest
@@ -12,8 +16,10 @@ from blobstore.digest import Digest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from typing_extensions import Buffer
+
+    from blobstore.archive.delta_prediction import Factors
+    from blobstore.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -46,3 +52,28 @@ class BaseBlob(NamedTuple):
 def _copy(data: memoryview, out: Buffer, begin: int) -> None:
     target = memoryview(out).cast("B")
     target[:] = data[begin : begin + len(target)]
+
+
+class Start:
+    """What a part's chunks start from: bytes of the base, or what factors predict from them."""
+
+    def __init__(
+        self, base: BaseBlob, begin: int, factors: Factors | None, dtype: DType | None
+    ) -> None:
+        """Begin at offset ``begin`` of the base; ``dtype`` is that of the elements to predict."""
+        self._base = base
+        self._begin = begin
+        self._dtype = dtype
+        self._prediction = Prediction(factors, dtype) if factors and dtype else None
+
+    def read(self, offset: int, size: int) -> Bytes:
+        """Return what the bytes from ``offset`` of the part on start from, aligned.
+
+        They are good until the thread asks again.
+        """
+        start = self._base.read(self._begin + offset, size)
+        if self._prediction is None or self._dtype is None:
+            return start
+        elements = as_elements(start, self._dtype)
+        first = offset // elements.itemsize
+        return self._prediction.predict(elements, first).view(np.uint8)

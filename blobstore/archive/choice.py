@@ -11,7 +11,7 @@ import numpy as np
 from blobstore.archive import delta
 from blobstore.archive.chunks import Way
 from blobstore.archive.entropy import Coder, encode_plane
-from blobstore.archive.layouts import WHOLE, difference, suitable, width_of
+from blobstore.archive.layouts import difference, suitable, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,11 +39,11 @@ class _Effort(NamedTuple):
     gain: int
     """A slower coder must save one byte in so many."""
     layout_gain: int
-    """A slower layout must save one byte in so many."""
+    """A slower layout must save one byte in so many, or in as many as the faster one is worth."""
 
 
 _EFFORTS: Final = {
-    Level.FAST: _Effort((Coder.ZSTD,), delta.Effort.FAST, 1 << 15, 1 << 7, 1 << 6),
+    Level.FAST: _Effort((Coder.ZSTD,), delta.Effort.FAST, 1 << 15, 1 << 7, 0),
     Level.SMALL: _Effort(
         (Coder.ZSTD, Coder.ZSTD_SMALL), delta.Effort.SMALL, 1 << 16, 1 << 10, 1 << 10
     ),
@@ -76,17 +76,19 @@ class Choice:
             return self._ways
 
     def _found(self) -> list[Way]:
-        kinds = [*suitable(self._dtype), (WHOLE[width_of(self._dtype)],)]
+        kinds = list(suitable(self._dtype))
         if self._base is not None:
             kinds.append((difference(self._dtype, self._effort.delta),))
         tried = [found for kind in kinds if (found := self._first(kind)) is not None]
         least = min(size for size, _ in tried)
-        limit = least + least // self._effort.layout_gain
-        first = next(way for size, way in tried if size <= limit)
+        first = next(way for size, way in tried if self._is_good(size, least, way.layout))
         rest = sorted(
             (size, number) for number, (size, way) in enumerate(tried) if way is not first
         )
         return [first, *(tried[number][1] for _, number in rest)]
+
+    def _is_good(self, size: int, least: int, layout: Layout) -> bool:
+        return size <= least + least // max(layout.worth, self._effort.layout_gain)
 
     def _first(self, kind: Sequence[Layout]) -> tuple[int, Way] | None:
         return next((found for layout in kind if (found := self._tried(layout)) is not None), None)

@@ -78,8 +78,11 @@ def decode_chunk(
     for number, ((method, size), limit) in enumerate(zip(entry.planes, sizes, strict=True)):
         plane = stored[at : at + size]
         at += size
-        planes.append(_decoded(number, method, plane, limit))
-    layout.merge(planes, out, base)
+        # A chunk that is its own plane needs no memory in between.
+        target = out if limit == len(out) else None
+        planes.append(_decoded(number, method, plane, limit, target))
+    if planes[0] is not out:
+        layout.merge(planes, out, base)
     check = crc32(out)
     at = 0
     for (method, size), limit in zip(entry.planes, sizes, strict=True):
@@ -104,13 +107,15 @@ def _is_checked(method: int, limit: int) -> bool:
     return method != Method.RAW or limit < 0
 
 
-def _decoded(number: int, method: int, plane: memoryview, limit: int) -> Bytes:
-    """Return a plane, raw ones where they lie."""
+def _decoded(
+    number: int, method: int, plane: memoryview, limit: int, target: Bytes | None
+) -> Bytes:
+    """Return a plane, raw ones where they lie, others in ``target`` or in memory of the thread."""
     if method == Method.RAW:
         return np.frombuffer(plane, np.uint8)
     size = limit if limit >= 0 else declared_size(plane)
     if not 0 <= size <= abs(limit):
         raise ColdDamaged(f"a plane of at most {abs(limit)} bytes declares {size}")
-    out = scratch(f"plane {number}", size)
+    out = scratch(f"plane {number}", size) if target is None else target
     decode_plane(method, plane, out.data)
     return out

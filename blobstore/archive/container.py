@@ -14,10 +14,12 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
-from blobstore.archive.base import BaseBlob
+from blobstore.archive.base import BaseBlob, Start
 from blobstore.archive.chunks import decode_chunk
-from blobstore.archive.layouts import layout_of
+from blobstore.archive.delta_prediction import can_predict, unpack
+from blobstore.archive.layouts import layout_of, predicted_type
 from blobstore.archive.scratch import scratch
 from blobstore.archive.table import PREFIX, Base, decode_table
 from blobstore.digest import Digester
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.archive.delta_prediction import Factors
     from blobstore.archive.layout import Layout
-    from blobstore.archive.table import Chunk
+    from blobstore.archive.table import Chunk, Part
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -56,8 +59,8 @@ class _Piece(NamedTuple):
     """Bytes of the chunk before those that are wanted."""
     target: Bytes
     """Where they go."""
-    base_begin: int | None
-    """Where the chunk's base begins in the base blob."""
+    start: tuple[Start, int] | None
+    """What it starts from, and its offset there."""
 
 
 class ColdBlob:
@@ -73,11 +76,11 @@ class ColdBlob:
         self.table = decode_table(self._data)
         """What the file says of itself."""
         self._base: BaseBlob | None = None
-        stored = (sum(plane.size for plane in chunk.planes) for chunk in self.table.chunks)
-        self._stored_at = list(accumulate(stored, initial=len(PREFIX)))
+        self._starts: dict[int, Start] = {}
         parts = self.table.parts
         self._begins = list(accumulate((part.size for part in parts), initial=0))
         self._first_chunks = list(accumulate((part.chunks for part in parts), initial=0))
+        self._stored_at = list(self._places())
 
     @property
     def size(self) -> int:
@@ -159,6 +162,15 @@ class ColdBlob:
             digester.update(done.data)
         return piece.data.toreadonly()
 
+    def _places(self) -> Iterator[int]:
+        """Yield where in the file the planes of each chunk begin."""
+        at = len(PREFIX)
+        for part, first in zip(self.table.parts, self._first_chunks, strict=False):
+            at += part.factors.size if part.factors is not None else 0
+            for chunk in self.table.chunks[first : first + part.chunks]:
+                yield at
+                at += sum(plane.size for plane in chunk.planes)
+
     def _judge(self, digester: Digester) -> None:
         found, wanted = digester.digest(), self.table.digest
         if found != wanted:
@@ -221,11 +233,37 @@ class ColdBlob:
         layout = layout_of(entry.layout, part.width)
         if layout is None:  # the table was checked
             raise ColdDamaged(f"layout {entry.layout} is unknown")
-        stored = self._stored_at[index], self._stored_at[index + 1]
-        base = None
-        if layout.needs_base and part.base_begin is not None:
-            base = part.base_begin + chunk * part.chunk_size
-        return _Piece(entry, layout, stored, size, skipped, target, base)
+        begin = self._stored_at[index]
+        stored = begin, begin + sum(plane.size for plane in entry.planes)
+        start = None
+        if layout.needs_base:
+            start = self._start(number, layout), chunk * part.chunk_size
+        return _Piece(entry, layout, stored, size, skipped, target, start)
+
+    def _start(self, number: int, layout: Layout) -> Start:
+        """Return what the chunks of a part start from, made when the first asks."""
+        start = self._starts.get(number)
+        if start is not None:
+            return start
+        part = self.table.parts[number]
+        if self._base is None or part.base_begin is None:
+            wanted = self.table.base and self.table.base.digest
+            raise ColdDamaged(f"a delta cannot be decoded without its base {wanted}")
+        factors, dtype = self._factors(number, part), predicted_type(layout.number)
+        if factors is not None and (dtype is None or not can_predict(dtype)):
+            raise ColdDamaged(f"factors predict no elements of layout {layout.number}")
+        start = Start(self._base, part.base_begin, factors, dtype)
+        self._starts[number] = start
+        return start
+
+    def _factors(self, number: int, part: Part) -> Factors | None:
+        if part.factors is None:
+            return None
+        end = self._stored_at[self._first_chunks[number]]
+        stored = self._data[end - part.factors.size : end]
+        if crc32(stored) != part.factors.check:
+            raise ColdDamaged("the factors of a part are not what their check sum says")
+        return unpack(stored, part.size // part.width)
 
     def _write_all(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:
@@ -233,7 +271,10 @@ class ColdBlob:
 
     def _write(self, piece: _Piece) -> Bytes:
         # First, for a base that is cold itself is decoded in the same memory as its delta.
-        base = None if piece.base_begin is None else self._base_bytes(piece.base_begin, piece.size)
+        base = None
+        if piece.start is not None:
+            start, offset = piece.start
+            base = start.read(offset, piece.size)
         target = piece.target
         if len(target) != piece.size or target.ctypes.data % piece.layout.width:
             target = scratch("chunk", piece.size)
@@ -242,12 +283,6 @@ class ColdBlob:
         if target is not piece.target:
             np.copyto(piece.target, target[piece.skipped :][: len(piece.target)])
         return piece.target
-
-    def _base_bytes(self, begin: int, size: int) -> Bytes:
-        if self._base is None:
-            wanted = self.table.base and self.table.base.digest
-            raise ColdDamaged(f"a delta cannot be decoded without its base {wanted}")
-        return self._base.read(begin, size)
 
 
 def _as_bytes(out: Buffer) -> Bytes:

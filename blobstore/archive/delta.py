@@ -4,7 +4,7 @@ Elements are compared as integers. The bits of a float of one sign sort like its
 some units in the last place is a difference of as many, across powers of two as well; subtraction
 wraps around, so that every pattern of bits has one difference from every other. Differences are
 grouped by the exponent of what they start from (`delta_groups`) and every group takes the form that
-suits it (`delta_segments`). What a chunk is coded against is in the caller's hands: the elements of a
+suits it (`delta_segments`). Where much is equal, blocks of equal elements are left out first. What a chunk is coded against is in the caller's hands: the elements of a
 base, or what is predicted from them (`delta_prediction`). docs/cold-format.md has the bytes.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +19,14 @@ import numpy as np
 from blobstore.archive import delta_segments as segments
 from blobstore.archive.delta_groups import (
     MAX_CLASSES,
-    choose_thresholds,
+    Classes,
+    choose_classes,
     gather,
     group,
     has_classes,
-    lanes_of,
     scatter,
 )
-from blobstore.archive.entropy import Coder
+from blobstore.archive.entropy import Coder, decode_plane, encode_plane
 from blobstore.archive.scratch import scratch
 from blobstore.errors import ColdDamaged
 
@@ -35,14 +34,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Final
 
-    from blobstore.archive.delta_groups import Groups, Thresholds
+    from blobstore.archive.delta_groups import Groups
     from blobstore.tensor import DType
 
     Array = np.ndarray[Any, Any]
 
 _LEAST_GROUPED: Final = 1 << 11
 """Elements below which a chunk is one class."""
-_HEAD: Final = struct.Struct("<BB")
+_BLOCK: Final = 64
+"""Elements that are left out together where none of them differs."""
+_MOST: Final = 0.9
+"""The part of blocks that may differ where some are left out."""
+_SAMPLE: Final = 1 << 12
+_HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
 
@@ -50,7 +54,7 @@ _PLANE: Final = struct.Struct("<BI")
 class Effort(enum.Enum):
     """How many classes are told apart, and what is tried on each plane."""
 
-    FAST = (3, (Coder.HUFFMAN,))
+    FAST = (6, (Coder.HUFFMAN,))
     SMALL = (8, (Coder.HUFFMAN, Coder.ZSTD))
 
     classes: int
@@ -76,20 +80,13 @@ def encode_chunk(chunk: Array, start: Array, dtype: DType, effort: Effort) -> by
         dtype: the type of both.
         effort: what to try.
     """
-    difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
-    np.subtract(chunk, start, out=difference)
-    thresholds: Thresholds = ()
-    if has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
-        thresholds = choose_thresholds(start, dtype, effort.classes)
-    stream, sizes = difference, [len(chunk)]
-    if thresholds:
-        whole = _whole(start, thresholds)
-        groups = group(start[:whole], dtype, thresholds)
-        stream = scratch("delta stream", chunk.nbytes).view(chunk.dtype)
-        gather(difference[:whole], groups, stream[:whole])
-        stream[whole:] = difference[whole:]
-        sizes = _with_rest(groups, len(chunk) - whole)
-    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, thresholds, effort)
+    changed = _changed(chunk, start)
+    if changed is None:
+        return _encode_all(chunk, start, dtype, effort)
+    inner = _encode_all(_blocks(chunk, changed), _blocks(start, changed), dtype, effort)
+    coded = encode_plane(np.packbits(changed).data, effort.coders)
+    head = _HEAD.pack(0, 0, 0) + _PLANE.pack(coded.method, coded.size)
+    return b"".join([head, coded.data, inner])
 
 
 def decode_chunk(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
@@ -99,39 +96,91 @@ def decode_chunk(stored: memoryview, start: Array, dtype: DType, out: Array) -> 
         ColdDamaged: it is no such chunk. What is in ``out`` then is undefined.
     """
     try:
-        thresholds, parts, at = _parse_head(stored)
+        _, many, _ = _HEAD.unpack_from(stored)
+        if many:
+            _decode_all(stored, start, dtype, out)
+            return
+        method, size = _PLANE.unpack_from(stored, _HEAD.size)
+        at = _HEAD.size + _PLANE.size
+        changed = _unpacked(method, stored[at : at + size], len(start) // _BLOCK)
+        inner = _blocks(start, changed)
+        _decode_all(stored[at + size :], inner, dtype, inner)
     except struct.error as error:
         raise ColdDamaged(f"the head of a chunk of differences is cut short: {error}") from None
+    np.copyto(out, start)
+    rest = len(start) % _BLOCK
+    whole = len(start) - rest
+    out[:whole].reshape(-1, _BLOCK)[changed] = inner[: len(inner) - rest].reshape(-1, _BLOCK)
+    out[whole:] = inner[len(inner) - rest :]
+
+
+def _changed(chunk: Array, start: Array) -> Array | None:
+    """Return which blocks of elements differ, or nothing if that is all, nearly all or none."""
+    step = max(len(chunk) // _SAMPLE, 1)
+    if len(chunk) < _LEAST_GROUPED or 2 * np.count_nonzero(
+        chunk[::step] == start[::step]
+    ) * step < len(chunk):
+        return None
+    whole = len(chunk) - len(chunk) % _BLOCK
+    differs = (chunk[:whole] != start[:whole]).view(np.uint64).reshape(-1, _BLOCK // 8)
+    changed: Array = np.bitwise_or.reduce(differs, axis=1) != 0
+    return changed if 0 < np.count_nonzero(changed) < _MOST * len(changed) else None
+
+
+def _blocks(elements: Array, changed: Array) -> Array:
+    """Return a copy of the blocks that differ, and of what is behind the last block."""
+    whole = len(changed) * _BLOCK
+    kept = elements[:whole].reshape(-1, _BLOCK)[changed].ravel()
+    return np.concatenate([kept, elements[whole:]])
+
+
+def _unpacked(method: int, stored: memoryview, size: int) -> Array:
+    packed = scratch("delta plane", -(-size // 8))
+    decode_plane(method, stored, packed.data)
+    return np.unpackbits(packed, count=size).view(np.bool)
+
+
+def _encode_all(chunk: Array, start: Array, dtype: DType, effort: Effort) -> bytes:
+    difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
+    np.subtract(chunk, start, out=difference)
+    classes = Classes(0, 1)
+    if has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
+        classes = choose_classes(start, dtype, effort.classes)
+    stream, sizes = difference, [len(chunk)]
+    if classes.many > 1:
+        even = len(chunk) & ~1
+        groups = group(start[:even], dtype, classes)
+        stream = scratch("delta stream", chunk.nbytes).view(chunk.dtype)
+        gather(difference[:even], groups, stream[:even])
+        stream[even:] = difference[even:]
+        sizes = _with_rest(groups, len(chunk) - even)
+    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, effort)
+
+
+def _decode_all(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
+    classes, parts, at = _parse_head(stored)
     stream = scratch("delta stream", start.nbytes).view(start.dtype)
-    sizes, groups, whole = [len(start)], None, 0
-    if thresholds:
+    sizes, groups, even = [len(start)], None, len(start) & ~1
+    if classes.many > 1:
         if not has_classes(dtype):
             raise ColdDamaged(f"differences in classes, which {dtype.value} has none of")
-        whole = _whole(start, thresholds)
-        groups = group(start[:whole], dtype, thresholds)
-        sizes = _with_rest(groups, len(start) - whole)
+        groups = group(start[:even], dtype, classes)
+        sizes = _with_rest(groups, len(start) - even)
     _decode_stream(stored[at:], stream.view(f"<i{start.itemsize}"), sizes, parts)
     difference = stream
     if groups is not None:
         difference = scratch("delta difference", start.nbytes).view(start.dtype)
-        scatter(stream[:whole], groups, difference[:whole])
-        difference[whole:] = stream[whole:]
+        scatter(stream[:even], groups, difference[:even])
+        difference[even:] = stream[even:]
     np.add(start, difference, out=out)
 
 
-def _whole(start: Array, thresholds: Thresholds) -> int:
-    """Return how many elements are whole units; those behind them are not sorted."""
-    return len(start) - len(start) % lanes_of(start.itemsize, len(thresholds) + 1)
-
-
 def _with_rest(groups: Groups, rest: int) -> list[int]:
-    """Return the sizes of the classes; the last holds those behind the units as well."""
+    """Return the sizes of the classes; the last holds the odd element as well."""
     return [*groups.sizes[:-1], groups.sizes[-1] + rest]
 
 
-def _encode_stream(
-    stream: Array, sizes: list[int], thresholds: Thresholds, effort: Effort
-) -> bytes:
+def _encode_stream(stream: Array, sizes: list[int], classes: Classes, effort: Effort) -> bytes:
     heads, tables, bodies = [], [], []
     at = number = 0
     for count, form in segments.choose(stream, sizes):
@@ -144,27 +193,26 @@ def _encode_stream(
         heads.append(_SEGMENT.pack(count, segment.form, escapes))
         tables += [_PLANE.pack(plane.method, plane.size) for plane in segment.planes]
         bodies += [*(plane.data for plane in segment.planes), segment.escaped]
-    head = _HEAD.pack(len(thresholds), len(heads))
-    return b"".join([head, bytes(thresholds), *heads, *tables, *bodies])
+    return b"".join([_HEAD.pack(*classes, len(heads)), *heads, *tables, *bodies])
 
 
-def _parse_head(stored: memoryview) -> tuple[Thresholds, list[tuple[int, int, int, Any]], int]:
-    steps, many = _HEAD.unpack_from(stored)
-    at = _HEAD.size + steps
-    thresholds = tuple(stored[_HEAD.size : at])
-    if steps >= MAX_CLASSES or any(here >= after for here, after in pairwise((0, *thresholds))):
-        raise ColdDamaged(f"classes of differences begin at {thresholds}")
+def _parse_head(stored: memoryview) -> tuple[Classes, list[tuple[int, int, int, Any]], int]:
+    classes, many = Classes(*_HEAD.unpack_from(stored)[:2]), stored[2]
+    if not 1 <= classes.many <= min(MAX_CLASSES, 256 - classes.first):
+        raise ColdDamaged(f"{classes.many} classes of differences from {classes.first} on")
+    at = _HEAD.size
     heads = [_SEGMENT.unpack_from(stored, at + _SEGMENT.size * number) for number in range(many)]
     at += _SEGMENT.size * many
-    if [head[0] for head in heads if not head[0]] or sum(head[0] for head in heads) != steps + 1:
-        raise ColdDamaged(f"the segments of a chunk of differences have not {steps + 1} classes")
+    counts = [head[0] for head in heads]
+    if 0 in counts or sum(counts) != classes.many:
+        raise ColdDamaged(f"the segments of a chunk of differences have not {classes.many} classes")
     parts = []
-    for classes, form, escapes in heads:
+    for count, form, escapes in heads:
         planes = segments.planes_of(form)
         table = [_PLANE.unpack_from(stored, at + _PLANE.size * number) for number in range(planes)]
         at += _PLANE.size * planes
-        parts.append((classes, form, escapes, table))
-    return thresholds, parts, at
+        parts.append((count, form, escapes, table))
+    return classes, parts, at
 
 
 def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: list[Any]) -> None:
@@ -177,9 +225,9 @@ def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: lis
         at += size
         return body[at - size : at]
 
-    for classes, form, escapes, table in parts:
-        size = sum(sizes[number : number + classes])
-        number += classes
+    for count, form, escapes, table in parts:
+        size = sum(sizes[number : number + count])
+        number += count
         planes: Iterator[tuple[int, memoryview]] = iter(
             [(method, taken(stored)) for method, stored in table]
         )

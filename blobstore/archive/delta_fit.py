@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blobstore.archive.delta import Effort, encode_chunk
-from blobstore.archive.delta_prediction import Factors, Prediction, can_predict, pack, quantized
+from blobstore.archive.delta_prediction import (
+    MAX_SIDE,
+    Factors,
+    Prediction,
+    can_predict,
+    pack,
+    quantized,
+)
 from blobstore.tensor import DType
 
 if TYPE_CHECKING:
@@ -40,7 +47,8 @@ def fit(tensor: Array, base: Array, dtype: DType, columns: int) -> Factors | Non
         columns: elements of a row.
     """
     rows = len(tensor) // max(columns, 1)
-    if not can_predict(dtype) or min(rows, columns) < _LEAST_SIDE:
+    sides = sorted((rows, columns))
+    if not can_predict(dtype) or sides[0] < _LEAST_SIDE or sides[1] > MAX_SIDE:
         return None
     pair = tensor.reshape(rows, columns), base.reshape(rows, columns)
     directions = _directions(*pair, dtype)

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 MAX_RANK: Final = 64
+MAX_SIDE: Final = 1 << 20
+"""Rows or columns at most: a short file may declare sides of any length, and rows are made whole."""
 _LARGEST: Final = 127
 _EXPONENTS: Final = range(-100, 61)
 """Powers of two of the factors: sums with them are neither subnormal nor infinite by themselves."""
 _EXACT: Final = 1 << 24
+_SERIAL_PRODUCTS: Final = 1 << 18
+"""Multiplications that BLAS does in the thread that asks; for more it wakes others, which are busy."""
 _HEAD: Final = struct.Struct("<BII")
 _PLANE: Final = struct.Struct("<BI")
 _FIELDS: Final = {
@@ -79,7 +83,8 @@ def unpack(stored: memoryview, elements: int) -> Factors:
     """
     try:
         rank, rows, columns = _HEAD.unpack_from(stored)
-        if not 1 <= rank <= MAX_RANK or rows * columns != elements:
+        fits = rows * columns == elements and max(rows, columns) <= MAX_SIDE
+        if not 1 <= rank <= MAX_RANK or not fits:
             raise ColdDamaged(
                 f"factors of rank {rank}, {rows} by {columns}, for {elements} elements"
             )
@@ -135,10 +140,10 @@ class Prediction:
         start, end = first // columns, -(-(first + len(base)) // columns)
         added = scratch("delta added", (end - start) * columns * 4).view(np.float32)
         rows = added.reshape(end - start, columns)
-        if len(self._right) == 1:
-            np.multiply(self._left[start:end], self._right, out=rows)
-        else:
-            np.matmul(self._left[start:end], self._right, out=rows)
+        height = max(_SERIAL_PRODUCTS // self._right.size, 1)
+        for row in range(0, end - start, height):
+            left = self._left[start + row : min(start + row + height, end)]
+            np.matmul(left, self._right, out=rows[row : row + height])
         skipped = first - start * columns
         predicted = scratch("delta predicted", base.nbytes).view(base.dtype)
         with np.errstate(all="ignore"):

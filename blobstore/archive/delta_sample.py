@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from blobstore.archive.delta_groups import choose_thresholds, classes_of, exponent_bits, has_classes
+from blobstore.archive.delta_groups import (
+    choose_classes,
+    classes_of,
+    exponent_bits,
+    exponents_of,
+    has_classes,
+)
 from blobstore.archive.delta_segments import bits_of
 
 if TYPE_CHECKING:
@@ -37,11 +43,10 @@ def sampled_gain(tensor: Array, base: Array, dtype: DType) -> int:
     sizes = [len(elements)]
     difference = elements - start
     if has_classes(dtype):
-        thresholds = choose_thresholds(start, dtype, _CLASSES)
-        if thresholds:
-            classes = classes_of(start, dtype, thresholds)
-            difference = difference[classes.argsort(kind="stable")]
-            sizes = np.bincount(classes, minlength=len(thresholds) + 1).tolist()
+        classes = choose_classes(start, dtype, _CLASSES)
+        places = classes_of(start, dtype, classes)
+        difference = difference[places.argsort(kind="stable")]
+        sizes = np.bincount(places, minlength=classes.many).tolist()
     signed = difference.view(f"<i{difference.itemsize}")
     gain = _alone(elements, dtype) - bits_of(signed, sizes)
     return max(int(gain * len(tensor) / len(elements) / 8), 0)
@@ -58,7 +63,7 @@ def _alone(elements: Array, dtype: DType) -> float:
     """Return the bits of elements without a base: the entropy of what an exponent has, or of bytes."""
     if has_classes(dtype):
         rest = dtype.bits - exponent_bits(dtype)
-        return _entropy(classes_of(elements, dtype)) + rest * len(elements)
+        return _entropy(exponents_of(elements, dtype)) + rest * len(elements)
     planes = elements.view(np.uint8).reshape(len(elements), -1).T
     return sum(_entropy(plane) for plane in planes)
 

@@ -188,13 +188,16 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
         _merge(count, planes, out)
     else:
         bits = _BITS[form]
-        _unpack(_plane(planes, -(-len(out) * bits // 8)), bits, out)
+        codes = _plane(planes, -(-len(out) * bits // 8))
+        _unpack(codes, bits, out)
         if len(escaped):
-            _fill(out, escaped, -(1 << (bits - 1)))
+            code = -(1 << (bits - 1))
+            is_escape = codes.view(np.int8) == code if bits == 8 else out == code  # noqa: PLR2004
+            _fill(out, escaped, is_escape)
 
 
-def _fill(out: Array, escaped: Array, code: int) -> None:
-    places = np.flatnonzero(out == code)
+def _fill(out: Array, escaped: Array, is_escape: Array) -> None:
+    places = np.flatnonzero(is_escape)
     if len(places) != len(escaped):
         raise ColdDamaged(f"{len(places)} escape codes of {len(escaped)} differences")
     out[places] = escaped
@@ -238,6 +241,9 @@ def _pack(small: Array, bits: int) -> Array:
 
 
 def _unpack(codes: Array, bits: int, out: Array) -> None:
+    if bits == 8:  # noqa: PLR2004 - of a byte
+        np.copyto(out, codes.view(np.int8))
+        return
     size = len(codes)
     shifted = scratch("delta shifted", size)
     signed = shifted.view(np.int8)

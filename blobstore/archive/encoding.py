@@ -12,12 +12,24 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
+from blobstore.archive.base import Start
 from blobstore.archive.choice import Choice, Level
 from blobstore.archive.chunks import encode_chunk
+from blobstore.archive.delta_prediction import can_predict, unpack
+from blobstore.archive.entropy import Method, Plane
 from blobstore.archive.layouts import width_of
 from blobstore.archive.scratch import scratch
-from blobstore.archive.table import MAX_CHUNK, PREFIX, Part, Table, encode_table
+from blobstore.archive.table import (
+    MAX_CHUNK,
+    MAX_FACTORS,
+    PREFIX,
+    Part,
+    StoredFactors,
+    Table,
+    encode_table,
+)
 from blobstore.digest import Digester
 from blobstore.errors import UsageError
 
@@ -29,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.archive.base import BaseBlob
-    from blobstore.archive.entropy import Plane
+    from blobstore.archive.delta_prediction import Factors
     from blobstore.archive.outline import Run
     from blobstore.archive.table import Chunk
     from blobstore.digest import Digest
@@ -56,7 +68,11 @@ class _Task(NamedTuple):
 
     chunk: memoryview
     width: int
-    base_begin: int | None
+    begin: int
+    """Its offset in its part."""
+    start: Start | None
+    factors: bytes | None
+    """What belongs before its planes, for it is a part's first."""
     choice: Choice
 
 
@@ -93,7 +109,7 @@ def encode(
     source = _Source(pieces if digest is not None else _hashed(pieces, digester))
     chunks: list[Chunk] = []
     write(PREFIX)
-    for chunk, planes in _coded(_tasks(source, runs, parts, level, base), base, executor):
+    for chunk, planes in _coded(_tasks(source, runs, parts, level, base), executor):
         chunks.append(chunk)
         for plane in planes:
             write(plane.data)
@@ -119,7 +135,8 @@ def _part(run: Run) -> Part:
         wanted = MAX_CHUNK
     count = max((run.size + wanted // 2) // wanted, -(-run.size // MAX_CHUNK))
     size = -(-run.size // (count * _GRAIN)) * _GRAIN if count > 1 else -(-run.size // width) * width
-    return Part(run.size, width, min(size, MAX_CHUNK), run.same_as, run.base_begin)
+    factors = run.factors and StoredFactors(crc32(run.factors), len(run.factors))
+    return Part(run.size, width, min(size, MAX_CHUNK), run.same_as, run.base_begin, factors or None)
 
 
 def _tasks(
@@ -127,30 +144,40 @@ def _tasks(
 ) -> Iterator[_Task]:
     """Yield the chunks that are to be coded, each with the choice that it shares."""
     for run, part in zip(runs, parts, strict=True):
+        start = None
+        if base is not None and part.base_begin is not None:
+            factors = _factors(run)
+            start = Start(base, part.base_begin, factors, run.dtype)
         for number, begin in enumerate(range(0, part.size, part.chunk_size)):
             chunk = source.take(min(part.chunk_size, part.size - begin))
             if part.same_as is not None:
                 continue
-            base_begin = None if part.base_begin is None else part.base_begin + begin
             if number % _CHOSEN_FOR == 0:
-                start = None
-                if base is not None and base_begin is not None:
-                    start = base.read(base_begin, len(chunk))
-                choice = Choice(_aligned(chunk, part.width), start, run.dtype, level)
-            yield _Task(chunk, part.width, base_begin, choice)
+                known = start.read(begin, len(chunk)) if start is not None else None
+                choice = Choice(_aligned(chunk, part.width), known, run.dtype, level)
+            before = run.factors if number == 0 else None
+            yield _Task(chunk, part.width, begin, start, before, choice)
+
+
+def _factors(run: Run) -> Factors | None:
+    if run.factors is None:
+        return None
+    if run.dtype is None or not can_predict(run.dtype) or len(run.factors) >= MAX_FACTORS:
+        raise UsageError("such factors cannot predict such a run")
+    return unpack(memoryview(run.factors), run.size // width_of(run.dtype))
 
 
 def _coded(
-    tasks: Iterator[_Task], base: BaseBlob | None, executor: Executor | None
+    tasks: Iterator[_Task], executor: Executor | None
 ) -> Iterator[tuple[Chunk, list[Plane]]]:
     """Yield the chunks and their planes in order, which are good until the next is asked for."""
     if executor is None:
-        yield from (_code(task, base) for task in tasks)
+        yield from map(_code, tasks)
         return
     running: deque[Future[list[tuple[Chunk, list[Plane]]]]] = deque()
     try:
         for batch in _batches(tasks):
-            running.append(executor.submit(_code_all, batch, base))
+            running.append(executor.submit(_code_all, batch))
             if len(running) > _AHEAD:
                 yield from running.popleft().result()
         while running:
@@ -159,18 +186,19 @@ def _coded(
         wait([future for future in running if not future.cancel()])  # they read the pieces
 
 
-def _code(task: _Task, base: BaseBlob | None) -> tuple[Chunk, list[Plane]]:
-    start = None
-    if base is not None and task.base_begin is not None:
-        start = base.read(task.base_begin, len(task.chunk))
-    return encode_chunk(_aligned(task.chunk, task.width), start, task.choice.ways())
+def _code(task: _Task) -> tuple[Chunk, list[Plane]]:
+    start = task.start.read(task.begin, len(task.chunk)) if task.start is not None else None
+    chunk, planes = encode_chunk(_aligned(task.chunk, task.width), start, task.choice.ways())
+    if task.factors is not None:
+        planes.insert(0, Plane(Method.RAW, task.factors, len(task.factors)))
+    return chunk, planes
 
 
-def _code_all(tasks: Sequence[_Task], base: BaseBlob | None) -> list[tuple[Chunk, list[Plane]]]:
+def _code_all(tasks: Sequence[_Task]) -> list[tuple[Chunk, list[Plane]]]:
     """Return the chunks with planes that do not lie in the memory of this thread."""
     coded = []
     for task in tasks:
-        chunk, planes = _code(task, base)
+        chunk, planes = _code(task)
         coded.append((chunk, [plane._replace(data=bytes(plane.data)) for plane in planes]))
     return coded
 

@@ -39,3 +39,5 @@ class Layout(NamedTuple):
     split: Split
     merge: Merge
     needs_base: bool = False
+    worth: int = 1 << 8
+    """Where speed counts it is taken unless a later one saves one byte in so many."""

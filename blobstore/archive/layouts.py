@@ -36,26 +36,27 @@ F32_PAIRS: Final = Layout(
 F32_BYTES: Final = Layout(
     8, 4, floats.f32_byte_sizes, floats.split_f32_bytes, floats.merge_f32_bytes
 )
-E4M3: Final = Layout(9, 1, floats.e4m3_sizes, floats.split_e4m3, floats.merge_e4m3)
+E4M3: Final = Layout(9, 1, floats.e4m3_sizes, floats.split_e4m3, floats.merge_e4m3, worth=1 << 6)
 F32_BYTE_PAIRS: Final = Layout(
     10, 4, floats.f32_byte_pair_sizes, floats.split_f32_byte_pairs, floats.merge_f32_byte_pairs
 )
-_F32: Final = ((F32_PAIRS, F32), (F32_BYTE_PAIRS, F32_BYTES), (BYTES_4,))
+_F32: Final = ((F32_PAIRS, F32), (F32_BYTE_PAIRS, F32_BYTES), (BYTES_4,), (WHOLE[4],))
 _SUITABLE: Final = {
-    DType.BF16: ((BF16_PAIRS, BF16),),
-    DType.F16: ((BYTES_2,),),
+    DType.BF16: ((BF16_PAIRS, BF16), (WHOLE[2],)),
+    DType.F16: ((BYTES_2,), (WHOLE[2],)),
     DType.F32: _F32,
     DType.C64: _F32,
-    DType.F64: ((BYTES_8,),),
-    DType.F8_E4M3: ((E4M3,),),
-    DType.F8_E4M3FNUZ: ((E4M3,),),
-    DType.I16: ((BYTES_2,),),
-    DType.U16: ((BYTES_2,),),
-    DType.I32: ((BYTES_4,),),
-    DType.U32: ((BYTES_4,),),
-    DType.I64: ((BYTES_8,),),
-    DType.U64: ((BYTES_8,),),
+    DType.F64: ((BYTES_8,), (WHOLE[8],)),
+    DType.F8_E4M3: ((E4M3,), (WHOLE[1],)),
+    DType.F8_E4M3FNUZ: ((E4M3,), (WHOLE[1],)),
+    DType.I16: ((WHOLE[2],), (BYTES_2,)),
+    DType.U16: ((WHOLE[2],), (BYTES_2,)),
+    DType.I32: ((WHOLE[4],), (BYTES_4,)),
+    DType.U32: ((WHOLE[4],), (BYTES_4,)),
+    DType.I64: ((WHOLE[8],), (BYTES_8,)),
+    DType.U64: ((WHOLE[8],), (BYTES_8,)),
 }
+_BYTES: Final = ((WHOLE[1],),)
 _DELTAS: Final = {
     DType.U8: 32,
     DType.F8_E4M3: 33,
@@ -90,7 +91,7 @@ def suitable(dtype: DType | None) -> tuple[tuple[Layout, ...], ...]:
 
     Of several in one tuple only the first is thought of that suits.
     """
-    return _SUITABLE.get(dtype, ()) if dtype is not None else ()
+    return _SUITABLE.get(dtype, _BYTES) if dtype is not None else _BYTES
 
 
 def difference(dtype: DType | None, effort: delta.Effort) -> Layout:
@@ -102,6 +103,11 @@ def layout_of(number: int, width: int) -> Layout | None:
     """Return the layout of a number for elements of ``width`` bytes, None if there is none."""
     layout = _BY_NUMBER.get(number) if number else WHOLE.get(width)
     return layout if layout is not None and layout.width == width else None
+
+
+def predicted_type(number: int) -> DType | None:
+    """Return the type of elements that a layout is the differences of, None if it is none."""
+    return next((dtype for dtype, known in _DELTAS.items() if known == number), None)
 
 
 def _plain(dtype: DType | None) -> DType:

@@ -30,6 +30,8 @@ class Run(NamedTuple):
     """The number of an earlier run of the same bytes and the same type."""
     base_begin: int | None = None
     """Where what they are to be compared with begins in the base blob."""
+    factors: bytes | None = None
+    """What predicts them from that, packed, with the run's type."""
 
 
 def outline(start: Buffer, size: int) -> list[Run]:

@@ -35,13 +35,24 @@ _SIZE: Final = struct.Struct("<I")
 _METHOD_BITS: Final = 2
 FOOTER_SIZE: Final = _FOOTER.size
 LEAST_SIZE: Final = len(PREFIX) + _HEAD.size + FOOTER_SIZE
-_CODED, _SAME, _DELTA = range(3)
+_FACTORS: Final = struct.Struct("<II")
+_CODED, _SAME, _DELTA, _PREDICTED = range(4)
+MAX_FACTORS: Final = 1 << 27
+"""Bytes of the factors of a part, at most, as they are stored."""
 
 
 class Base(NamedTuple):
     """The blob that a delta needs, before it was cold."""
 
     digest: Digest
+    size: int
+
+
+class StoredFactors(NamedTuple):
+    """Factors in the file."""
+
+    check: int
+    """CRC-32 of them as they are stored."""
     size: int
 
 
@@ -55,6 +66,8 @@ class Part(NamedTuple):
     """The number of an earlier part that has the same bytes; this one has no chunks then."""
     base_begin: int | None = None
     """Where its base begins in the base blob, for chunks with layouts of deltas."""
+    factors: StoredFactors | None = None
+    """What its chunks are predicted by; they lie before its planes."""
 
     @property
     def chunks(self) -> int:
@@ -99,6 +112,7 @@ def encode_table(table: Table) -> bytes:
     if table.base is not None:
         pieces.append(_BASE.pack(table.base.size, bytes.fromhex(table.base.digest.hex)))
     pieces += map(_encode_part, table.parts)
+    pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.check, chunk.layout, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
@@ -126,6 +140,7 @@ def decode_table(data: memoryview) -> Table:
     parts: list[Part] = []
     for _ in range(count):
         parts.append(_decode_part(reader.take(_PART), parts, base))
+    parts = [_with_factors(part, reader) for part in parts]
     if sum(part.size for part in parts) != size:
         raise ColdDamaged(f"the parts do not make up the {size} bytes of the blob")
     least = sum(part.chunks for part in parts) * (_CHUNK.size + _SIZE.size)
@@ -137,6 +152,7 @@ def decode_table(data: memoryview) -> Table:
     if reader.rest:
         raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")
     stored = sum(plane.size for chunk in chunks for plane in chunk.planes)
+    stored += sum(part.factors.size for part in parts if part.factors is not None)
     if len(PREFIX) + stored != begin:
         raise ColdDamaged(f"planes of {stored} bytes are listed, and {begin - len(PREFIX)} stored")
     return Table(Digest(digest.hex()), size, base, parts, chunks)
@@ -181,7 +197,8 @@ def _encode_part(part: Part) -> bytes:
     if part.same_as is not None:
         kind, argument = _SAME, part.same_as
     elif part.base_begin is not None:
-        kind, argument = _DELTA, part.base_begin
+        kind = _DELTA if part.factors is None else _PREDICTED
+        argument = part.base_begin
     return _PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument)
 
 
@@ -201,11 +218,22 @@ def _decode_part(
         same = before[argument]
         if same.same_as is None and same[:3] == part[:3]:
             return part._replace(same_as=argument)
-    elif kind == _DELTA and base is not None and argument + size <= base.size:
-        return part._replace(base_begin=argument)
+    elif kind in {_DELTA, _PREDICTED} and base is not None and argument + size <= base.size:
+        # What the factors are is told behind the parts.
+        factors = StoredFactors(0, 0) if kind == _PREDICTED else None
+        return part._replace(base_begin=argument, factors=factors)
     elif kind == _CODED and not argument:
         return part
     raise ColdDamaged(f"{where}: kind {kind} with {argument} is not possible")
+
+
+def _with_factors(part: Part, reader: _Reader) -> Part:
+    if part.factors is None:
+        return part
+    factors = StoredFactors(*reader.take(_FACTORS))
+    if not 0 < factors.size < min(part.size, MAX_FACTORS):
+        raise ColdDamaged(f"factors of {factors.size} bytes for {part.size} are not possible")
+    return part._replace(factors=factors)
 
 
 def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:

@@ -58,6 +58,8 @@ FAULTS = {
 """What happens to each kind of call. Those that a command does not make are left out."""
 _CHANGES = re.compile(r"O_CREAT|O_WRONLY|O_RDWR")
 _CACHE = re.compile(r"/\.blobstore/(headers|verified-|\.\d+-\w+\.tmp)")
+_RETRYING = {"freeze", "thaw"}
+"""Commands that make a file again for which there was no room, when they have given some back."""
 _MUST_FAIL = {
     *("fsync", "fdatasync", "write", "pwrite64", "rename", "renameat", "renameat2"),
     *("ftruncate", "flock", "openat"),
@@ -135,13 +137,15 @@ class _Sweep:
         row.injected += bool(struck)
         where = "; ".join(line.partition(" ")[2] for line in struck)[:400]
         how = f"{self._operation.name}, {fault}: {where}: exit code {ended.code}"
+        if self._operation.name in _RETRYING and fault.what == _FULL:
+            struck = [line for line in struck if "/.blobstore/tmp/" not in line]
         if problem := _problem(fault, ended, struck):
             row.violate(f"{how}: {problem}")
         row.add(self._operation.judge(self._scene, ended), how)
 
     def _command(self, fault: Fault | None) -> Ended:
         arguments = self._operation.prepare(self._scene)
-        if self._operation.name in {"create", "verify", "repair"}:
+        if self._operation.name in {"create", "verify", "repair", "freeze", "thaw"}:
             arguments += ["--jobs", 1]
         return tracing.traced(
             "blobstore",

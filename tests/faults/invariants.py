@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blobstore
+from blobstore.archive.base import BaseBlob
+from blobstore.archive.container import ColdBlob
 from blobstore.store.local import LocalStore
 from tests.faults.known import command
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from tests.faults.known import Known
 
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
-_OURS = {"lock", "tmp", "leases", "headers", "quarantine"}
+_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold"}
+_COLD = Path(".blobstore", "cold")
 _DEPTH = 4
 """Parts of a name: host, namespace, model and tag."""
 
@@ -81,7 +84,7 @@ def _foreign_files(root: Path) -> Iterator[str]:
     for entry in _entries(root):
         if entry.name not in {"blobs", "manifests", ".blobstore"}:
             yield f"a foreign file {entry.path}"
-    for entry in _entries(root / "blobs"):
+    for entry in (*_entries(root / "blobs"), *_entries(root / _COLD)):
         if not _BLOB.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
             yield f"a foreign file {entry.path}"
     manifests = root / "manifests"
@@ -97,6 +100,38 @@ def _false_blobs(root: Path) -> Iterator[str]:
         data = Path(entry.path).read_bytes()
         if f"sha256-{hashlib.sha256(data).hexdigest()}" != entry.name:
             yield f"blob {entry.name} has {len(data)} bytes of another digest"
+    for entry in _entries(root / _COLD):
+        try:
+            data = _decoded(root, entry.name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the blob is lost
+            yield f"cold blob {entry.name} cannot be decoded: {type(error).__name__}: {error}"
+            continue
+        if f"sha256-{hashlib.sha256(data).hexdigest()}" != entry.name:
+            yield f"cold blob {entry.name} decodes to {len(data)} bytes of another digest"
+
+
+def _decoded(root: Path, name: str) -> bytes:
+    """Return what a cold blob stands for."""
+    blob = ColdBlob((root / _COLD / name).read_bytes())
+    if blob.table.base is not None:
+        base = blob.table.base.digest.file_name
+        hot = root / "blobs" / base
+        data = hot.read_bytes() if hot.exists() else _decoded(root, base)
+        blob.give_base(BaseBlob.hot(data))
+    out = bytearray(blob.size)
+    blob.read_into(out)
+    return bytes(out)
+
+
+def _bases(root: Path, reached: Iterable[str]) -> set[str]:
+    """Return the blobs by which others are coded that are reached."""
+    bases = set()
+    for name in reached:
+        path = root / _COLD / name
+        if path.exists():
+            base = ColdBlob(path.read_bytes()).table.base
+            bases |= {base.digest.file_name} if base is not None else set()
+    return bases
 
 
 def _check_names(root: Path, expected: Expected, found: Findings, *, again: bool = False) -> None:
@@ -138,6 +173,7 @@ def _check_collection(root: Path, found: Findings) -> None:
     """Collect all garbage, and check that it was all and nothing else."""
     before, names = _blobs(root), _names(root)
     reached = _reached(root, names)
+    reached |= _bases(root, reached)
     code, output, errors = command("gc", "--older-than", "0s", "--json", "--store", root)
     if code or errors:
         found.others.append(f"gc exits with {code}: {output[-500:]} {errors[-500:]}")
@@ -212,7 +248,7 @@ def _names(root: Path) -> set[tuple[str, ...]]:
 
 
 def _blobs(root: Path) -> set[str]:
-    return {entry.name for entry in _entries(root / "blobs")}
+    return {entry.name for entry in (*_entries(root / "blobs"), *_entries(root / _COLD))}
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -60,7 +60,7 @@ class Known:
 def write_models(folder: Path, count: int, *, size: int = 24_000) -> list[Known]:
     """Write models to folders: a third of the tensors is in all, one in its neighbour, the rest its own.
 
-    ``size`` is about the bytes of the largest tensors.
+    ``size`` is about the bytes of the largest tensors, half of which coding saves.
     """
     return [_write(folder / f"m{number}", number, size) for number in range(count)]
 
@@ -72,8 +72,8 @@ def _write(folder: Path, number: int, size: int) -> Known:
         pair = np.random.default_rng([number // 2, layer, 7])
         arrays |= {
             f"layers.{layer}.norm.weight": common.standard_normal(16, dtype=np.float32),
-            f"layers.{layer}.up.weight": own.integers(0, 255, (size // (layer + 1), 1), np.uint8),
-            f"layers.{layer}.down.weight": pair.integers(0, 255, size // 4, np.uint8),
+            f"layers.{layer}.up.weight": own.integers(0, 16, (size // (layer + 1), 1), np.uint8),
+            f"layers.{layer}.down.weight": pair.integers(0, 16, size // 4, np.uint8),
         }
     write_folder(folder, arrays, files=_FILES)
     return Known(folder.name, folder, {name: array.tobytes() for name, array in arrays.items()})

@@ -188,6 +188,35 @@ def _before_verify(scene: Scene) -> list[object]:
     return ["verify", *_store_of(scene)]
 
 
+# freeze and thaw
+
+
+def _before_freeze(scene: Scene) -> list[object]:
+    """Let models be hot; those that stay are frozen too, or share blobs with what is frozen."""
+    scene.must("create", scene.guest.folder, scene.guest.name)
+    everyone = [model.name for model in (scene.guest, *scene.kept)]
+    scene.must("thaw", *everyone)
+    if scene.chance.random() < 0.3:  # as a killed one leaves them
+        scene.must("freeze", "--keep-hot", scene.guest.name)
+    names = everyone if scene.chance.random() < 0.5 else everyone[:1]
+    return ["freeze", *names, *_store_of(scene)]
+
+
+def _before_thaw(scene: Scene) -> list[object]:
+    scene.must("create", scene.guest.folder, scene.guest.name)
+    everyone = [model.name for model in (scene.guest, *scene.kept)]
+    scene.must("freeze", *everyone)
+    keep = ["--keep-cold"] if scene.chance.random() < 0.3 else []
+    names = everyone if scene.chance.random() < 0.5 else everyone[:1]
+    return ["thaw", *keep, *names, *_store_of(scene)]
+
+
+def _after_moving(scene: Scene, ended: Ended) -> Findings:
+    del ended  # the models are there whatever became of it
+    expected = Expected([*scene.kept, scene.guest])
+    return check_store(scene.store, expected, scene.spare)
+
+
 # export
 
 
@@ -230,5 +259,7 @@ _OPERATIONS = (
     Operation("mv", _before_mv, _after_mv),
     Operation("repair", _before_repair, _after_repair),
     Operation("verify", _before_verify, _checked),
+    Operation("freeze", _before_freeze, _after_moving),
+    Operation("thaw", _before_thaw, _after_moving),
     Operation("export", _before_export, _after_export),
 )

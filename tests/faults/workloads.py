@@ -46,6 +46,10 @@ def try_all(folder: Path) -> None:
         ("show", "a"),
         ("show", "b"),
         ("export", "a", folder / "exported"),
+        ("freeze", "a"),
+        ("verify",),
+        ("export", "a", folder / "decoded"),
+        ("thaw", "a"),
     ):
         command(*arguments, "--store", store)
     for layer in layers(store, model.called("a"))[1:]:
