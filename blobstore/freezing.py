@@ -9,19 +9,18 @@ lease, or a name that is not frozen. A name counts as frozen if any of its blobs
 from __future__ import annotations
 
 import os
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from blobstore.choosing import Chosen, Need
 from blobstore.coding import Blob, Coding, Level
-from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.files import sync_folder, write_all
-from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.marks import Marks
 from blobstore.moving import Moving
+from blobstore.relatives import LEAST_GAIN
 from blobstore.store.cold import Bases, ColdBlob, file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
@@ -61,6 +60,8 @@ class Frozen:
     """What :func:`freeze_models` did, or would do."""
 
     references: tuple[Reference, ...]
+    bases: tuple[tuple[Reference, Reference], ...]
+    """Models, and those by which they are coded."""
     blobs: tuple[FrozenBlob, ...]
     """Those of tensors, each once."""
     faults: tuple[BlobstoreError, ...]
@@ -87,6 +88,8 @@ def freeze_models(
     *,
     store: LocalStore | None = None,
     level: Level = "fast",
+    base: str | Reference | None = None,
+    find_base: bool = True,
     keep_hot: bool = False,
     older_than: float | None = None,
     dry_run: bool = False,
@@ -101,6 +104,9 @@ def freeze_models(
         references: the models; none means all of the store, which must be older than something then.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         level: ``fast`` to code and decode, or as ``small`` as can be.
+        base: the model by which the others are coded, where that saves room; its blobs are kept as
+            long as they need them.
+        find_base: look for such a model if none is given: by the card of a model, or by its bytes.
         keep_hot: make the cold form of all blobs, and remove no hot one.
         older_than: leave out models of which anything was written in the last so many seconds.
         dry_run: write nothing, and estimate from samples what would be.
@@ -130,14 +136,18 @@ def freeze_models(
     asked = [_parsed(reference) for reference in references]
     names = tuple(dict.fromkeys(asked)) or tuple(store.references())
     with store.writing():
-        work = _Freezing(store, level, keep_hot=keep_hot)
-        work.choose(names, older_than, must_exist=bool(asked))
+        chosen = Chosen(store)
+        chosen.choose(names, older_than, must_exist=bool(asked))
+        if base is not None or find_base:
+            chosen.compare(None if base is None else _parsed(base), level)
+        work = _Freezing(store, chosen, level, keep_hot=keep_hot)
         if dry_run:
             work.estimate(progress)
         elif work.blobs:
             work.run(jobs, progress)
     return Frozen(
-        references=tuple(work.references),
+        references=tuple(chosen.references),
+        bases=tuple(chosen.bases.items()),
         blobs=tuple(work.results[digest] for digest in work.blobs if digest in work.results),
         faults=tuple(work.faults),
         seconds=time.monotonic() - started,
@@ -161,54 +171,16 @@ class _Made(NamedTuple):
 
 
 class _Freezing:
-    def __init__(self, store: LocalStore, level: Level, *, keep_hot: bool) -> None:
+    def __init__(self, store: LocalStore, chosen: Chosen, level: Level, *, keep_hot: bool) -> None:
         self._store = store
         self._layout = store.layout
         self._level = level
         self._keeps_hot = keep_hot
-        self._marks = Marks(store)
         self._bases = Bases(store.cold)
-        self._chosen: dict[str, tuple[int, ...]] = {}
-        """The manifests of what is frozen now, or was before: their blobs need not be hot."""
-        self.references: list[Reference] = []
-        self.blobs: dict[Digest, Descriptor] = {}
+        self._chosen = chosen
+        self.blobs = chosen.blobs
         self.results: dict[Digest, FrozenBlob] = {}
         self.faults: list[BlobstoreError] = []
-
-    def choose(
-        self, names: Sequence[Reference], older_than: float | None, *, must_exist: bool
-    ) -> None:
-        """Find the blobs of the models, and the names that are frozen already."""
-        if not self._layout.root.exists() and not must_exist:
-            return
-        self._marks.update()
-        marked = self._marks.by_path()
-        for reference in names:
-            try:
-                manifest = self._store.resolve(reference)
-            except ModelNotFound:
-                if must_exist:
-                    raise
-                continue  # removed since it was listed
-            path = str(self._layout.manifest(reference))
-            layers = manifest.layers_of(media_types.TENSOR)
-            if older_than is not None and self._age(path, layers) < older_than:
-                continue
-            self.references.append(reference)
-            self.blobs |= {layer.digest: layer for layer in layers}
-            if path in marked:
-                self._chosen[path] = marked[path].state
-        cold_only = {
-            digest.hex for digest in self._store.cold.files() if not self._store.hot.has(digest)
-        }
-        for path, item in marked.items():
-            if path not in self._chosen and not cold_only.isdisjoint(item.blobs):
-                self._chosen[path] = item.state
-
-    def _age(self, path: str, layers: Sequence[Descriptor]) -> float:
-        """Return the seconds since a model was created, copied or thawed."""
-        times = [_modified(path), *(_modified(self._layout.blob(item.digest)) for item in layers)]
-        return time.time() - max(times)
 
     def estimate(self, progress: Progress | None) -> None:
         """Tell what would be, from samples of the blobs."""
@@ -217,7 +189,7 @@ class _Freezing:
         total = sum(blob.size for blob in self.blobs.values())
         meter = Meter(progress, total)
         with self._store.locks.reading():
-            needed = self._needed_hot(read_leases(self._layout).digests)
+            needed = self._chosen.needed_hot(read_leases(self._layout).digests)
         for digest, blob in self.blobs.items():
             outcome = self._outcome_before(blob, needed)
             try:
@@ -236,6 +208,7 @@ class _Freezing:
         total = 2 * sum(blob.size for blob in self.blobs.values())  # coded, and decoded again
         with Moving(self._store, progress, total) as moving:
             moving.hold(self.blobs)  # before they are looked for
+            moving.hold(blob.digest for blob in self._chosen.base_blobs.values())
 
             def make(blob: Descriptor) -> _Made | None:
                 try:
@@ -247,7 +220,7 @@ class _Freezing:
             def settle(made: Sequence[_Made | None]) -> None:
                 self._settle([item for item in made if item is not None], moving.lease)
 
-            needed = self._needed_hot(set())  # a lease may end before its blob's turn comes
+            needed = self._chosen.needed_hot(set())  # a lease may end before its blob's turn comes
             items = []
             for blob in self.blobs.values():
                 outcome = self._outcome_before(blob, needed)
@@ -263,7 +236,7 @@ class _Freezing:
 
     # What is to be
 
-    def _outcome_before(self, blob: Descriptor, needed: Mapping[str, Outcome]) -> Outcome | None:
+    def _outcome_before(self, blob: Descriptor, needed: Mapping[str, Need]) -> Outcome | None:
         """Return what becomes of a blob that need not be coded."""
         if not self._store.hot.has(blob.digest):
             return "cold" if self._store.cold.has(blob.digest) else None
@@ -272,20 +245,17 @@ class _Freezing:
         # The name of a cold blob takes room too, and its table some hundred bytes.
         return "no gain" if blob.size <= _BLOCK else None
 
-    def _needed_hot(self, leased: Collection[Digest]) -> dict[str, Outcome]:
-        """Return the blobs that must stay hot, by the digits of their digests, and why."""
-        needed: dict[str, Outcome] = {}
-        for path, item in self._marks.by_path().items():
-            if self._chosen.get(path) == item.state:
-                needed.update(dict.fromkeys(item.others, "shared"))
-            else:
-                needed.update(dict.fromkeys(item.blobs, "shared"))
-        return needed | dict.fromkeys((digest.hex for digest in leased), "in use")
-
     # Coding
 
     def _coding(self, blob: Descriptor) -> Coding:
-        return Coding(self._store, Blob(blob.digest, blob.size), self._level)
+        base = self._chosen.base_blobs.get(blob.digest)
+        coding = Coding(self._store, Blob(blob.digest, blob.size), self._level, base)
+        if coding.has_base:
+            beside = coding.estimate()
+            other = Coding(self._store, Blob(blob.digest, blob.size), self._level)
+            if beside > (1 - LEAST_GAIN) * other.estimate():
+                return other
+        return coding
 
     def _make(self, blob: Descriptor, moving: Moving) -> _Made:
         """Code a blob, and check that it decodes to what it was."""
@@ -322,8 +292,8 @@ class _Freezing:
         """Give cold blobs their names, and remove the hot ones that nobody needs."""
         with self._store.locks.alone():
             leased = read_leases(self._layout, without=lease).digests
-            self._marks.update()
-            needed = {} if self._keeps_hot else self._needed_hot(leased)
+            self._chosen.update()
+            needed = {} if self._keeps_hot else self._chosen.needed_hot(leased)
             cold = self._store.cold.files()
             bases = set(self._bases.known(cold).values())
             kept: list[_Made] = []
@@ -345,7 +315,7 @@ class _Freezing:
                 self._note(item.blob, "frozen", item.stored, item.base)
 
     def _unsettled(
-        self, item: _Made, needed: Mapping[str, Outcome], bases: Collection[Digest]
+        self, item: _Made, needed: Mapping[str, Need], bases: Collection[Digest]
     ) -> Outcome | None:
         """Return why a blob is to stay as it is; None if it is to be frozen."""
         if item.state is None:
@@ -391,11 +361,3 @@ class _Freezing:
 
 def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
-
-
-def _modified(path: str) -> float:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return 0
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else 0

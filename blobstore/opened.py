@@ -2,7 +2,7 @@
 
 Every blob is mapped once, by default when the model is opened, and no descriptor is kept: a model
 that is open stays whole whatever becomes of the store's names. No byte is read before it is used.
-Tensors that were handed out keep the model's memory mapped, also beyond :meth:`Model.close`.
+Tensors that were handed out keep that memory, also beyond :meth:`Model.close`.
 """
 
 from __future__ import annotations
@@ -308,11 +308,7 @@ class Model(Documents, Mapping[str, Any]):
             raise error.at(str(self.reference)) from None
 
     def map_hot(self) -> bool:
-        """Map all blobs that are not cold, which takes no time; tell whether that is all of them.
-
-        Raises:
-            BlobDamaged: one of them is not whole.
-        """
+        """Map all blobs that are not cold; tell whether that is all. Raises BlobDamaged."""
         try:
             return self._residence.map_hot()
         except Damaged as error:

@@ -11,6 +11,7 @@ from blobstore.cli.options import (
     jobs_option,
     json_option,
     parse_duration,
+    parse_name,
     parse_names,
     store_option,
     suggesting_names,
@@ -38,6 +39,11 @@ def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return None if value is None else parse_duration(ctx, param, value)
 
 
+def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) -> Reference | None:
+    """Return the reference that an option spells; a callback of click."""
+    return None if value is None else parse_name(ctx, param, value)
+
+
 @click.command("freeze", short_help="Keep models in less room, without loss.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
 @click.option(
@@ -47,6 +53,13 @@ def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     show_default=True,
     help="Fast to code and to decode, or as small as can be.",
 )
+@click.option(
+    "--base",
+    metavar="NAME",
+    callback=parse_base,
+    help="The model by which the others are coded; by default it is found, if there is one.",
+)
+@click.option("--no-base", is_flag=True, help="Code every model by itself.")
 @click.option(
     "--keep-hot", is_flag=True, help="Leave the files that are there beside what is coded."
 )
@@ -67,6 +80,8 @@ def command(
     names: tuple[Reference, ...],
     store: LocalStore,
     level: Level,
+    base: Reference | None,
+    no_base: bool,
     keep_hot: bool,
     older_than: float | None,
     dry_run: bool,
@@ -80,11 +95,16 @@ def command(
     """
     from blobstore.freezing import freeze_models
 
+    if base is not None and no_base:
+        message = "--base and --no-base contradict each other"
+        raise click.UsageError(message, ctx)
     with suggesting_names(store, names), render.progress_bar() as progress:
         frozen = freeze_models(
             names,
             store=store,
             level=level,
+            base=base,
+            find_base=not no_base,
             keep_hot=keep_hot,
             older_than=older_than,
             dry_run=dry_run,
@@ -105,6 +125,7 @@ def _as_json(frozen: Frozen, *, dry_run: bool) -> dict[str, Any]:
     return {
         "dry_run": dry_run,
         "names": [str(reference) for reference in frozen.references],
+        "bases": {str(name): str(base) for name, base in frozen.bases},
         "bytes": frozen.size,
         "stored_bytes": frozen.stored,
         "blobs": [
@@ -134,6 +155,9 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
         f"{'would take' if dry_run else 'take'} {about}{render.human_bytes(after)}{share}; "
         f"{render.human_seconds(frozen.seconds)}"
     )
+    for name, base in frozen.bases:
+        if any(blob.base is not None for blob in fresh):
+            yield f"  {render.cell(name)} is coded by {render.cell(base)}, whose blobs stay for it"
     if count := frozen.count("cold"):
         yield f"  {render.count_of(count, 'blob')} {'was' if count == 1 else 'were'} frozen already"
     for outcome, meaning in _KEPT.items():

@@ -45,7 +45,7 @@ class _Effort(NamedTuple):
 _EFFORTS: Final = {
     Level.FAST: _Effort((Coder.ZSTD,), delta.Effort.FAST, 1 << 15, 1 << 7, 0),
     Level.SMALL: _Effort(
-        (Coder.ZSTD, Coder.ZSTD_SMALL), delta.Effort.SMALL, 1 << 16, 1 << 10, 1 << 10
+        (Coder.ZSTD, Coder.ZSTD_SMALL), delta.Effort.SMALL, 1 << 16, 1 << 6, 1 << 10
     ),
 }
 _NEAR: Final = 1 << 5
@@ -106,6 +106,9 @@ class Choice:
         literal = encode_plane(plane.data, (Coder.HUFFMAN,))
         coders = (Coder.HUFFMAN,) if literal.method else ()
         least = literal.size
+        bits = encode_plane(plane.data, (Coder.BITS,))
+        if bits.method and bits.size < least + least // _NEAR:
+            return (Coder.BITS, Coder.HUFFMAN), bits.size
         for coder in self._effort.ordinary:
             size = encode_plane(plane.data, (coder,)).size
             if size > literal.size + literal.size // _NEAR:

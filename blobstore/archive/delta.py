@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_LEAST_GROUPED: Final = 1 << 11
+_LEAST_GROUPED: Final = 1 << 10
 """Elements below which a chunk is one class."""
 _BLOCK: Final = 64
 """Elements that are left out together where none of them differs."""

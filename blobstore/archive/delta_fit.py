@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_RANKS: Final = (1, 2, 4, 8, 16, 32, 64)
+_RANKS: Final = (1, 2, 4, 8, 16, 32)
 _MARGIN: Final = 8
 """Directions that are followed beside those wanted, so that these are found well."""
 _ROUNDS: Final = 2
+_PER_DOUBLING: Final = 0.01
+"""The part of its bytes that a tensor must save for products that take twice the time."""
 _LEAST_SIDE: Final = 32
 _SAMPLE_ELEMENTS: Final = 1 << 24
 """Elements whose rows tell the directions."""
@@ -55,20 +57,31 @@ def fit(tensor: Array, base: Array, dtype: DType, columns: int) -> Factors | Non
     if directions is None:
         return None
     lengths = _lengths(*pair, dtype, directions)
-    best: Factors | None = None
-    least = _size(*pair, dtype, None)
-    for trials in (
-        [(rank, _LIMITS[0]) for rank in _RANKS if rank <= len(directions)],
-        [(0, limit) for limit in _LIMITS[1:]],
-    ):
-        for wanted, limit in trials:
-            rank = wanted or (best.rank if best is not None else 0)
+    plain = _size(*pair, dtype, None)
+    best: tuple[float, Factors | None] = (plain, None)
+    for rank in (rank for rank in _RANKS if rank <= len(directions)):
+        found = quantized(lengths[:, :rank], directions[:rank], _LIMITS[0])
+        best = min(best, _judged(*pair, dtype, found), key=_first)
+    if best[1] is not None:
+        rank = best[1].rank
+        for limit in _LIMITS[1:]:
             found = quantized(lengths[:, :rank], directions[:rank], limit)
-            size = least if found is None else _size(*pair, dtype, found)
-            if size >= least:
-                break
-            best, least = found, size
-    return best
+            best = min(best, _judged(*pair, dtype, found), key=_first)
+    return best[1]
+
+
+def _first(judged: tuple[float, Factors | None]) -> float:
+    return judged[0]
+
+
+def _judged(
+    tensor: Array, base: Array, dtype: DType, factors: Factors | None
+) -> tuple[float, Factors | None]:
+    """Return the bytes that the tensor takes with factors, and more for the time they take."""
+    if factors is None:
+        return float("inf"), None
+    size = _size(tensor, base, dtype, factors)
+    return size * (1 + _PER_DOUBLING * factors.rank.bit_length()), factors
 
 
 def _size(tensor: Array, base: Array, dtype: DType, factors: Factors | None) -> float:

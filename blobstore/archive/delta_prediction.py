@@ -140,16 +140,22 @@ class Prediction:
         start, end = first // columns, -(-(first + len(base)) // columns)
         added = scratch("delta added", (end - start) * columns * 4).view(np.float32)
         rows = added.reshape(end - start, columns)
-        height = max(_SERIAL_PRODUCTS // self._right.size, 1)
-        for row in range(0, end - start, height):
-            left = self._left[start + row : min(start + row + height, end)]
-            np.matmul(left, self._right, out=rows[row : row + height])
+        if len(self._right) == 1:  # which BLAS is slow at
+            np.multiply(self._left[start:end], self._right, out=rows)
+        else:
+            self._multiply(start, end, rows)
         skipped = first - start * columns
         predicted = scratch("delta predicted", base.nbytes).view(base.dtype)
         with np.errstate(all="ignore"):
             _ADD[self._dtype](base, added[skipped : skipped + len(base)], predicted)
         _keep_odd_ones(base, predicted, self._dtype)
         return predicted
+
+    def _multiply(self, start: int, end: int, out: Array) -> None:
+        height = max(_SERIAL_PRODUCTS // self._right.size, 1)
+        for row in range(0, end - start, height):
+            left = self._left[start + row : min(start + row + height, end)]
+            np.matmul(left, self._right, out=out[row : row + height])
 
 
 def _keep_odd_ones(base: Array, predicted: Array, dtype: DType) -> None:

@@ -33,7 +33,7 @@ _WASTED_BITS: Final = 0.04
 """By how much a symbol's code is longer than the entropy; it stands for the time it takes as well."""
 _SEGMENT_BITS: Final = 1000
 """What a segment costs; most of it stands for the time that it takes."""
-_LEAST_BLOCK: Final = 1 << 9
+_LEAST_BLOCK: Final = 1 << 10
 """Bytes of a block that is worth a table of codes."""
 
 

@@ -13,6 +13,7 @@ import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import zstandard
 
 from blobstore.errors import ColdDamaged
@@ -36,11 +37,15 @@ class Method(enum.IntEnum):
 
     RAW = 0
     ZSTD = 1
+    BITS = 2
+    """Two bytes, and then a bit for each byte of the plane that says which, the first uppermost."""
 
 
 class Coder(enum.Enum):
-    """What may be tried on a plane: level 0 is the coder of literals alone."""
+    """What may be tried on a plane; from 0 on it is the level of zstd, 0 its coder of literals alone."""
 
+    BITS = -1
+    """A Huffman code has a bit for each of two values too, but false matches make it longer."""
     HUFFMAN = 0
     ZSTD = 3
     ZSTD_SMALL = 19
@@ -77,10 +82,21 @@ def encode_plane(
         return best
     limit = size - max(size // least_gain, 1)
     for coder in coders:
-        data = _compress(_compressor(coder), view, cuts)
-        if len(data) <= limit and len(data) < best.size:
-            best = Plane(Method.ZSTD, data, len(data))
+        method = Method.BITS if coder is Coder.BITS else Method.ZSTD
+        data = _bits(view) if coder is Coder.BITS else _compress(_compressor(coder), view, cuts)
+        if data is not None and len(data) <= limit and len(data) < best.size:
+            best = Plane(method, data, len(data))
     return best
+
+
+def _bits(view: memoryview) -> bytes | None:
+    """Return a plane of two values as bits, None if it has more."""
+    plane = np.frombuffer(view, np.uint8)
+    low, high = plane.min(), plane.max()
+    is_high = plane == high
+    if np.count_nonzero(is_high) + np.count_nonzero(plane == low) < len(plane):
+        return None
+    return bytes([low, high]) + np.packbits(is_high).tobytes()
 
 
 def _compress(compressor: zstandard.ZstdCompressor, view: memoryview, cuts: Sequence[int]) -> bytes:
@@ -111,6 +127,8 @@ def decode_plane(method: int, stored: Buffer, out: Buffer) -> None:
         target[:] = source
     elif method == Method.ZSTD:
         _decompress(stored, target)
+    elif method == Method.BITS:
+        _unpack_bits(stored, target)
     else:
         raise ColdDamaged(f"a plane is stored by method {method}, which is unknown")
 
@@ -125,6 +143,16 @@ def declared_size(stored: Buffer) -> int:
         return zstandard.get_frame_parameters(memoryview(stored).cast("B")).content_size
     except zstandard.ZstdError as error:
         raise ColdDamaged(f"a frame cannot be decoded: {error}") from None
+
+
+def _unpack_bits(stored: Buffer, target: memoryview) -> None:
+    source = np.frombuffer(memoryview(stored), np.uint8)
+    if len(source) != 2 + -(-len(target) // 8):
+        raise ColdDamaged(f"{len(source)} bytes cannot hold {len(target)} bits and two values")
+    plane = np.frombuffer(target, np.uint8)
+    np.copyto(plane, np.unpackbits(source[2:], count=len(target)))
+    np.multiply(plane, source[1] ^ source[0], out=plane)
+    np.bitwise_xor(plane, source[0], out=plane)
 
 
 def _decompress(stored: Buffer, target: memoryview) -> None:

@@ -256,7 +256,7 @@ def _decode_size(reader: _Reader, limit: int) -> Stored:
     fits = 0 < size < abs(limit)
     if method == Method.RAW:
         fits = size == limit if is_fixed else size <= -limit
-    elif method != Method.ZSTD:
+    elif method != Method.ZSTD and (method != Method.BITS or not is_fixed):
         raise ColdDamaged(f"a plane is stored by method {method}, which is unknown")
     if not fits:
         raise ColdDamaged(f"a plane of {abs(limit)} bytes cannot be stored in {size}")

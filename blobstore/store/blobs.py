@@ -265,7 +265,7 @@ class BlobReader:
         try:
             return self._either(
                 lambda: BaseBlob.hot(self.hot.whole(digest, size), digest),
-                lambda: BaseBlob.cold(self.cold.open(digest, size).container),
+                lambda: self.cold.open(digest, size).container.as_base(),
             )
         except BlobMissing:
             path = quoted(self.layout.blob(digest))

@@ -25,6 +25,9 @@ _FILES = {
 }
 
 
+_STEP = 101
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """A model: its name in stores, its folder, and the bytes of its tensors."""
@@ -60,6 +63,8 @@ class Known:
 def write_models(folder: Path, count: int, *, size: int = 24_000) -> list[Known]:
     """Write models to folders: a third of the tensors is in all, one in its neighbour, the rest its own.
 
+    But those are so like the neighbour's that they are best coded by them.
+
     ``size`` is about the bytes of the largest tensors, half of which coding saves.
     """
     return [_write(folder / f"m{number}", number, size) for number in range(count)]
@@ -68,11 +73,13 @@ def write_models(folder: Path, count: int, *, size: int = 24_000) -> list[Known]
 def _write(folder: Path, number: int, size: int) -> Known:
     arrays: Arrays = {}
     for layer in range(3):
-        common, own = np.random.default_rng(layer), np.random.default_rng([number, layer])
+        common, own = np.random.default_rng(layer), np.random.default_rng([number // 2, layer])
         pair = np.random.default_rng([number // 2, layer, 7])
+        up = own.integers(0, 16, (size // (layer + 1), 1), np.uint8)
+        up[layer::_STEP] += number % 2
         arrays |= {
             f"layers.{layer}.norm.weight": common.standard_normal(16, dtype=np.float32),
-            f"layers.{layer}.up.weight": own.integers(0, 16, (size // (layer + 1), 1), np.uint8),
+            f"layers.{layer}.up.weight": up,
             f"layers.{layer}.down.weight": pair.integers(0, 16, size // 4, np.uint8),
         }
     write_folder(folder, arrays, files=_FILES)

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from blobstore.digest import Digest
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Lease
-from tests.faults.invariants import Expected, check_model, check_store, layers
+from tests.faults.invariants import Expected, bases_of, check_model, check_store, layers
 from tests.faults.known import Known, command, has_command, write_models
 from tests.faults.outcomes import Outcome
 from tests.faults.processes import place_in_memory
@@ -126,11 +126,12 @@ class StoreProtocol(RuleBasedStateMachine):
     @rule(older_than=st.sampled_from(["0s", "1h"]), is_dry=st.booleans())
     def collect(self, older_than: str, is_dry: bool) -> None:
         before = self._blobs()
+        needed = self._reached().union(*(blobs for _, blobs in self.held))
+        needed |= bases_of(self.root, needed)
         dry = ["--dry-run"] if is_dry else []
         # What a damaged cold blob needs, nobody knows.
         if not self._is_done("gc", "--older-than", older_than, *dry):
             return
-        needed = self._reached().union(*(blobs for _, blobs in self.held))
         left = self._blobs()
         assert left >= before & needed
         if is_dry:

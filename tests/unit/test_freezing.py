@@ -12,6 +12,7 @@ import pytest
 
 import blobstore
 from blobstore import freezing
+from blobstore.coding import Coding
 from blobstore.collect import collect_garbage
 from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreError, UsageError
 from blobstore.freezing import freeze_models
@@ -198,14 +199,14 @@ def test_what_does_not_decode_to_itself_is_never_trusted(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    real = freezing.Coding.write
+    real = Coding.write
 
-    def wrong(self: freezing.Coding, write: Any, tell: Any) -> None:
+    def wrong(self: Coding, write: Any, tell: Any) -> None:
         """Code other bytes, under the right name and with sound check sums."""
         self._data = memoryview(layer("x", weights(7)))
         real(self, write, tell)
 
-    monkeypatch.setattr(freezing.Coding, "write", wrong)
+    monkeypatch.setattr(Coding, "write", wrong)
     frozen = freeze_models(["a"], store=store)
     assert outcomes(frozen) == {"x": "damaged", "y": "damaged"}
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
@@ -365,8 +366,9 @@ def test_rejects_what_means_nothing(
     store: LocalStore, options: dict[str, Any], message: str
 ) -> None:
     put(store, "a", {"x": 1})
+    arguments: dict[str, Any] = {"references": ["a"], "store": store}
     with pytest.raises(UsageError, match=message):
-        freeze_models(**({"references": ["a"], "store": store} | options))
+        freeze_models(**(arguments | options))
 
 
 def test_rejects_names_that_are_not_there(store: LocalStore) -> None:
@@ -379,10 +381,8 @@ def test_rejects_names_that_are_not_there(store: LocalStore) -> None:
 def test_levels_both_come_back(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     put(store, "b", {"y": 1})
-    fast, small = (
-        freeze_models([name], store=store, level=level)
-        for name, level in (("a", "fast"), ("b", "small"))  # type: ignore[arg-type]
-    )
+    fast = freeze_models(["a"], store=store, level="fast")
+    small = freeze_models(["b"], store=store, level="small")
     assert small.stored <= fast.stored
     assert_whole(store, "b", {"y": 1})
 

@@ -1,0 +1,218 @@
+"""Models that are coded by others: what is kept for them, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import blobstore
+from blobstore.collect import collect_garbage
+from blobstore.errors import BlobDamaged, ModelNotFound
+from blobstore.freezing import freeze_models
+from blobstore.manifests.reference import Reference
+from blobstore.naming import remove_models
+from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
+from blobstore.verify import verify_models
+from tests.cold import COUNT, flip, forms_of, layer, layers, put, tuned, weights
+from tests.models import add_blobs
+
+if TYPE_CHECKING:
+    from blobstore.digest import Digest
+    from blobstore.store.cold import ColdBlob
+
+BASE = {"x": 1, "y": 2}
+CHILD, SIBLING = "child", "sibling"
+
+
+def put_child(store: LocalStore, name: str, step: int) -> None:
+    """Give a store what a little training makes of the model ``base``."""
+    data = {key: layer(key, tuned(step, seed)) for key, seed in BASE.items()}
+    add_blobs(store, name, data)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "base", BASE)
+    put_child(store, CHILD, 10)
+    put(store, "stays", {"z": 3})  # and with it the config of all
+    return store
+
+
+def base_of(store: LocalStore, name: str, key: str) -> Digest | None:
+    return store.cold.open(layers(store, name)[key].digest).base
+
+
+def assert_whole(store: LocalStore, name: str = CHILD, step: int = 10) -> None:
+    for options in ({}, {"copy": True}, {"verify": "rehash"}):
+        with blobstore.open(name, store=store, **options) as model:  # type: ignore[arg-type]
+            for key, seed in BASE.items():
+                assert model[key].tobytes() == tuned(step, seed)
+
+
+def test_a_tuned_model_is_coded_by_the_one_it_was_made_from(store: LocalStore) -> None:
+    alone = freeze_models([CHILD], store=store, find_base=False, dry_run=True)
+    frozen = freeze_models([CHILD], store=store)
+    assert frozen.bases == ((Reference.parse(CHILD), Reference.parse("base")),)
+    assert frozen.stored < 0.7 * alone.stored
+    for key in BASE:
+        assert base_of(store, CHILD, key) == layers(store, "base")[key].digest
+    assert_whole(store)
+    assert verify_models(store=store).faults == ()
+
+
+@pytest.mark.parametrize("order", [["base", CHILD], [CHILD, "base"]])
+def test_a_family_is_frozen_together(store: LocalStore, order: list[str]) -> None:
+    put_child(store, SIBLING, 11)
+    frozen = freeze_models([*order, SIBLING], store=store)
+    assert {item.outcome for item in frozen.blobs} == {"frozen"}
+    assert len(frozen.bases) == 2
+    coded = {str(name) for name, _ in frozen.bases}
+    assert not coded & {str(base) for _, base in frozen.bases}  # one deep
+    assert_whole(store)
+    assert_whole(store, SIBLING, 11)
+    thaw_models(["base"], store=store)
+    assert_whole(store)
+    freeze_models(["base"], store=store)
+    thaw_models([CHILD, SIBLING], store=store)
+    assert_whole(store)
+    assert set(forms_of(store, CHILD).values()) == {"hot"}
+
+
+def test_a_base_is_never_coded_by_another(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    frozen = freeze_models(["base"], store=store, base=CHILD)
+    assert [item.base for item in frozen.blobs] == [None, None]
+    assert forms_of(store, "base") == dict.fromkeys(BASE, "cold")
+    assert_whole(store)
+
+
+def test_what_is_coded_by_another_is_no_base(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    put_child(store, SIBLING, 11)
+    freeze_models([SIBLING], store=store, base=CHILD)
+    assert [base_of(store, SIBLING, key) for key in BASE] == [None, None]
+    assert_whole(store, SIBLING, 11)
+
+
+def test_models_that_are_not_alike_are_coded_alone(store: LocalStore) -> None:
+    put(store, "other", {"x": 5, "y": 6})
+    assert freeze_models(["other"], store=store).bases == ()
+    frozen = freeze_models([CHILD], store=store, base="other")
+    assert [item.base for item in frozen.blobs] == [None, None]
+
+
+def test_a_base_can_be_done_without(store: LocalStore) -> None:
+    frozen = freeze_models([CHILD], store=store, find_base=False)
+    assert frozen.bases == ()
+    assert [item.base for item in frozen.blobs] == [None, None]
+
+
+def test_rejects_a_base_that_is_not_there(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound):
+        freeze_models([CHILD], store=store, base="none")
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_blobs_of_a_base_outlive_its_name(store: LocalStore, is_frozen: bool) -> None:
+    freeze_models([CHILD, "base"] if is_frozen else [CHILD], store=store, base="base")
+    removed = remove_models(["base"], store=store)
+    assert (removed.blobs, removed.size) == (0, 0)
+    assert removed.bases == 2
+    assert removed.bases_size > 0
+    assert collect_garbage(store, older_than=0).blobs == ()
+    assert_whole(store)
+    thaw_models([CHILD], store=store)
+    assert len(collect_garbage(store, older_than=0).blobs) == 2
+    assert_whole(store)
+
+
+def test_what_nobody_needs_goes_with_its_base(store: LocalStore) -> None:
+    freeze_models([CHILD, "base"], store=store, base="base")
+    removed = remove_models([CHILD, "base"], store=store)
+    assert (removed.blobs, removed.bases) == (4, 0)
+    found = collect_garbage(store, older_than=0)
+    names = [item.path.name for item in found.blobs]
+    assert len(names) == 4
+    assert list(store.layout.cold.iterdir()) == []
+
+
+def test_a_base_is_kept_for_what_is_leased_or_young(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    child = [item.digest for item in layers(store, CHILD).values()]
+    with store.locks.lease() as lease:
+        lease.hold(child)
+        remove_models([CHILD, "base"], store=store)
+        assert collect_garbage(store, older_than=0).blobs == ()
+    old = [Path(store.layout.blob(item)) for item in map(_base, map(store.cold.open, child))]
+    for path in old:
+        os.utime(path, (1, 1))
+    assert collect_garbage(store, older_than=1000).blobs == ()  # the deltas are young
+    assert len(collect_garbage(store, older_than=0).blobs) == 4
+
+
+def _base(blob: ColdBlob) -> Digest:
+    base = blob.base
+    assert base is not None
+    return base
+
+
+def test_an_unreadable_cold_blob_that_is_needed_stops_collecting(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    remove_models(["base"], store=store)
+    path = store.layout.cold_blob(layers(store, CHILD)["x"].digest)
+    whole = Path(path).read_bytes()
+    flip(path, -1)
+    with pytest.raises(BlobDamaged):
+        collect_garbage(store, older_than=0)
+    Path(path).write_bytes(whole)
+    assert collect_garbage(store, older_than=0).blobs == ()
+    assert_whole(store)
+
+
+def test_a_missing_base_is_found(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    digest = layers(store, "base")["x"].digest
+    Path(store.layout.blob(digest)).unlink()
+    faults = [fault for fault in verify_models(store=store).faults if "child" in fault.reference]
+    assert [fault.layer for fault in faults] == ["x"]
+    quick = verify_models(store=store, quick=True).faults
+    assert {fault.reference for fault in quick} == {"base:latest", "child:latest"}
+    with pytest.raises(BlobDamaged, match="base"):
+        blobstore.open(CHILD, store=store)["x"]
+    child = layers(store, CHILD)["x"]
+    with pytest.raises(BlobDamaged, match=f"its base {digest} is missing"):
+        store.exists(child.digest, child.size)
+
+
+def test_a_damaged_base_is_found_in_what_is_coded_by_it(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    flip(store.layout.blob(layers(store, "base")["x"].digest))
+    faults = verify_models(store=store).faults
+    assert {fault.reference for fault in faults} == {"base:latest", "child:latest"}
+
+
+def test_a_model_s_card_names_its_base(store: LocalStore, tmp_path: Path) -> None:
+    put_child(store, SIBLING, 11)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(layer("x", tuned(12, 1)))
+    (folder / "README.md").write_text("---\nlicense: mit\nbase_model:\n- org/Sib-ling\n---\n# A\n")
+    blobstore.create(folder, "mine", store=store)
+    frozen = freeze_models(["mine"], store=store)
+    assert frozen.bases == ((Reference.parse("mine"), Reference.parse(SIBLING)),)
+
+
+def test_a_child_can_be_made_anew_when_its_base_is_gone(store: LocalStore) -> None:
+    """Removing base and name, and creating the same model again, finds nothing that is half there."""
+    freeze_models([CHILD], store=store, base="base")
+    remove_models(["base", CHILD], store=store)
+    collect_garbage(store, older_than=0)
+    put_child(store, CHILD, 10)
+    assert_whole(store)
+    assert len(tuned(10, 1)) == 2 * COUNT
+    assert tuned(10, 1) != weights(1)
