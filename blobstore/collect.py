@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidDigest, InvalidManifest, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidDigest,
+    InvalidManifest,
+    StoreError,
+    UsageError,
+)
 from blobstore.files import read_regular, sync_folder
+from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
@@ -219,15 +226,20 @@ class _Marks:
 
         Raises:
             InvalidManifest: a file is no manifest, or not the one that was written.
-            OSError: one cannot be read.
+            StoreError: one cannot be read, or a folder of them.
         """
         found = {}
         for path in _files(self._layout.manifests):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            try:
                 status = os.stat(path)  # noqa: PTH116 - a text, of which there are thousands
                 state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 known = self._marked.get(path)
                 found[path] = known if known and known.state == state else self._read(path, state)
+            except FileNotFoundError:  # removed since it was listed
+                if os.path.islink(path):  # noqa: PTH114 - or to a disk that is not mounted
+                    raise InvalidManifest(self._unknown(path, "it is a link to nothing")) from None
+            except OSError as error:
+                raise StoreError(self._unknown(path, error.strerror)) from error
         if found != self._marked or not found:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._marked = found
@@ -246,12 +258,21 @@ class _Marks:
             manifest = Manifest.from_bytes(data)
             self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
-            message = (
-                f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
-                "repair or remove that file first"
-            )
+            message = self._unknown(path, str(error).removesuffix(ADVICE))
             raise InvalidManifest(message) from None
         return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
+
+    def _unknown(self, path: str, why: str | None) -> str:
+        name = self._layout.reference(Path(path))
+        advice = (
+            "repair or remove that file first"
+            if name is None
+            else f"create the model again, or run 'blobstore repair {name} --from STORE' or "
+            f"'blobstore rm {name}' first"
+        )
+        return (
+            f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {why}; {advice}"
+        )
 
 
 def _age(status: os.stat_result) -> float:
@@ -260,8 +281,17 @@ def _age(status: os.stat_result) -> float:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Yield all that is below a folder and no folder; errors are errors."""
-    for entry in _scan(folder):
+    """Yield all that is below a folder and no folder.
+
+    Raises:
+        StoreError: a folder cannot be listed.
+    """
+    try:
+        entries = _scan(folder)
+    except OSError as error:
+        message = f"cannot list {quoted(folder)}: {error.strerror}"
+        raise StoreError(message) from error
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(Path(entry.path))
         else:
@@ -280,4 +310,6 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:
+        if folder.is_symlink():  # to a disk that is not mounted, perhaps
+            raise
         return []

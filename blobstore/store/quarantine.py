@@ -12,12 +12,12 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from blobstore.files import make_folders, sync_folder
+from blobstore.digest import Digest
+from blobstore.files import make_folders, sync_folder, write_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.digest import Digest
     from blobstore.store.layout import Layout
 
 
@@ -33,13 +33,13 @@ def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
         OSError: the system refused something; the blob is what it was, or the right one.
     """
     blob = layout.blob(digest)
-    aside = put_aside(layout, blob, digest) if os.path.lexists(blob) else None
+    aside = _put_aside(layout, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
     sync_folder(layout.blobs)
     return aside
 
 
-def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
+def _put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
     """Give a file a second name in quarantine, durably, and return it; who calls replaces the first.
 
     Where there are no hard links the file loses its first name. Raises as :func:`put_in_place`.
@@ -58,6 +58,19 @@ def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
         os.rename(damaged, aside)  # noqa: PTH104 - a blob's path is a text
     sync_folder(layout.quarantine)
     return aside
+
+
+def keep_copy(layout: Layout, data: bytes) -> Path:
+    """Write what a small file held into quarantine, durably, and return where.
+
+    The file itself keeps its name until it is replaced, on any file system. Raises as
+    :func:`put_in_place`.
+    """
+    for folder in (layout.quarantine, layout.temporary):
+        make_folders(folder, layout.root)
+    path = _free_name(layout.quarantine, Digest.of(data))
+    write_file(path, [data], mode=0o444, temporary=layout.temporary)
+    return path
 
 
 def _free_name(folder: Path, digest: Digest) -> Path:
