@@ -26,8 +26,8 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.files import read_regular, sync_folder
-from blobstore.manifests.check import ADVICE
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.check import ADVICE, MAX_CONFIG_SIZE, promise
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 from blobstore.text import quoted
@@ -141,9 +141,11 @@ class _Collection:
                 leased = read_leases(self._layout).digests
                 self._marks.update()
                 reached = self._marks.reached()
+                lost = self._marks.lost()
                 for digest in batch:
                     is_needed = digest in leased or digest.hex in reached
                     path = Path(self._layout.blob(digest))
+                    is_needed = is_needed or bool(lost and _promise_of(path) in lost)
                     yield from self._remove_blob(path, is_needed=is_needed)
                 if not self._is_dry:
                     sync_folder(self._layout.blobs)
@@ -210,6 +212,8 @@ class _Marked(NamedTuple):
     manifest: Digest
     blobs: tuple[str, ...]
     """Their digests, without what is the same in all: there may be hundreds of thousands."""
+    lost: str | None
+    """What the config would hold of the layers, if it cannot be read."""
 
 
 class _Marks:
@@ -248,6 +252,10 @@ class _Marks:
         """Return the blobs that the manifests reach, by the digits of their digests."""
         return self._reached
 
+    def lost(self) -> set[str]:
+        """Return what the configs hold that cannot be read: a changed bit may name another blob."""
+        return {item.lost for item in self._marked.values() if item.lost is not None}
+
     def manifests(self) -> set[Digest]:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._marked.values()}
@@ -256,11 +264,13 @@ class _Marks:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
             manifest = Manifest.from_bytes(data)
-            self._store.check_manifest(data, manifest)
+            is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
             message = self._unknown(path, str(error).removesuffix(ADVICE))
             raise InvalidManifest(message) from None
-        return _Marked(state, Digest.of(data), tuple([blob.digest.hex for blob in manifest.blobs]))
+        blobs = tuple([blob.digest.hex for blob in manifest.blobs])
+        lost = None if is_proven else str(layers_digest(manifest.layers))
+        return _Marked(state, Digest.of(data), blobs, lost)
 
     def _unknown(self, path: str, why: str | None) -> str:
         name = self._layout.reference(Path(path))
@@ -273,6 +283,14 @@ class _Marks:
         return (
             f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {why}; {advice}"
         )
+
+
+def _promise_of(path: Path) -> str | None:
+    """Return what a blob says of a model's layers, if it is a config that does."""
+    try:
+        return promise(read_regular(path, MAX_CONFIG_SIZE))
+    except (BlobstoreError, OSError):
+        return None
 
 
 def _age(status: os.stat_result) -> float:

@@ -258,6 +258,22 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(
     assert everything(store) == before
 
 
+def test_a_changed_digest_of_a_config_does_not_cost_the_config(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    path = store.layout.manifest(Reference.parse("m"))
+    whole = path.read_bytes()
+    config = store.resolve(Reference.parse("m")).config
+    named = bytes(str(config.digest), "ascii")
+    garbage = put(store, b"garbage", age=1)
+    path.write_bytes(whole.replace(named, named[:-1] + (b"1" if named.endswith(b"0") else b"0")))
+    removed = collect_garbage(store, older_than=0).blobs
+    assert [item.path.name for item in removed] == [garbage.file_name]
+    path.write_bytes(whole)
+    assert store.read_blob(config.digest, config.size)
+
+
 def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
     path = store.layout.manifest(Reference.parse("m"))
