@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.digest import Digest
-from blobstore.errors import InvalidDigest, UsageError
-from blobstore.files import sync_folder
+from blobstore.errors import BlobstoreError, InvalidDigest, UsageError
+from blobstore.files import read_regular, sync_folder
+from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.marks import Marks
 from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
@@ -163,8 +164,10 @@ class _Collection:
                 leased = read_leases(self._layout).digests
                 self._marks.update()
                 needed = self._needed(leased, self._store.cold.files())
+                lost = self._marks.lost()
                 for path in batch:
                     is_needed = path.name.removeprefix(_PREFIX) in needed
+                    is_needed = is_needed or bool(lost and _promise_of(path) in lost)
                     yield from self._remove_blob(path, is_needed=is_needed)
                 if not self._is_dry:
                     for folder in dict.fromkeys(path.parent for path in batch):
@@ -227,6 +230,14 @@ class _Collection:
         return Removed(path.relative_to(self._layout.root), size)
 
 
+def _promise_of(path: Path) -> str | None:
+    """Return what a blob says of a model's layers, if it is a config that does."""
+    try:
+        return promise(read_regular(path, MAX_CONFIG_SIZE))
+    except (BlobstoreError, OSError):
+        return None
+
+
 def _age(status: os.stat_result) -> float:
     # A clock that was set back makes files of the future: they are as young as can be.
     return max(0.0, time.time() - status.st_mtime)
@@ -244,4 +255,6 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:
+        if folder.is_symlink():  # to a disk that is not mounted, perhaps
+            raise
         return []

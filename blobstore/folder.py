@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS_STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
-_PART = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9_.-]{1,255}", re.ASCII)
 _MAX_DEPTH = 3
 _OTHER_WEIGHTS = (media_types.MODEL, media_types.PROJECTOR, media_types.ADAPTER)
 

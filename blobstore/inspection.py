@@ -121,7 +121,7 @@ def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
     except BlobstoreError as error:
         raise SourceError(str(error)) from None
     try:
-        is_zip = os.pread(descriptor, 4, 0).startswith(ZIP_STARTS)
+        is_zip = read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS)
         return size, list((_in_zip if is_zip else _in_stream)(descriptor, size))
     except OSError as error:
         message = f"cannot read {quoted(path)}: {error.strerror}"

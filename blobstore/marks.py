@@ -5,21 +5,21 @@ Who removes something looks here with the store's lock alone, when nobody can gi
 
 from __future__ import annotations
 
-import contextlib
 import os
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.files import read_regular
 from blobstore.manifests import media_types
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.check import ADVICE
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from blobstore.store.local import LocalStore
 
@@ -33,10 +33,12 @@ class Marked(NamedTuple):
     """Their digests, without what is the same in all: there may be hundreds of thousands."""
     others: frozenset[str]
     """Those of them that are no tensors, or not only."""
+    lost: str | None
+    """What the config would hold of the layers, if it cannot be read."""
 
 
 class Marks:
-    """What every manifest of a store reaches."""
+    """What every manifest of a store reaches, each read again only when it has changed."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -49,15 +51,20 @@ class Marks:
 
         Raises:
             InvalidManifest: a file is no manifest, or not the one that was written.
-            OSError: one cannot be read.
+            StoreError: one cannot be read, or a folder of them.
         """
         found = {}
-        for path in _files(self._layout.manifests):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+        for path in _files(str(self._layout.manifests)):
+            try:
                 status = os.stat(path)  # noqa: PTH116 - a text, of which there are thousands
                 state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 known = self._marked.get(path)
                 found[path] = known if known and known.state == state else self._read(path, state)
+            except FileNotFoundError:  # removed since it was listed
+                if os.path.islink(path):  # noqa: PTH114 - or to a disk that is not mounted
+                    raise InvalidManifest(self._unknown(path, "it is a link to nothing")) from None
+            except OSError as error:
+                raise StoreError(self._unknown(path, error.strerror)) from error
         if found != self._marked or not found:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._marked = found
@@ -70,6 +77,10 @@ class Marks:
         """Return the blobs that the manifests reach, by the digits of their digests."""
         return self._reached
 
+    def lost(self) -> set[str]:
+        """Return what the configs hold that cannot be read: a changed bit may name another blob."""
+        return {item.lost for item in self._marked.values() if item.lost is not None}
+
     def manifests(self) -> set[Digest]:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._marked.values()}
@@ -78,26 +89,44 @@ class Marks:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
             manifest = Manifest.from_bytes(data)
-            self._store.check_manifest(data, manifest)
+            is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
-            message = (
-                f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {error}; "
-                "repair or remove that file first"
-            )
+            message = self._unknown(path, str(error).removesuffix(ADVICE))
             raise InvalidManifest(message) from None
+        blobs = tuple([blob.digest.hex for blob in manifest.blobs])
         layers = (manifest.config, *manifest.layers)
         others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
-        reached = tuple([blob.digest.hex for blob in manifest.blobs])
-        return Marked(state, Digest.of(data), reached, frozenset(others))
+        lost = None if is_proven else str(layers_digest(manifest.layers))
+        return Marked(state, Digest.of(data), blobs, frozenset(others), lost)
+
+    def _unknown(self, path: str, why: str | None) -> str:
+        name = self._layout.reference(Path(path))
+        advice = (
+            "repair or remove that file first"
+            if name is None
+            else f"create the model again, or run 'blobstore repair {name} --from STORE' or "
+            f"'blobstore rm {name}' first"
+        )
+        return (
+            f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {why}; {advice}"
+        )
 
 
-def _files(folder: Path | str) -> Iterator[str]:
-    """Yield all that is below a folder and no folder; errors are errors."""
+def _files(folder: str) -> Iterator[str]:
+    """Yield all that is below a folder and no folder.
+
+    Raises:
+        StoreError: a folder cannot be listed.
+    """
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return
+    except OSError as error:
+        # A link to nothing is one to a disk that is not mounted, perhaps.
+        if isinstance(error, FileNotFoundError) and not Path(folder).is_symlink():
+            return
+        message = f"cannot list {quoted(folder)}: {error.strerror}"
+        raise StoreError(message) from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(entry.path)

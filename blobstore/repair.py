@@ -137,7 +137,10 @@ def repair_models(
         if origin is not None and verified.damaged:
             work.run(origin)
     whole = {str(digest) for digest, _ in work.whole}
-    faults = _without(verified.faults, restored) if dry_run else verified.faults
+    is_store = isinstance(origin, StoreOrigin)
+    of_manifest = f"{quoted(source)} has none that is surely the same; {_BACKUP}"
+    work.reasons[""] = of_manifest if is_store else _MANIFEST
+    faults = _without(verified, restored) if dry_run else verified.faults
     return Repaired(
         verified=verified,
         restored=restored,
@@ -174,12 +177,16 @@ def _open_origin(
     return SourceOrigin(opened, overrides), opened.notices
 
 
-def _without(faults: Sequence[Fault], restored: Sequence[Restored]) -> list[Fault]:
+def _without(verified: Verified, restored: Sequence[Restored]) -> list[Fault]:
     """Return the faults that are not those of manifests that would be put back."""
-    blobs = {
-        str(item.reference): {str(it.digest) for it in item.manifest.blobs} for item in restored
+    damaged = {(blob.digest, blob.size) for blob in verified.damaged}
+    left = {
+        str(item.reference): {
+            str(blob.digest) for blob in item.manifest.blobs if (blob.digest, blob.size) in damaged
+        }
+        for item in restored
     }
-    return [fault for fault in faults if fault.blob in blobs.get(fault.reference, {fault.blob})]
+    return [it for it in verified.faults if it.blob in left.get(it.reference, {it.blob})]
 
 
 def _remaining(
@@ -195,7 +202,7 @@ def _remaining(
     for fault in faults:
         if fault.blob not in whole:
             told.add((fault.reference, fault.layer, fault.blob))
-            reason = reasons.get(fault.blob, "") if fault.blob else _MANIFEST
+            reason = reasons.get(fault.blob, "")
             message = fault.message.removesuffix(ADVICE)
             yield replace(fault, message=f"{message}; {reason}") if reason else fault
     mended = dict.fromkeys(fault.reference for fault in faults if fault.blob in whole)

@@ -8,13 +8,14 @@ the digest of.
 from __future__ import annotations
 
 import contextlib
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.files import write_file
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
-from blobstore.store.quarantine import put_aside
+from blobstore.store.quarantine import keep_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,9 +56,10 @@ def restore_manifests(
             if _damaged(store, reference) != damaged:
                 continue
             path = store.layout.manifest(reference)
-            aside = put_aside(store.layout, str(path), Digest.of(damaged))
-            # Whatever is wrong with the blobs: they are mended when it is known which they are.
-            store.place(reference, whole, ())
+            aside = keep_copy(store.layout, damaged)
+            # Whatever is wrong with the blobs: they are mended when it is known which they are. And
+            # whatever other names there are: this one has been among them.
+            write_file(path, [whole], mode=0o644, temporary=store.layout.temporary)
         yield Restored(reference, manifest, aside)
 
 
@@ -74,14 +76,18 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
 
 
 def _whole(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | None:
-    """Return the manifest of the same model, by preference the one of the same name."""
-    names = [reference, *(name for name in other.references() if name != reference)]
-    for name in names:
-        with contextlib.suppress(BlobstoreError):
+    """Return the manifest of the same model, by preference the one of the same name.
+
+    None if there is none, or if ``damaged`` is that one: then only its config is damaged.
+    """
+    for name in chain([reference], other.references()):
+        with contextlib.suppress(BlobstoreError, OSError):
             data, manifest = other.parse(name)
             config = other.read_blob(manifest.config.digest, manifest.config.size)
-            halves = str(manifest.config.digest).encode(), listed(manifest.layers)
+            halves = [str(manifest.config.digest).encode()]
+            halves += [listed(manifest.layers)] if manifest.layers else []  # "[]" may be anywhere
             is_same = any(half in damaged for half in halves)
-            if is_same and check_layers(data, config) and data != damaged:
-                return data
+            if is_same and check_layers(data, config):
+                is_whole = data.removesuffix(b"\n") == damaged.removesuffix(b"\n")
+                return None if is_whole else data
     return None

@@ -38,7 +38,7 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
     Raises:
         InvalidManifest: it is not.
     """
-    promised = _promised(config)
+    promised = promise(config)
     if promised is None:
         return False
     described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
@@ -59,6 +59,12 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
     return True
 
 
+def promise(config: bytes) -> str | None:
+    """Return what a config says that the digest of the layers is; None if it says nothing."""
+    value = _decoded(config).get(LAYERS_DIGEST)
+    return None if value is None else str(value)
+
+
 def say_the_same(ours: bytes, theirs: bytes) -> bool:
     """Tell whether two configs say the same but for the digests of the layers."""
     if ours == theirs:
@@ -67,11 +73,6 @@ def say_the_same(ours: bytes, theirs: bytes) -> bool:
     for side in sides:
         side.pop(LAYERS_DIGEST, None)
     return bool(sides[0]) and sides[0] == sides[1]
-
-
-def _promised(config: bytes) -> Any:
-    """Return what a config says that the digest of the layers is; None if it says nothing."""
-    return _decoded(config).get(LAYERS_DIGEST)
 
 
 def _decoded(config: bytes) -> dict[str, Any]:

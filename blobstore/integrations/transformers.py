@@ -114,6 +114,10 @@ def from_store(
         check_layers(model, stated)
         with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
             config = _config(files)
+            if isinstance(attention := options.get("attn_implementation"), str):
+                config._attn_implementation = attention  # noqa: SLF001 - of all parts of the model
+            elif not trust_remote_code:
+                _check_attention(config)
             chosen = _model_class(config, auto_class, files.code)
             if files.generation is not None:
                 own = transformers.GenerationConfig.from_pretrained(*files.generation)
@@ -256,6 +260,19 @@ def _config(files: _Files) -> transformers.PreTrainedConfig:
         files.config, trust_remote_code=files.code is not None
     )
     return config
+
+
+def _check_attention(config: transformers.PreTrainedConfig) -> None:
+    """Check that no part of a model asks for code of the Hub's, which transformers would run."""
+    if "/" in str(wanted := config._attn_implementation):  # noqa: SLF001 - no other way to know
+        message = (
+            f"config.json asks for the attention {quoted(wanted)}, which is code; give another "
+            "attn_implementation, such as 'eager', or trust_remote_code=True"
+        )
+        raise BlobstoreError(message)
+    for part in vars(config).values():
+        if isinstance(part, transformers.PreTrainedConfig):
+            _check_attention(part)
 
 
 def _model_class(

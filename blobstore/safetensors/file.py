@@ -33,6 +33,8 @@ def read_header(descriptor: int, size: int) -> Header:
         OSError: the file cannot be read.
     """
     start = os.pread(descriptor, _FIRST_READ, 0)
+    if len(start) < PREFIX_SIZE:  # a read may give less than there is
+        start += read_exactly(descriptor, PREFIX_SIZE - len(start), len(start))
     plain = parse_start(start, size)
     if plain is not None:
         return plain

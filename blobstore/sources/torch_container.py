@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
 from blobstore.errors import CheckpointRefused
+from blobstore.files import read_exactly
 from blobstore.sources.torch_legacy import LegacyStream, is_legacy
 from blobstore.sources.torch_zip import ZipCheckpoint
 
@@ -42,7 +42,7 @@ def open_container(descriptor: int, size: int) -> Container:
         CheckpointRefused: it is damaged, or of a kind that is not read; the message says which.
         OSError: it cannot be read.
     """
-    head = os.pread(descriptor, _HEAD, 0)
+    head = read_exactly(descriptor, _HEAD, 0)
     if head.startswith(ZIP_STARTS):
         return ZipCheckpoint(descriptor, size)
     other = other_kind(head)

@@ -7,7 +7,6 @@ each pickled, then for each key the count of its elements and these. (``_legacy_
 
 from __future__ import annotations
 
-import os
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,7 @@ class LegacyStream:
         places = {}
         for key in self._keys:
             storage = storages[key]
-            data = os.pread(self._descriptor, _COUNT.size, offset)
+            data = read_exactly(self._descriptor, _COUNT.size, offset)
             count = _COUNT.unpack(data)[0] if len(data) == _COUNT.size else -1
             if count != storage.elements:
                 message = (

@@ -262,10 +262,12 @@ class BlobReader:
         from blobstore.archive.base import BaseBlob  # brings numpy
 
         # What is decoded by it is checked afterwards, so it need not be hashed before.
+        def decoding() -> BaseBlob:
+            return self.cold.open(digest, size).container.as_base()
+
         try:
             return self._either(
-                lambda: BaseBlob.hot(self.hot.whole(digest, size), digest),
-                lambda: self.cold.open(digest, size).container.as_base(),
+                lambda: BaseBlob.hot(self.hot.whole(digest, size), digest), decoding
             )
         except BlobMissing:
             path = quoted(self.layout.blob(digest))

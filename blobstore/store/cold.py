@@ -193,9 +193,10 @@ class ColdShelf:
                     with contextlib.suppress(InvalidDigest, FileNotFoundError):
                         digest = Digest.parse(entry.name.replace("-", ":", 1))
                         found[digest] = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return {}
         except OSError as error:
+            # A link to nothing is one to a disk that is not mounted, perhaps.
+            if isinstance(error, FileNotFoundError) and not self._layout.cold.is_symlink():
+                return {}
             message = f"cannot list {quoted(self._layout.cold)}: {error.strerror}"
             raise StoreError(message) from error
         return found

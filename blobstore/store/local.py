@@ -114,7 +114,9 @@ class LocalStore(BlobReader):
         """
         config = manifest.config
         try:
-            content = self.read_blob(config.digest, config.size, MAX_CONFIG_SIZE)
+            # As large as it is, for the size may be what was changed in the manifest.
+            size = os.lstat(self.layout.blob(config.digest)).st_size
+            content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
         except (BlobstoreError, OSError):
             return False
         check_layers(data, content)

@@ -12,12 +12,12 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from blobstore.files import make_folders, sync_folder
+from blobstore.digest import Digest
+from blobstore.files import make_folders, sync_folder, write_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.digest import Digest
     from blobstore.store.layout import Layout
 
 
@@ -70,6 +70,19 @@ def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
         os.rename(damaged, aside)  # noqa: PTH104 - a blob's path is a text
     sync_folder(layout.quarantine)
     return aside
+
+
+def keep_copy(layout: Layout, data: bytes) -> Path:
+    """Write what a small file held into quarantine, durably, and return where.
+
+    The file itself keeps its name until it is replaced, on any file system. Raises as
+    :func:`put_in_place`.
+    """
+    for folder in (layout.quarantine, layout.temporary):
+        make_folders(folder, layout.root)
+    path = _free_name(layout.quarantine, Digest.of(data))
+    write_file(path, [data], mode=0o444, temporary=layout.temporary)
+    return path
 
 
 def _free_name(folder: Path, digest: Digest) -> Path:

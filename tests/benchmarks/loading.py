@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -37,8 +41,7 @@ from tests.benchmarks.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Iterable
 
 _TENSORS = 200
 _REQUEST = 4 << 20
@@ -121,6 +124,28 @@ def streamed(file: Path) -> object:
     return None
 
 
+COPIES: dict[str, Callable[[Path, blobstore.LocalStore], object]] = {
+    "safetensors, of the file's bytes": lambda file, _: load_bytes(file.read_bytes()),
+    "safetensors, of the file": lambda file, _: load_arrays(file),
+    "blobstore, read=pread": lambda _, store: blobstore.open(
+        "half", store=store, read="pread"
+    ).state_dict(),
+}
+
+
+def copied(case: str, file: Path, store: blobstore.LocalStore) -> float:
+    """Return the seconds of a copy in a process of its own, which has no memory from one before."""
+    code = (
+        "import sys; from pathlib import Path; from tests.benchmarks.loading import *\n"
+        "case, file, root = sys.argv[1:]\n"
+        "store = blobstore.LocalStore(root)\n"
+        "print(timed(lambda: COPIES[case](Path(file), store)))"
+    )
+    arguments = [sys.executable, "-c", code, case, str(file), str(store.layout.root)]
+    result = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    return float(result.stdout)
+
+
 def main() -> None:
     """Print the tables."""
     options = arguments(__doc__)
@@ -183,15 +208,7 @@ def main() -> None:
         half = make_model(folder / "half", nbytes, "F16") / "model.safetensors"
         blobstore.create(half.parent, "half", store=store)
         os.sync()
-        cases = {
-            "safetensors, of the file's bytes": lambda: timed(
-                lambda: load_bytes(half.read_bytes())
-            ),
-            "safetensors, of the file": lambda: timed(lambda: load_arrays(half)),
-            "blobstore, read=pread": lambda: timed(
-                lambda: blobstore.open("half", store=store, read="pread").state_dict()
-            ),
-        }
+        cases = {name: partial(copied, name, half, store) for name in COPIES}
         at_hand = partial(borrow_memory, nbytes * 9 // 4)
         table(rounds(cases, count, at_hand), "safetensors, of the file's bytes", nbytes)
         print("Cold, touched\n")

@@ -26,6 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.export import export_model
 from blobstore.integrations.transformers import (
+    _check_attention,
     config_from_store,
     from_store,
     tokenizer_from_store,
@@ -549,6 +550,26 @@ class OwnConfig(LlamaConfig):
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
 """
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_code_of_the_hub_is_not_asked_for(key: str, store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "kernels-community/x@main"}))
+    blobstore.create(source, "m", store=store)
+    with pytest.raises(BlobstoreError, match="the attention 'kernels-community/x@main', which is"):
+        from_store("m", store=store)
+    model = from_store("m", store=store, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_no_part_of_a_model_asks_for_code_of_the_hub() -> None:
+    config: Any = transformers.LlavaConfig()
+    _check_attention(config)
+    config.text_config._attn_implementation = "someone/kernel"
+    with pytest.raises(BlobstoreError, match="the attention 'someone/kernel', which is code"):
+        _check_attention(config)
 
 
 def test_code_of_a_model_runs_only_if_it_is_trusted(

@@ -258,6 +258,22 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(
     assert everything(store) == before
 
 
+def test_a_changed_digest_of_a_config_does_not_cost_the_config(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    path = store.layout.manifest(Reference.parse("m"))
+    whole = path.read_bytes()
+    config = store.resolve(Reference.parse("m")).config
+    named = bytes(str(config.digest), "ascii")
+    garbage = put(store, b"garbage", age=1)
+    path.write_bytes(whole.replace(named, named[:-1] + (b"1" if named.endswith(b"0") else b"0")))
+    removed = collect_garbage(store, older_than=0).blobs
+    assert [item.path.name for item in removed] == [garbage.file_name]
+    path.write_bytes(whole)
+    assert store.read_blob(config.digest, config.size)
+
+
 def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
     path = store.layout.manifest(Reference.parse("m"))
@@ -273,7 +289,35 @@ def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_pat
     assert not collect_garbage(store, older_than=0).blobs
 
 
-def test_a_manifest_that_permissions_close_stops_it() -> None:
+@pytest.mark.parametrize(
+    "place", [".", "registry.ollama.ai", "registry.ollama.ai/library/a/latest"]
+)
+def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
+    place: str, store: LocalStore, tmp_path: Path
+) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    path = store.layout.manifests / place
+    path.rename(tmp_path / "on a disk that is not mounted")
+    path.symlink_to(tmp_path / "absent")
+    before = everything(store)
+    with pytest.raises((InvalidManifest, StoreError), match=f"'{path}'"):
+        collect_garbage(store, older_than=0)
+    assert everything(store) == before
+
+
+def test_tells_what_to_do_with_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
+    path = store.layout.manifest(A)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{}")
+    with pytest.raises(InvalidManifest, match=r"STORE' or 'blobstore rm a:latest' first$"):
+        collect_garbage(store)
+    path.rename(store.layout.manifests / "file")
+    with pytest.raises(InvalidManifest, match="repair or remove that file first$"):
+        collect_garbage(store)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
     with sandbox.common_folder() as folder:
 
         def collected() -> object:
@@ -282,13 +326,14 @@ def test_a_manifest_that_permissions_close_stops_it() -> None:
             path = store.layout.manifest(A)
             path.parent.mkdir(parents=True)
             path.write_bytes(b"{}")
-            path.parent.chmod(0)
+            closed = path.parent if is_folder else path
+            closed.chmod(0)
             try:
-                with pytest.raises(StoreError):
+                with pytest.raises(StoreError, match=f"'{closed}'.*: Permission denied"):
                     collect_garbage(store, older_than=0)
                 return len(list(store.layout.blobs.iterdir()))
             finally:
-                path.parent.chmod(0o700)
+                closed.chmod(0o700)
 
         assert sandbox.call(collected, unprivileged=True) == "1"
 

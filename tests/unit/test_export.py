@@ -535,6 +535,7 @@ def test_refuses_a_model_without_tensors(dense: Path, store: LocalStore, tmp_pat
         "a/b/c/d.json",
         "a\\b.json",
         "a b.json",
+        f"{'a' * 251}.json",
         "a\n.json",
         "é.json",
         "a\0b",

@@ -352,6 +352,26 @@ def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path)
     assert "a manifest can be had only from another store" in fault.message
 
 
+def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path: Path) -> None:
+    other = LocalStore(shutil.copytree(store.layout.root, tmp_path / "other"))
+    store.layout.manifest(NAME).write_bytes(b"")
+    (fault,) = repair_models(source=other.layout.root, store=store).faults
+    assert f"; '{other.layout.root}' has none that is surely the same; " in fault.message
+
+
+@pytest.mark.parametrize(("old", "new"), [(PLAIN.encode(), b"x" * len(PLAIN)), (b'e":2', b'e":3')])
+def test_a_dry_run_tells_what_the_manifest_would_mend(
+    old: bytes, new: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    other = shutil.copytree(store.layout.root, tmp_path / "other")
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))  # a layer's name; a config's size
+    for dry_run in (True, False):
+        repaired = repair_models([NAME], other, store=store, dry_run=dry_run)
+        assert len(repaired.restored) == 1
+        assert repaired.faults == ()
+
+
 def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) -> None:
     with pytest.raises(ModelNotFound, match="a manifest that is gone cannot be repaired"):
         repair_models([Reference.parse("gone")], folder, store=store)

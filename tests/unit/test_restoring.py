@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore import restoring
 from blobstore.creation import create
-from blobstore.errors import StoreBusy
+from blobstore.errors import StoreBusy, StoreError
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.restoring import Restored, restore_manifests
 from blobstore.store.local import LocalStore
@@ -37,6 +44,17 @@ def change(store: LocalStore, old: bytes, new: bytes) -> bytes:
     assert old in data
     path.write_bytes(data.replace(old, new, 1))
     return path.read_bytes()
+
+
+def publish(
+    store: LocalStore, name: str, config: ModelConfig, layers: tuple[Descriptor, ...]
+) -> None:
+    data = config.to_bytes()
+    with store.ingest() as ingest:
+        added = ingest.add(len(data), lambda: [data])
+        ingest.publish()
+        described = Descriptor(media_types.CONFIG, added.digest, added.size)
+        store.publish(Reference.parse(name), Manifest(config=described, layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +103,25 @@ def test_the_other_store_may_have_it_under_another_name(
     assert store.read_manifest(NAME) == whole
 
 
+def test_one_that_cannot_be_read_there_hinders_no_other(
+    stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = stores
+    read_blob = other.read_blob
+    failed: list[bool] = []
+
+    def reading(*arguments: Any) -> bytes:
+        if not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_blob(*arguments)
+
+    monkeypatch.setattr(other, "read_blob", reading)
+    change(store, b"image.tensor", b"image.tenror")
+    assert len(restored(*stores)) == 1
+    assert failed
+
+
 def test_another_model_of_the_name_is_not_taken(
     stores: tuple[LocalStore, LocalStore], tmp_path: Path
 ) -> None:
@@ -131,6 +168,58 @@ def test_a_whole_manifest_whose_config_is_lost_is_left(
 ) -> None:
     blob_path(stores[0], "").unlink()
     assert restored(*stores) == ()
+
+
+def test_then_no_other_model_of_the_same_layers_is_taken(
+    stores: tuple[LocalStore, LocalStore],
+) -> None:
+    store, other = stores
+    manifest = other.resolve(NAME)
+    config = ModelConfig(file_type="another", layers_digest=layers_digest(manifest.layers))
+    publish(other, "another", config, manifest.layers)
+    blob_path(store, "").unlink()
+    assert restored(*stores) == ()
+
+
+def test_a_model_without_layers_is_like_no_other(stores: tuple[LocalStore, LocalStore]) -> None:
+    store, other = stores
+    with other.locks.alone():
+        other.remove(NAME)
+    publish(other, "another", ModelConfig(layers_digest=layers_digest([])), ())
+    wrong = change(store, b'"name":"mask"', b'"name":"ma[]"')
+    assert restored(*stores) == ()
+    assert store.read_manifest(NAME) == wrong
+
+
+def test_at_no_moment_is_the_name_gone(
+    stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not where a file can have no second name."""
+    store = stores[0]
+    change(store, b"image.tensor", b"image.tenror")
+    monkeypatch.setattr(os, "link", forbidden)
+    monkeypatch.setattr(restoring, "write_file", forbidden)
+    wrong = store.read_manifest(NAME)
+    with pytest.raises(StoreError):
+        restored(*stores)
+    assert store.read_manifest(NAME) == wrong
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_name_that_differs_in_case_does_not_matter(
+    stores: tuple[LocalStore, LocalStore],
+) -> None:
+    store = stores[0]
+    whole = store.read_manifest(NAME)
+    path = store.layout.manifest(Reference.parse("M"))
+    path.parent.mkdir()
+    path.write_bytes(whole)
+    change(store, b"image.tensor", b"image.tenror")
+    assert [found.reference for found in restored(*stores)] == [NAME]
+    assert store.read_manifest(NAME) == whole
 
 
 def test_a_dry_run_changes_nothing(stores: tuple[LocalStore, LocalStore]) -> None:

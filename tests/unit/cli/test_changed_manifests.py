@@ -56,10 +56,18 @@ def test_is_found_by_verify(options: tuple[str, ...], changed: LocalStore) -> No
     assert "create the model again, copy it from another of its names" in fault["message"]
 
 
-def test_is_as_good_as_any_for_who_manages_names(changed: LocalStore, dense: Path) -> None:
+def test_is_as_good_as_any_for_who_manages_names(changed: LocalStore) -> None:
     assert run("cp", "dense", "copy").exit_code == 0
-    for arguments in (["list"], ["du"], ["gc"], ["rm", "copy"], ["show", "dense", "--manifest"]):
+    for arguments in (["list"], ["du"], ["rm", "copy"], ["show", "dense", "--manifest"]):
         assert run(*arguments).exit_code == 0
+
+
+def test_stops_gc_until_the_name_is_gone(changed: LocalStore) -> None:
+    result = run("gc")
+    assert result.exit_code == 4
+    assert "'blobstore rm dense:latest'" in result.stderr
+    assert run("rm", "dense").exit_code == 0
+    assert run("gc").exit_code == 0
 
 
 def test_is_cured_as_the_message_says(changed: LocalStore, dense: Path) -> None:

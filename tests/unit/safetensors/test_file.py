@@ -129,6 +129,19 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(path: Path) -> None:
         os.close(descriptor)
 
 
+def test_reads_that_give_less_than_there_is_are_gone_on_with(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.pread
+    expected = SafetensorsFile.open(path).header
+    for most in (1, 3, 7, 8, 9):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                os, "pread", lambda fd, size, at, most=most: read(fd, min(size, most), at)
+            )
+            assert SafetensorsFile.open(path).header == expected
+
+
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):

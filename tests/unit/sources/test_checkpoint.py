@@ -183,6 +183,20 @@ def test_an_image_is_not_in_the_order_of_its_storage(tmp_path: Path) -> None:
         assert raw(image) != raw(image.permute(0, 2, 3, 1))  # which are the storage's
 
 
+@pytest.mark.parametrize("most", [1, 5, 4000])
+def test_goes_on_after_reads_that_give_less_than_there_is(
+    tmp_path: Path, legacy: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.arange(300.0), "b": torch.arange(20.0).reshape(4, 5).t()}
+    path = save(tmp_path, tensors, legacy=legacy)
+    read, readv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read(file, min(size, most), at))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, at: readv(file, [buffers[0][:most]], at)
+    )
+    check(path, tensors)
+
+
 def test_reads_views_of_one_storage(tmp_path: Path, legacy: bool) -> None:
     base = torch.randn(3, 100)
     tensors = {"tied": base, "again": base, "row": base[1], "flat": base.view(-1)}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
 from blobstore.mapping import Region
 from blobstore.store import blobs
@@ -180,6 +180,13 @@ def test_all_cold_blobs_are_listed(store: LocalStore, digest: Digest) -> None:
     assert files.keys() == {item.digest for item in layers(store, "a").values()}
     assert files[digest].st_size == os.stat(store.layout.cold_blob(digest)).st_size
     assert LocalStore(store.layout.root / "none").cold.files() == {}
+
+
+def test_a_disk_of_cold_blobs_that_is_not_mounted_is_no_empty_one(store: LocalStore) -> None:
+    store.layout.cold.rename(store.layout.root / "elsewhere")
+    store.layout.cold.symlink_to("nothing")
+    with pytest.raises(StoreError, match="cannot list"):
+        store.cold.files()
 
 
 def test_bases_are_read_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,14 @@ def test_without_its_config_a_manifest_is_not_proven(store: LocalStore) -> None:
     path.unlink()
     assert not store.check_manifest(data, manifest)
     assert store.resolve(NAME) == manifest
+
+
+def test_another_size_of_the_config_is_a_change(store: LocalStore) -> None:
+    manifest = proven(store)
+    size = manifest.config.size
+    wrong = replace(manifest, config=manifest.config._replace(size=size + 1))
+    with pytest.raises(InvalidManifest, match="the manifest was changed since it was written"):
+        store.check_manifest(wrong.to_bytes(), wrong)
 
 
 def test_a_huge_config_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
