@@ -83,8 +83,8 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
     if removed.bases:
         blobs = render.count_of(removed.bases, "blob")
         lines.append(
-            f"{blobs}, {render.human_bytes(removed.bases_size)}, "
-            f"{'would stay' if dry_run else 'stay'}, for cold blobs of other models are coded by "
-            'them; "blobstore thaw" those to be rid of them'
+            f"{render.human_bytes(removed.bases_size)} in {blobs} "
+            f"{'would be' if dry_run else 'is'} needed still: cold blobs of other models are coded "
+            'by that; "blobstore thaw" those models first to free it'
         )
     return "\n".join(lines)

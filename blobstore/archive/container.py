@@ -59,6 +59,8 @@ class _Piece(NamedTuple):
     """Bytes of the chunk before those that are wanted."""
     target: Bytes
     """Where they go."""
+    is_direct: bool
+    """Whether the chunk can be decoded there: all of it is wanted, and its elements lie aligned."""
     start: tuple[Start, int] | None
     """What it starts from, and its offset there."""
 
@@ -211,6 +213,7 @@ class ColdBlob:
         """Yield what to write into ``out``."""
         number = bisect_right(self._begins, begin) - 1
         done = 0
+        address = out.ctypes.data
         while done < len(out):
             part = self.table.parts[number]
             offset = begin + done - self._begins[number]
@@ -221,12 +224,15 @@ class ColdBlob:
                 target = out[done : done + size - (offset - start)]
                 if not len(target):
                     return
-                yield self._piece(source, chunk, size, offset - start, target)
+                is_direct = len(target) == size and (address + done) % part.width == 0
+                yield self._piece(source, chunk, size, offset - start, target, is_direct)
                 done += len(target)
                 offset += len(target)
             number += 1
 
-    def _piece(self, number: int, chunk: int, size: int, skipped: int, target: Bytes) -> _Piece:
+    def _piece(
+        self, number: int, chunk: int, size: int, skipped: int, target: Bytes, is_direct: bool
+    ) -> _Piece:
         part = self.table.parts[number]
         index = self._first_chunks[number] + chunk
         entry = self.table.chunks[index]
@@ -238,7 +244,7 @@ class ColdBlob:
         start = None
         if layout.needs_base:
             start = self._start(number, layout), chunk * part.chunk_size
-        return _Piece(entry, layout, stored, size, skipped, target, start)
+        return _Piece(entry, layout, stored, size, skipped, target, is_direct, start)
 
     def _start(self, number: int, layout: Layout) -> Start:
         """Return what the chunks of a part start from, made when the first asks."""
@@ -275,12 +281,10 @@ class ColdBlob:
         if piece.start is not None:
             start, offset = piece.start
             base = start.read(offset, piece.size)
-        target = piece.target
-        if len(target) != piece.size or target.ctypes.data % piece.layout.width:
-            target = scratch("chunk", piece.size)
+        target = piece.target if piece.is_direct else scratch("chunk", piece.size)
         stored = self._data[slice(*piece.stored)]
         decode_chunk(piece.entry, piece.layout, stored, target, base)
-        if target is not piece.target:
+        if not piece.is_direct:
             np.copyto(piece.target, target[piece.skipped :][: len(piece.target)])
         return piece.target
 

@@ -21,6 +21,7 @@ from blobstore.archive.delta_groups import (
     MAX_CLASSES,
     Classes,
     choose_classes,
+    classes_of,
     gather,
     group,
     has_classes,
@@ -45,23 +46,26 @@ _BLOCK: Final = 64
 """Elements that are left out together where none of them differs."""
 _MOST: Final = 0.9
 """The part of blocks that may differ where some are left out."""
-_SAMPLE: Final = 1 << 12
+_SAMPLE: Final = 1 << 13
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
 
 
 class Effort(enum.Enum):
-    """How many classes are told apart, and what is tried on each plane."""
+    """How many classes are told apart, where that is worth the time, and what is tried on each plane."""
 
-    FAST = (6, (Coder.HUFFMAN,))
-    SMALL = (8, (Coder.HUFFMAN, Coder.ZSTD))
+    FAST = (6, 0.17, (Coder.HUFFMAN,))
+    SMALL = (8, 0.0, (Coder.HUFFMAN, Coder.ZSTD))
 
     classes: int
+    least_gain: float
+    """The part of its bytes that a chunk must save by classes: they take twice the time to decode."""
     coders: Sequence[Coder]
 
-    def __init__(self, classes: int, coders: Sequence[Coder]) -> None:
+    def __init__(self, classes: int, least_gain: float, coders: Sequence[Coder]) -> None:
         self.classes = classes
+        self.least_gain = least_gain
         self.coders = coders
 
 
@@ -143,9 +147,7 @@ def _unpacked(method: int, stored: memoryview, size: int) -> Array:
 def _encode_all(chunk: Array, start: Array, dtype: DType, effort: Effort) -> bytes:
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
     np.subtract(chunk, start, out=difference)
-    classes = Classes(0, 1)
-    if has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
-        classes = choose_classes(start, dtype, effort.classes)
+    classes = _chosen(difference, start, dtype, effort)
     stream, sizes = difference, [len(chunk)]
     if classes.many > 1:
         even = len(chunk) & ~1
@@ -155,6 +157,22 @@ def _encode_all(chunk: Array, start: Array, dtype: DType, effort: Effort) -> byt
         stream[even:] = difference[even:]
         sizes = _with_rest(groups, len(chunk) - even)
     return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, effort)
+
+
+def _chosen(difference: Array, start: Array, dtype: DType, effort: Effort) -> Classes:
+    """Return the classes that are worth their time."""
+    one = Classes(0, 1)
+    if not has_classes(dtype) or len(start) < _LEAST_GROUPED:
+        return one
+    classes = choose_classes(start, dtype, effort.classes)
+    if not effort.least_gain:
+        return classes
+    step = max(len(start) // _SAMPLE, 1)
+    numbers = classes_of(start[::step], dtype, classes)
+    sample = difference[::step][numbers.argsort(kind="stable")].view(f"<i{difference.itemsize}")
+    apart = segments.bits_of(sample, np.bincount(numbers, minlength=classes.many).tolist())
+    together = segments.bits_of(sample, [len(sample)])
+    return classes if apart <= (1 - effort.least_gain) * together else one
 
 
 def _decode_all(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:

@@ -122,7 +122,7 @@ def _costs(stream: Array, sizes: Array) -> Array:
             entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
             codes = _code_bits(entropy, sizes * bits / 8)
             costs[:, form - 1] = codes + 8 * width * escapes
-    costs[:, -1] = 0
+    costs[:, -1] = _WASTED_BITS * sizes  # another plane takes time even if it is empty
     for _ in range(width):
         low = sample.astype(np.int8)
         values = _counts(classes, low.view(np.uint8), many, 256) * scale[:, None]

@@ -55,7 +55,7 @@ _LEAST_CHUNK: Final = 1 << 18
 """Bytes of a chunk, about, of elements of one byte."""
 _GRAIN: Final = 1 << 12
 """Bytes that chunks are whole numbers of, but for the last."""
-_CHOSEN_FOR: Final = 64
+_CHOSEN_FOR: Final = 32
 """Chunks that share a choice of layout."""
 _BATCH: Final = 1 << 20
 """Bytes, about, that a thread is given at a time."""

@@ -164,8 +164,7 @@ def _decompress(stored: Buffer, target: memoryview) -> None:
                 f"a frame declares {facts.content_size} bytes where {len(target)} are expected"
             )
         # With the whole frame and the whole target at hand, zstd decodes straight into the target.
-        with _local.decompressor.stream_reader(source) as reader:
-            count = reader.readinto(target)
+        count = _local.decompressor.stream_reader(source).readinto(target)
     except zstandard.ZstdError as error:
         raise ColdDamaged(f"a frame cannot be decoded: {error}") from None
     if count != len(target):

@@ -27,6 +27,8 @@ _LIMIT: Final = 1 << 6
 """Any window may leave out one exponent in so many; more make pairs too large."""
 _FAR: Final = 0xFFFF
 _ENTRY: Final = 3
+_LOWER: Final = np.uint8(_WINDOW - 1)
+_UPPER: Final = np.uint8(4)
 _ABOVE: Final = np.uint64(0xF0F0F0F0F0F0F0F0)
 """The bits of eight exponents less their base that are 0 inside the window."""
 
@@ -66,8 +68,8 @@ def unpack(listed: Bytes, pairs: Bytes, exponents: Bytes) -> None:
         ColdDamaged: the list names places that are not there.
     """
     half = len(pairs)
-    np.bitwise_and(pairs, np.uint8(_WINDOW - 1), out=exponents[:half])
-    np.right_shift(pairs, np.uint8(4), out=exponents[half:])
+    np.bitwise_and(pairs, _LOWER, out=exponents[:half])
+    np.right_shift(pairs, _UPPER, out=exponents[half:])
     if not len(listed) or len(listed) % _ENTRY != 1:
         raise ColdDamaged(f"a list of exponents has {len(listed)} bytes, which no list has")
     np.add(exponents, listed[0], out=exponents)
@@ -104,9 +106,15 @@ def _best_base(exponents: Bytes) -> int:
 
 def _list(base: int, outside: Places, exponents: Bytes) -> Bytes:
     """Return the base, the gaps between places as 16 bits each, and the exponents there."""
-    gaps = np.diff(outside, prepend=0)
+    gaps = _gaps(outside)
     if len(gaps) and int(gaps.max()) > _FAR:  # places in between are listed too, as they are
         outside = np.union1d(outside, np.arange(0, len(exponents), _FAR))
-        gaps = np.diff(outside, prepend=0)
+        gaps = _gaps(outside)
     start = np.array([base], np.uint8)
     return np.concatenate([start, gaps.astype("<u2").view(np.uint8), exponents[outside]])
+
+
+def _gaps(places: Places) -> Places:
+    gaps = places.copy()
+    gaps[1:] -= places[:-1]
+    return gaps

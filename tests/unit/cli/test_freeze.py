@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from tests.cold import flip, forms_of, layer, layers, put, tuned, weights
+from tests.models import add_blobs
+from tests.unit.cli.running import command_line, environment, run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def pair(store: LocalStore) -> LocalStore:
+    """A store with two models that share a blob."""
+    put(store, "a", {"x": 1, "y": 2})
+    put(store, "b", {"x": 1, "z": 3})
+    return store
+
+
+def test_tells_what_it_froze_and_what_it_left(pair: LocalStore) -> None:
+    result = run("freeze", "a")
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, second = result.stdout.splitlines()
+    assert first.startswith("froze 1 blob of 1 model: 80.1 kB take 5")
+    assert "% less); " in first
+    assert second == "  left 1 blob, 80.1 kB, that models which are not frozen need"
+    assert forms_of(pair, "a") == {"x": "hot", "y": "cold"}
+
+
+def test_says_what_was_frozen_already(pair: LocalStore) -> None:
+    run("freeze", "a", "b")
+    result = run("freeze", "a", "b")
+    assert result.stdout.splitlines()[0].startswith("froze 0 blobs of 2 models: 0 B take 0 B; ")
+    assert result.stdout.splitlines()[1] == "  3 blobs were frozen already"
+
+
+def test_json_tells_every_blob(pair: LocalStore) -> None:
+    found = run_json("freeze", "a", "b", "--level", "small")
+    size = len(layer("x", weights(1)))
+    assert found["names"] == ["a:latest", "b:latest"]
+    assert (found["dry_run"], found["faults"], found["bases"]) == (False, [], {})
+    assert found["bytes"] == 3 * size
+    assert found["stored_bytes"] == sum(blob["stored_bytes"] for blob in found["blobs"])
+    for blob in found["blobs"]:
+        assert blob.keys() == {"digest", "name", "bytes", "stored_bytes", "outcome", "base"}
+        assert (blob["bytes"], blob["outcome"], blob["base"]) == (size, "frozen", None)
+
+
+def test_a_dry_run_estimates(pair: LocalStore) -> None:
+    result = run("freeze", "a", "--dry-run")
+    first, second = result.stdout.splitlines()
+    assert first.startswith("would freeze 1 blob of 1 model: 80.1 kB would take about 5")
+    assert second.startswith("  would leave 1 blob, 80.1 kB, that models")
+    dry = run_json("freeze", "a", "--dry-run")
+    real = run_json("freeze", "a")
+    assert dry["dry_run"] is True
+    assert abs(dry["stored_bytes"] - real["stored_bytes"]) < 1000
+    assert [blob["outcome"] for blob in dry["blobs"]] == ["frozen", "shared"][::-1]
+
+
+def test_keeps_hot_files_if_asked(pair: LocalStore) -> None:
+    assert run("freeze", "a", "--keep-hot").exit_code == 0
+    assert forms_of(pair, "a") == {"x": "both", "y": "both"}
+
+
+def test_freezes_what_is_old(pair: LocalStore) -> None:
+    then = time.time() - 40 * 86400
+    for path in (
+        pair.layout.manifest(Reference.parse("a")),
+        *(pair.layout.blob(item.digest) for item in layers(pair, "a").values()),
+    ):
+        os.utime(path, (then, then))
+    assert run_json("freeze", "--older-than", "30d", "--dry-run")["names"] == ["a:latest"]
+    assert run_json("freeze", "b", "--older-than", "30d")["names"] == []
+    assert run("freeze").exit_code == 2
+    assert run("freeze", "--older-than", "30").exit_code == 2
+
+
+def test_tells_of_the_base_and_how_long_it_stays(store: LocalStore) -> None:
+    put(store, "base", {"x": 1})
+    put(store, "stays", {"z": 9})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
+    result = run("freeze", "child")
+    assert (
+        "  child:latest is coded by base:latest, whose blobs stay for it"
+        in result.stdout.splitlines()
+    )
+    result = run("rm", "base")
+    assert result.stdout.splitlines()[1:] == [
+        'that leaves nothing for "blobstore gc" to free',
+        (
+            "80.1 kB in 1 blob is needed still: cold blobs of other models are coded by that; "
+            '"blobstore thaw" those models first to free it'
+        ),
+    ]
+    assert run_json("gc", "--older-than", "0s")["blobs"] == []
+    assert run("verify").exit_code == 0
+
+
+def test_a_base_can_be_named_or_not(store: LocalStore) -> None:
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
+    named = run_json("freeze", "child", "--base", "base", "--dry-run")
+    assert named["bases"] == {"child:latest": "base:latest"}
+    assert run_json("freeze", "child", "--no-base", "--dry-run")["bases"] == {}
+    assert run("freeze", "child", "--no-base", "--base", "base").exit_code == 2
+    assert run("freeze", "child", "--base", "none").exit_code == 3
+
+
+def test_damage_is_told_and_is_exit_code_4(pair: LocalStore) -> None:
+    flip(pair.layout.blob(layers(pair, "a")["y"].digest))
+    result = run("freeze", "a")
+    assert result.exit_code == 4
+    assert "blobstore: error: layer 'y': cold blob" in result.stderr
+    assert run_json("freeze", "a", exit_code=4)["faults"]
+
+
+def test_names_that_are_nearly_right_are_suggested(pair: LocalStore) -> None:
+    put(pair, "model", {"x": 1})
+    result = run("freeze", "modle")
+    assert result.exit_code == 3
+    assert "did you mean 'model'?" in result.stderr
+
+
+def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path) -> None:
+    before = {
+        what: run(*what).stdout
+        for what in (("show", "a"), ("list", "--json"), ("compare", "a", "b"))
+    }
+    run("export", "a", tmp_path / "hot")
+    run("freeze", "a", "b")
+    assert {what: run(*what).stdout for what in before} == before
+    assert run("export", "a", tmp_path / "cold").exit_code == 0
+    for name in ("model.safetensors",):
+        assert (tmp_path / "cold" / name).read_bytes() == (tmp_path / "hot" / name).read_bytes()
+    assert run("diff", "a", "b").exit_code == 1
+    assert run("diff", "a", "a").exit_code == 0
+    assert run("cp", "a", "c").exit_code == 0
+    assert run("mv", "c", "d").exit_code == 0
+    assert run("verify", "--quick").exit_code == 0
+    assert run("verify").exit_code == 0
+    assert run("rm", "d").exit_code == 0
+
+
+def test_du_tells_what_is_saved(pair: LocalStore) -> None:
+    run("freeze", "a", "b")
+    found = run_json("du")
+    cold = sum(path.stat().st_size for path in pair.layout.cold.iterdir())
+    whole = 3 * len(layer("x", weights(1)))
+    assert found["cold"]["files"] == 3
+    assert found["cold"]["bytes"] == cold
+    assert found["cold"]["saved_bytes"] == whole - cold
+    assert 0.3 < found["cold"]["saved_share"] < 0.4
+    assert found["caches"]["bytes"] < 5000
+    assert found["models"][0]["bytes"] < 0.7 * whole
+    assert found["models"][0]["faults"] == []
+    (line,) = (line for line in run("du").stdout.splitlines() if "saved" in line)
+    assert line.startswith("  177 B hot, 160 kB")
+    assert " cold in 3 blobs; " in line
+
+
+def test_du_and_verify_tell_of_damage(pair: LocalStore) -> None:
+    run("freeze", "a", "b")
+    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), -1)
+    result = run("du")
+    assert result.exit_code == 4
+    assert "model a:latest: cold blob" in result.stderr
+    for options in ((), ("--quick",)):
+        found = run_json("verify", *options, exit_code=4)
+        ((where, tensor),) = {(item["layer"], item["tensor"]) for item in found["faults"]}
+        assert where == "y"
+    assert tensor in {"y", ""}
+
+
+def test_verify_finds_every_bit_of_data(pair: LocalStore) -> None:
+    run("freeze", "a")
+    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), 30_000)
+    assert run("verify", "--quick").exit_code == 0
+    (fault,) = run_json("verify", exit_code=4)["faults"]
+    assert (fault["model"] if "model" in fault else fault["reference"]) == "a:latest"
+    assert (fault["layer"], fault["tensor"]) == ("y", "y")
+
+
+def test_verify_looks_at_both_forms(pair: LocalStore) -> None:
+    run("freeze", "a", "--keep-hot")
+    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), 30_000)
+    (fault,) = run_json("verify", exit_code=4)["faults"]
+    assert "cold blob" in fault["message"]
+
+
+def test_an_interrupt_is_exit_code_130(store: LocalStore) -> None:
+    import signal
+    import subprocess
+
+    put(store, "a", {f"x{number}": number for number in range(40)})
+    with subprocess.Popen(
+        command_line("freeze", "a", "-j", "1", "--level", "small"),
+        env=environment(BLOBSTORE_HOME=str(store.layout.root)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        while not list(store.layout.temporary.iterdir()):
+            assert child.poll() is None
+            time.sleep(0.001)
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert b"interrupted" in errors
+    assert list(store.layout.temporary.iterdir()) == []
+    assert "neither" not in forms_of(store, "a").values()

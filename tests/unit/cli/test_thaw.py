@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cold import flip, forms_of, layer, layers, put, weights
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def frozen(store: LocalStore) -> LocalStore:
+    """A store with the frozen model ``a``."""
+    put(store, "a", {"x": 1, "y": 2})
+    assert run("freeze", "a").exit_code == 0
+    return store
+
+
+def test_tells_what_became_of_it(frozen: LocalStore) -> None:
+    result = run("thaw", "a")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("thawed 2 blobs of 1 model: 10")
+    assert " became 160 kB; " in result.stdout
+    assert forms_of(frozen, "a") == {"x": "hot", "y": "hot"}
+    assert run("thaw", "a").stdout.startswith("thawed 0 blobs of 1 model: 0 B became 0 B; ")
+
+
+def test_json_has_exact_numbers(frozen: LocalStore) -> None:
+    stored = sum(path.stat().st_size for path in frozen.layout.cold.iterdir())
+    found = run_json("thaw", "a", "--keep-cold")
+    assert found.pop("seconds") >= 0
+    size = 2 * len(layer("x", weights(1)))
+    assert found == {
+        "names": ["a:latest"],
+        "blobs": 2,
+        "bytes": size,
+        "stored_bytes": stored,
+        "faults": [],
+    }
+    assert forms_of(frozen, "a") == {"x": "both", "y": "both"}
+
+
+def test_damage_is_told_and_is_exit_code_4(frozen: LocalStore) -> None:
+    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 500)
+    result = run("thaw", "a")
+    assert result.exit_code == 4
+    assert result.stdout.startswith("thawed 1 blob of 1 model")
+    assert "blobstore: error: layer 'x': cold blob" in result.stderr
+
+
+def test_names_are_needed(frozen: LocalStore) -> None:
+    assert run("thaw").exit_code == 2
+    assert run("thaw", "b").exit_code == 3
+
+
+def test_links_need_files(frozen: LocalStore, tmp_path: Path) -> None:
+    result = run("link", "a", tmp_path / "links")
+    assert result.exit_code == 1
+    assert "model a:latest is frozen, and links need files; run 'blobstore thaw a:latest'" in (
+        result.stderr
+    )
+    assert not (tmp_path / "links").exists()
+    assert run("link", "a", tmp_path / "links", "--thaw").exit_code == 0
+    assert forms_of(frozen, "a") == {"x": "hot", "y": "hot"}
+    assert all(path.exists() for path in (tmp_path / "links").iterdir())
+
+
+def test_links_tell_what_cannot_be_thawed(frozen: LocalStore, tmp_path: Path) -> None:
+    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 500)
+    assert run("link", "a", tmp_path / "links", "--thaw").exit_code == 4
+
+
+def test_a_frozen_model_is_repaired(frozen: LocalStore, tmp_path: Path) -> None:
+    digest = layers(frozen, "a")["x"].digest
+    run("thaw", "a", "--keep-cold")
+    run("export", "a", tmp_path / "source")
+    Path(frozen.layout.blob(digest)).unlink()
+    flip(frozen.layout.cold_blob(digest), 30_000)
+    assert run("repair", "a").exit_code == 4
+    assert run("repair", "a", "--from", tmp_path / "source", "--dry-run").exit_code == 0
+    assert forms_of(frozen, "a") == {"x": "cold", "y": "both"}
+    result = run("repair", "a", "--from", tmp_path / "source")
+    assert result.exit_code == 0, result.output
+    assert forms_of(frozen, "a") == {"x": "hot", "y": "both"}
+    assert [path.name[:71] for path in frozen.layout.quarantine.iterdir()] == [digest.file_name]
+    assert run("verify").exit_code == 0
+
+
+def test_a_damaged_cold_form_is_put_aside_whatever_the_source_has(
+    frozen: LocalStore, tmp_path: Path
+) -> None:
+    run("thaw", "a", "--keep-cold")
+    (tmp_path / "other" / "blobs").mkdir(parents=True)
+    (tmp_path / "other" / "manifests").mkdir()
+    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 30_000)
+    assert run("repair", "a", "--from", tmp_path / "other").exit_code == 0
+    assert forms_of(frozen, "a") == {"x": "hot", "y": "both"}
+    assert run("verify").exit_code == 0
+
+
+def test_a_damaged_file_is_repaired_from_its_cold_form(frozen: LocalStore, tmp_path: Path) -> None:
+    run("thaw", "a", "--keep-cold")
+    (tmp_path / "other" / "blobs").mkdir(parents=True)
+    (tmp_path / "other" / "manifests").mkdir()
+    path = frozen.layout.blob(layers(frozen, "a")["x"].digest)
+    flip(path)
+    assert run("repair", "a", "--from", tmp_path / "other").exit_code == 0
+    assert Path(path).read_bytes() == layer("x", weights(1))
+    assert forms_of(frozen, "a") == {"x": "both", "y": "both"}
