@@ -103,7 +103,7 @@ class Region:
             BlobstoreError: there is no memory.
         """
         if size == 0:
-            yield memoryview(b"")
+            yield memoryview(bytearray())
             self.present.add(slot)
             return
         begin, end = self.offsets[slot : slot + 2]

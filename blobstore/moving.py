@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.errors import BlobstoreError
 from blobstore.files import make_folders
@@ -138,8 +138,7 @@ class Moving:
         pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore")
         try:
             running = {pool.submit(make, item): item for item in items}
-            waiting: list[Made] = []
-            bytes_waiting, since = 0, time.monotonic()
+            batch = _Batch[Made]()
             while running:
                 done, _ = wait(running, timeout=_BATCH_SECONDS, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -148,17 +147,43 @@ class Moving:
                     if isinstance(error, OSError) and error.errno in _NO_ROOM:
                         failed.append((item, error))
                     else:
-                        waiting.append(future.result())
-                        bytes_waiting += size(item)
-                is_full = len(waiting) >= _BATCH or bytes_waiting >= _BATCH_BYTES
-                is_late = time.monotonic() - since >= _BATCH_SECONDS
-                if waiting and (is_full or is_late or failed or not running):
-                    settle(waiting)
-                    count += len(waiting)
-                    waiting, bytes_waiting, since = [], 0, time.monotonic()
+                        batch.add(future.result(), size(item))
+                    if batch.is_full or failed or not running:
+                        count += batch.settle(settle)
+                if batch.is_late:
+                    count += batch.settle(settle)
         except BaseException:  # also Ctrl-C: stop the threads before their files are removed
             self._stop.set()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
         return failed, count
+
+
+class _Batch(Generic[Made]):
+    """What is made and not settled yet."""
+
+    def __init__(self) -> None:
+        self._made: list[Made] = []
+        self._size = 0
+        self._since = time.monotonic()
+
+    def add(self, made: Made, size: int) -> None:
+        self._made.append(made)
+        self._size += size
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._made) >= _BATCH or self._size >= _BATCH_BYTES
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self._since >= _BATCH_SECONDS
+
+    def settle(self, settle: Callable[[Sequence[Made]], None]) -> int:
+        """Settle what there is, and return how much that was."""
+        count = len(self._made)
+        if count:
+            settle(self._made)
+        self._made, self._size, self._since = [], 0, time.monotonic()
+        return count

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import faulthandler
 import gc
 import mmap
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,46 @@ def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:
     view = memoryview(region.memory)[:3]
     region.close()
     assert bytes(view) == b"abc"
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_a_slot_can_be_made_instead_of_mapped(
+    tmp_path: Path, is_writable: bool, is_filled: bool
+) -> None:
+    sizes = [10, 3 * LARGE + 5, 0, 7]
+    region = Region(sizes, writable=is_writable, filled=is_filled)
+    contents = [os.urandom(size) for size in sizes]
+    for slot in (1, 2, 3):
+        with region.making(slot, sizes[slot]) as room:
+            assert len(room) == sizes[slot]
+            assert bytes(room) == bytes(sizes[slot])
+            room[:] = contents[slot]
+            assert slot not in region.present
+    assert region.present == {1, 2, 3}
+    if not is_filled:
+        put(region, 0, file(tmp_path, contents[0]))
+        assert region.present == {0, 1, 2, 3}
+        for slot, data in enumerate(contents):
+            begin = region.offsets[slot]
+            assert bytes(memoryview(region.memory)[begin : begin + len(data)]) == data
+    assert memoryview(region.memory).readonly is not is_writable
+
+
+def test_what_was_made_cannot_be_written_to_afterwards() -> None:
+    def write() -> None:
+        faulthandler.disable()  # pytest's would tell of it
+        region = Region([PAGE])
+        with region.making(0, PAGE) as room:
+            room[0] = 1
+        room[0] = 2
+
+    with pytest.raises(AssertionError, match=f"wait status {signal.SIGSEGV.value}"):
+        sandbox.call(write)
+
+
+def test_what_was_not_made_to_its_end_is_not_there() -> None:
+    region = Region([PAGE])
+    with pytest.raises(ValueError, match="half"), region.making(0, PAGE):
+        raise ValueError("half")
+    assert region.present == set()

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from blobstore import residence
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.freezing import freeze_models
 from blobstore.residence import _REQUEST, Residence
 from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
+from tests.cold import forms_of, layer, layers, put, weights
 from tests.page_cache import dropped
 
 Blobs = list[tuple[Digest, int]]
@@ -224,3 +228,34 @@ def test_unknown_ways_are_wrong_arguments(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         Residence("m", store, [], read=read, prefetch=prefetch)
+
+
+def test_cold_blobs_are_decoded_in_parts_by_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    put(store, "a", {"x": 1, "y": 2, "z": 3})
+    freeze_models(["a"], store=store)
+    put(store, "b", {"y": 2})
+    thaw_models(["b"], store=store)
+    assert forms_of(store, "a") == {"x": "cold", "y": "hot", "z": "cold"}
+    blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
+    monkeypatch.setattr(residence, "_DECODED", 10_000)
+    told: list[tuple[int, int]] = []
+    for options in ({}, {"read": "pread"}, {"prefetch": "read"}, {"is_writable": True}):
+        home = Residence(
+            "a",
+            store,
+            blobs,
+            progress=lambda _, done, total: told.append((done, total)),
+            **options,  # type: ignore[arg-type]
+        )
+        assert home.map_hot() is False
+        region = home.bring(range(3))
+        for slot, (name, seed) in enumerate((("x", 1), ("y", 2), ("z", 3))):
+            begin = region.offsets[slot]
+            data = bytes(memoryview(region.memory)[begin : begin + blobs[slot][1]])
+            assert data == layer(name, weights(seed))
+        assert memoryview(region.memory).readonly is not bool(options.get("is_writable"))
+        assert home.map_hot() is True
+    assert (2 * blobs[0][1], 2 * blobs[0][1]) in told

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import blobstore
 from blobstore import slices
 from blobstore.cuts import cut
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
+from blobstore.freezing import freeze_models
+from blobstore.manifests.reference import Reference
 from blobstore.safetensors.numpy import as_array
 from blobstore.slices import Stored, read_part, view_part
 from blobstore.store.local import LocalStore
@@ -221,3 +225,26 @@ def test_a_part_of_memory_is_what_it_is_of_the_array(index: Any, *, has_views: b
     is_view = np.shares_memory(found, np.frombuffer(memory, np.uint8))
     lies_together = array[index].flags.c_contiguous
     assert is_view is bool(found.size and (has_views or lies_together))
+
+
+def test_a_part_of_a_cold_blob_is_decoded(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    array = (np.arange(200 * 300, dtype=np.int32) % 7).reshape(200, 300)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"x": array}, folder / "model.safetensors")
+    blobstore.create(folder, "a", store=store)
+    freeze_models(["a"], store=store)
+    with blobstore.open("a", store=store, read="pread", verify="none") as model:
+        part = model.get_slice("x")
+        assert np.array_equal(part[3:7], array[3:7])
+        assert np.array_equal(part[:, 10:20], array[:, 10:20])
+        assert np.array_equal(part[199:, 299:], array[199:, 299:])
+        assert part[5:5].shape == (0, 300)
+    (layer,) = store.resolve(Reference.parse("a")).layers
+    Path(store.layout.cold_blob(layer.digest)).unlink()
+    with (
+        blobstore.open("a", store=store, read="pread", verify="none") as model,
+        pytest.raises(BlobMissing),
+    ):
+        model.get_slice("x")[3:7]

@@ -73,7 +73,7 @@ def test_keeps_hot_files_if_asked(pair: LocalStore) -> None:
 def test_freezes_what_is_old(pair: LocalStore) -> None:
     then = time.time() - 40 * 86400
     for path in (
-        pair.layout.manifest(Reference.parse("a")),
+        str(pair.layout.manifest(Reference.parse("a"))),
         *(pair.layout.blob(item.digest) for item in layers(pair, "a").values()),
     ):
         os.utime(path, (then, then))
