@@ -30,7 +30,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
 GRACE: Final = 3600.0
 """Seconds for which a blob is kept by default after it was written: others have no leases."""
@@ -108,10 +108,13 @@ class _Collection:
         self._marks = Marks(store)
         self._bases = Bases(store.cold)
         self._kept: list[int] = []
+        self._gone: set[str] = set()
+        """Cold blobs that were removed, or would be."""
 
     def run(self) -> Collected:
         self._marks.update()
-        blobs = list(self._sweep(self._unneeded()))
+        deltas, others = self._unreached()
+        blobs = [*self._sweep(deltas), *self._sweep(others)]
         with self._alone():
             leftovers = [*self._leftovers()]
             folders = [*self._empty_folders()]
@@ -123,39 +126,34 @@ class _Collection:
             kept_size=sum(self._kept),
         )
 
-    def _unneeded(self) -> list[Path]:
-        cold = self._store.cold.files()
-        needed = self._needed(frozenset(), cold)
-        deltas = self._bases.known(cold)
-        found: list[tuple[bool, str]] = []
+    def _unreached(self) -> tuple[list[Path], list[Path]]:
+        """Return the files of blobs that no manifest reaches: those coded by others, and the rest."""
+        reached = self._marks.reached()
+        deltas = self._bases.known(self._store.cold.files())
+        found: tuple[list[Path], list[Path]] = ([], [])
         for folder in (self._layout.cold, self._layout.blobs):
-            for name in _names(folder):
-                if name.removeprefix(_PREFIX) not in needed:
+            for name in sorted(_names(folder)):
+                if name.removeprefix(_PREFIX) not in reached:
                     with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
                         digest = Digest.parse(name.replace("-", ":", 1))
                         is_delta = folder == self._layout.cold and digest in deltas
-                        found.append((not is_delta, str(folder / name)))
-        return [Path(path) for _, path in sorted(found)]
+                        found[not is_delta].append(folder / name)
+        return found
 
-    def _needed(
-        self, leased: Collection[Digest], cold: Mapping[Digest, os.stat_result]
-    ) -> Collection[str]:
+    def _needed(self, leased: Iterable[Digest]) -> set[str]:
         """Return the blobs that are needed, by the digits of their digests."""
         needed = self._marks.reached().union(digest.hex for digest in leased)
-        if not cold:
-            return needed
-        kept = {
-            digest: status
-            for digest, status in cold.items()
-            if digest.hex in needed or _age(status) < self._older_than
-        }
-        for digest, status in kept.items():
-            # What is hot too does without its base; what nobody needs is no loss.
-            must_be_known = digest.hex in needed and not self._store.hot.has(digest)
-            base = self._bases.of(digest, status, must_be_known=must_be_known)
-            if base is not None:
-                needed.add(base.hex)
-        return needed
+        return needed | {base.hex for base in self._needed_bases(needed)}
+
+    def _needed_bases(self, needed: Collection[str]) -> Iterator[Digest]:
+        """Yield the blobs by which others are coded that are there, be they needed or too young."""
+        for digest, status in self._store.cold.files().items():
+            if digest.file_name not in self._gone:
+                # What is hot too does without its base; what nobody needs is no loss.
+                must_be_known = digest.hex in needed and not self._store.hot.has(digest)
+                base = self._bases.of(digest, status, must_be_known=must_be_known)
+                if base is not None:
+                    yield base
 
     def _sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
         rest = iter(candidates)
@@ -163,7 +161,7 @@ class _Collection:
             with self._alone():
                 leased = read_leases(self._layout).digests
                 self._marks.update()
-                needed = self._needed(leased, self._store.cold.files())
+                needed = self._needed(leased)
                 lost = self._marks.lost()
                 for path in batch:
                     is_needed = path.name.removeprefix(_PREFIX) in needed
@@ -187,6 +185,8 @@ class _Collection:
         if is_needed or _age(status) < self._older_than:
             self._kept.append(status.st_size)
         else:
+            if path.parent == self._layout.cold:
+                self._gone.add(path.name)
             yield self._remove(path, status.st_size)
 
     def _leftovers(self) -> Iterator[Removed]:
@@ -202,7 +202,9 @@ class _Collection:
         caches = [entry for entry in _scan(self._layout.headers) if entry.name not in known]
         caches += [entry for entry in _scan(self._layout.headers.parent) if entry.name[0] == "."]
         caches = [entry for entry in caches if self._is_old(entry)]
-        for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches))):
+        bases = {base.file_name for base in self._needed_bases(self._needed(leased.digests))}
+        pins = [entry for entry in _scan(self._layout.bases) if entry.name not in bases]
+        for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches, *pins))):
             with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
                 yield self._remove(path, path.lstat().st_size)
 

@@ -22,6 +22,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
 from blobstore.relatives import LEAST_GAIN
 from blobstore.store.cold import Bases, ColdBlob, file_state
+from blobstore.store.forms import pin
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 from blobstore.text import quoted
@@ -305,6 +306,7 @@ class _Freezing:
                 if item.path is not None:
                     item.path.unlink(missing_ok=True)
                 self._note(item.blob, outcome)
+            kept = [item for item in kept if self._is_pinned(item)]
             for item in kept:
                 if item.path is not None:
                     item.path.replace(self._layout.cold_blob(item.blob.digest))
@@ -313,6 +315,15 @@ class _Freezing:
                 self._remove_hot(kept)
             for item in kept:
                 self._note(item.blob, "frozen", item.stored, item.base)
+
+    def _is_pinned(self, item: _Made) -> bool:
+        """Make sure of the blob by which another is coded; leave that one as it is if that fails."""
+        if item.base is None or pin(self._layout, item.base):
+            return True
+        if item.path is not None:
+            item.path.unlink(missing_ok=True)
+        self._note(item.blob, "in use")
+        return False
 
     def _unsettled(
         self, item: _Made, needed: Mapping[str, Need], bases: Collection[Digest]
@@ -341,6 +352,8 @@ class _Freezing:
             # The rename has kept the file: what was checked is what has the name now.
             if file_state(self._layout.cold_blob(item.blob.digest)) == item.state:
                 Path(self._layout.blob(item.blob.digest)).unlink(missing_ok=True)
+                # What is cold outlives its file without a second name.
+                Path(self._layout.base_blob(item.blob.digest)).unlink(missing_ok=True)
         sync_folder(self._layout.blobs)
 
     def _note(

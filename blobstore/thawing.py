@@ -18,7 +18,8 @@ from blobstore.files import sync_folder, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
-from blobstore.store.cold import file_state
+from blobstore.store.cold import Bases, file_state
+from blobstore.store.forms import link_base
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 from blobstore.text import quoted
@@ -193,12 +194,14 @@ class _Thawing:
         with self._store.locks.alone():
             placed = [item for item in made if self._is_placed(item)]
             sync_folder(self._layout.blobs)
+            # A blob by which others are coded needs a second name, or stays cold too.
+            bases = set(Bases(self._store.cold).known(self._store.cold.files()).values())
             for item in placed:
                 self.count += 1
                 self.size += item.blob.size
                 self.stored += item.stored
                 if not self._keeps_cold:
-                    self._remove_cold(item)
+                    self._remove_cold(item, is_base=item.blob.digest in bases)
             sync_folder(self._layout.cold)
 
     def _is_placed(self, item: _Made) -> bool:
@@ -212,10 +215,12 @@ class _Thawing:
         # Otherwise others have put something there meanwhile: then it stays cold too.
         return file_state(hot) == item.state
 
-    def _remove_cold(self, item: _Made) -> None:
+    def _remove_cold(self, item: _Made, *, is_base: bool) -> None:
         hot, cold = (
             self._layout.blob(item.blob.digest),
             self._layout.cold_blob(item.blob.digest),
         )
-        if file_state(hot) == item.state and os.path.lexists(cold):
+        if file_state(hot) != item.state or not os.path.lexists(cold):
+            return
+        if not is_base or link_base(self._layout, item.blob.digest):
             os.unlink(cold)  # noqa: PTH108 - a blob's path is a text

@@ -152,6 +152,10 @@ class _Measuring:
             else:
                 self._sizes[digest] = status.st_size
         self._cold = {digest: found.st_size for digest, found in store.cold.files().items()}
+        for path, status in _files(store.layout.bases):
+            digest = _digest_of(path, status)
+            if digest is not None and digest not in self._sizes:  # else it is the same file
+                self._cold[digest] = self._cold.get(digest, 0) + status.st_size
         self._saved = sum(map(self._saving, self._cold.keys() - self._sizes.keys()))
         for digest, size in self._cold.items():
             self._sizes[digest] = self._sizes.get(digest, 0) + size
@@ -185,7 +189,9 @@ class _Measuring:
             manifests=_space_of(layout.manifests),
             temporary=_space_of(layout.temporary),
             quarantine=_space_of(layout.quarantine),
-            caches=_space_of(ours, without=(layout.temporary, layout.quarantine, layout.cold)),
+            caches=_space_of(
+                ours, without=(layout.temporary, layout.quarantine, layout.cold, layout.bases)
+            ),
         )
 
     def _model(self, entry: Entry) -> ModelUsage:

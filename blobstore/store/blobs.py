@@ -43,6 +43,8 @@ class BlobReader:
         self.layout = layout
         self.hot = HotShelf(layout)
         """Blobs that are files of their own."""
+        self.pinned = HotShelf(layout, layout.base_blob)
+        """Second names of blobs by which cold ones are coded."""
         self.cold = ColdShelf(layout, self.base)
         """Blobs that are coded."""
 
@@ -265,10 +267,12 @@ class BlobReader:
         def decoding() -> BaseBlob:
             return self.cold.open(digest, size).container.as_base()
 
-        try:
+        with contextlib.suppress(BlobMissing):
             return self._either(
                 lambda: BaseBlob.hot(self.hot.whole(digest, size), digest), decoding
             )
+        try:
+            return BaseBlob.hot(self.pinned.whole(digest, size), digest)
         except BlobMissing:
             path = quoted(self.layout.blob(digest))
             message = f"blob {path}, by which others are coded, is missing{ADVICE}"
@@ -298,7 +302,7 @@ class BlobReader:
 
     def _check_cold(self, digest: Digest, size: int) -> None:
         base = self.cold.open(digest, size).base
-        if base is not None and not self.has(base):
+        if base is not None and not (self.has(base) or self.pinned.has(base)):
             path = quoted(self.layout.cold_blob(digest))
             message = f"cold blob {path} cannot be decoded: its base {base} is missing{ADVICE}"
             raise BlobDamaged(message)

@@ -20,7 +20,12 @@ _ROOT_USER = 0
 
 def folder_concerns(store: LocalStore) -> Iterator[str]:
     """Yield what a person should know before trusting a store."""
-    for folder in (store.layout.root, store.layout.blobs, store.layout.manifests, store.layout.cold):
+    for folder in (
+        store.layout.root,
+        store.layout.blobs,
+        store.layout.manifests,
+        store.layout.cold,
+    ):
         status = _status(folder)
         if status is not None and status.st_mode & stat.S_IWOTH:
             yield f"every user may write to {quoted(folder)}; take that away with chmod o-w"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.files import make_folders, sync_folder
 from blobstore.store.cold import file_state
 
 if TYPE_CHECKING:
@@ -14,6 +17,41 @@ if TYPE_CHECKING:
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import State
     from blobstore.store.layout import Layout
+
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+
+
+def pin(layout: Layout, digest: Digest) -> bool:
+    """Make sure that a blob by which others are coded outlives its file among the blobs.
+
+    Programs that know nothing of cold blobs remove what no manifest reaches. So it is cold itself, or
+    its file has a second name, durably. Only who has the store's lock alone may do this.
+
+    Returns:
+        Whether that could be done: there are file systems without hard links.
+
+    Raises:
+        OSError: the system refused something.
+    """
+    return os.path.lexists(layout.cold_blob(digest)) or link_base(layout, digest)
+
+
+def link_base(layout: Layout, digest: Digest) -> bool:
+    """Give a hot blob its second name, durably. Returns and raises as :func:`pin`."""
+    if os.path.lexists(layout.base_blob(digest)):
+        return True
+    make_folders(layout.bases, layout.root)
+    try:
+        os.link(layout.blob(digest), layout.base_blob(digest), follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    sync_folder(layout.bases)
+    return True
 
 
 def states(layout: Layout, digest: Digest) -> tuple[State | None, State | None]:

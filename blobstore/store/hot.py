@@ -20,7 +20,7 @@ from blobstore.safetensors.file import read_header
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from blobstore.digest import Digest
     from blobstore.mapping import Region
@@ -37,16 +37,18 @@ _READ_SIZE = 1 << 20
 class HotShelf:
     """The files of blobs, for reading. Everything that looks for one raises as :meth:`open`."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, path: Callable[[Digest], str] | None = None) -> None:
+        """Take the layout of the store, and what names the files, if they are not those of blobs."""
         self._layout = layout
+        self._path = path or layout.blob
 
     def has(self, digest: Digest) -> bool:
         """Tell whether there is a file in the place of a blob."""
-        return os.path.lexists(self._layout.blob(digest))
+        return os.path.lexists(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that the blob is here and has ``size`` bytes."""
-        path = self._layout.blob(digest)
+        path = self._path(digest)
         try:
             found = os.lstat(path)
         except OSError as error:
@@ -62,7 +64,7 @@ class HotShelf:
             BlobDamaged: it has another size, or is a symbolic link.
             StoreError: it cannot be read.
         """
-        path = self._layout.blob(digest)
+        path = self._path(digest)
         try:
             descriptor = os.open(path, _OPEN_FLAGS)
             found = os.fstat(descriptor)
@@ -117,7 +119,7 @@ class HotShelf:
                 count = os.preadv(descriptor, [buffer], offset)
                 if not count:
                     message = (
-                        f"blob {quoted(self._layout.blob(digest))} ended at byte {offset} of {size} "
+                        f"blob {quoted(self._path(digest))} ended at byte {offset} of {size} "
                         "while it was read"
                     )
                     raise BlobDamaged(message)
@@ -155,8 +157,7 @@ class HotShelf:
                 done += count
         except OSError as error:
             message = (
-                f"blob {quoted(self._layout.blob(digest))} cannot be read at byte {done}: "
-                f"{error.strerror}"
+                f"blob {quoted(self._path(digest))} cannot be read at byte {done}: {error.strerror}"
             )
             raise BlobDamaged(message) from error
         finally:
@@ -170,7 +171,7 @@ class HotShelf:
 
     def explained(self, digest: Digest, error: OSError) -> Damaged | StoreError:
         """Return what is wrong with a blob that the system refuses."""
-        path = self._layout.blob(digest)
+        path = self._path(digest)
         if error.errno == errno.ELOOP:
             return not_a_file(path)
         if error.errno in (errno.ENOENT, errno.ENOTDIR):

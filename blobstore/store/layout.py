@@ -37,9 +37,12 @@ class Layout:
         """The folder of damaged files that repair has put aside."""
         self.cold = root / ".blobstore" / "cold"
         """The folder of cold blobs: models need them as they need those of :attr:`blobs`."""
+        self.bases = root / ".blobstore" / "bases"
+        """The folder of second names for hot blobs by which cold ones are coded."""
         self.headers = root / ".blobstore" / "headers"
         """The folder of the header index, a cache."""
         self._blob = str(self.blobs / Digest("").file_name)
+        self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)
 
     def blob(self, digest: Digest) -> str:
@@ -49,6 +52,10 @@ class Layout:
     def cold_blob(self, digest: Digest) -> str:
         """Return the path of a cold blob, which has the digest of what it decodes to in its name."""
         return self._cold + digest.hex
+
+    def base_blob(self, digest: Digest) -> str:
+        """Return the path of the second name of a hot blob by which cold ones are coded."""
+        return self._base + digest.hex
 
     def verified(self, user: int) -> Path:
         """Return the path of what a user's processes found whole, a cache."""

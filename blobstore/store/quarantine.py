@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.digest import Digest
 from blobstore.files import make_folders, sync_folder, write_file
+from blobstore.store.forms import link_base
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +46,7 @@ def put_cold_aside(layout: Layout, digest: Digest) -> Path | None:
     if not os.path.lexists(cold):
         return None
     aside = put_aside(layout, cold, digest)
+    link_base(layout, digest)  # others may be coded by it; a collection tells
     if os.path.lexists(cold):
         os.unlink(cold)  # noqa: PTH108 - a blob's path is a text
     sync_folder(layout.cold)

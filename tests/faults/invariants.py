@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.faults.known import Known
 
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
-_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold"}
+_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold", "bases"}
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4
 """Parts of a name: host, namespace, model and tag."""
@@ -118,7 +118,9 @@ def _decoded(root: Path, name: str) -> bytes:
     if blob.table.base is not None:
         base = blob.table.base.digest.file_name
         hot = root / "blobs" / base
-        data = hot.read_bytes() if hot.exists() else _decoded(root, base)
+        pinned = root / ".blobstore" / "bases" / base
+        whole = next((path for path in (hot, pinned) if path.exists()), None)
+        data = whole.read_bytes() if whole is not None else _decoded(root, base)
         blob.give_base(BaseBlob.hot(data))
     out = bytearray(blob.size)
     blob.read_into(out)

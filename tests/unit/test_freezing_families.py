@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,6 +179,7 @@ def test_a_missing_base_is_found(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     digest = layers(store, "base")["x"].digest
     Path(store.layout.blob(digest)).unlink()
+    Path(store.layout.base_blob(digest)).unlink()
     faults = [fault for fault in verify_models(store=store).faults if "child" in fault.reference]
     assert [fault.layer for fault in faults] == ["x"]
     quick = verify_models(store=store, quick=True).faults
@@ -216,3 +218,67 @@ def test_a_child_can_be_made_anew_when_its_base_is_gone(store: LocalStore) -> No
     assert_whole(store)
     assert len(tuned(10, 1)) == 2 * COUNT
     assert tuned(10, 1) != weights(1)
+
+
+def pins(store: LocalStore) -> set[str]:
+    folder = store.layout.bases
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def lose_like_ollama(store: LocalStore, name: str) -> None:
+    """Remove a name and its blobs, as a program does that knows nothing of cold blobs."""
+    files = [store.layout.blob(item.digest) for item in layers(store, name).values()]
+    store.layout.manifest(Reference.parse(name)).unlink()
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+
+
+def test_no_other_program_takes_a_base_away(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    assert pins(store) == {item.digest.file_name for item in layers(store, "base").values()}
+    lose_like_ollama(store, "base")
+    assert_whole(store)
+    assert verify_models(store=store).faults == ()
+    assert collect_garbage(store, older_than=0).blobs == ()
+    thaw_models([CHILD], store=store)
+    assert_whole(store)
+    collect_garbage(store, older_than=0)
+    assert pins(store) == set()
+    assert_whole(store)
+
+
+def test_a_base_that_was_thawed_is_as_safe(store: LocalStore) -> None:
+    freeze_models([CHILD, "base"], store=store, base="base")
+    assert pins(store) == set()
+    thaw_models(["base"], store=store)
+    assert set(forms_of(store, "base").values()) == {"hot"}
+    assert len(pins(store)) == 2
+    lose_like_ollama(store, "base")
+    assert_whole(store)
+
+
+def test_a_base_that_is_frozen_gives_its_room_back(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    freeze_models(["base"], store=store)
+    assert pins(store) == set()
+    assert set(forms_of(store, "base").values()) == {"cold"}
+    assert_whole(store)
+
+
+def test_where_there_are_no_hard_links_nothing_is_coded_by_what_is_hot(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    frozen = freeze_models([CHILD], store=store, base="base")
+    assert {item.outcome for item in frozen.blobs} == {"in use"}
+    assert set(forms_of(store, CHILD).values()) == {"hot"}
+    frozen = freeze_models([CHILD, "base"], store=store, base="base")
+    freeze_models([CHILD], store=store, base="base")
+    assert set(forms_of(store, CHILD).values()) == {"cold"}
+    thaw_models(["base"], store=store)
+    assert set(forms_of(store, "base").values()) == {"both"}
+    lose_like_ollama(store, "base")
+    assert_whole(store)
