@@ -113,3 +113,7 @@ class BlobMissing(Damaged):
 
 class BlobDamaged(Damaged):
     """A blob does not have the size, digest or content that its manifest promises."""
+
+
+class ColdDamaged(Damaged):
+    """A cold blob is cut short, altered, hostile, or was given another base than it was made from."""

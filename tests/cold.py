@@ -1,0 +1,78 @@
+"""Blobs for the tests of cold storage: elements of every type with the values that weights have."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from blobstore.archive.encoding import encode
+from blobstore.archive.outline import outline
+from blobstore.safetensors.header import encode_header
+from blobstore.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.archive.table import Table
+
+_FLOATS: dict[DType, Any] = {
+    DType.BF16: ml_dtypes.bfloat16,
+    DType.F16: np.float16,
+    DType.F32: np.float32,
+    DType.F64: np.float64,
+    DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
+    DType.F8_E5M2: ml_dtypes.float8_e5m2,
+}
+TYPES = tuple(DType)
+
+
+def weights(dtype: DType, count: int, seed: int = 0) -> bytes:
+    """Return so many elements that look like weights, or like what stands for them in integers."""
+    random = np.random.default_rng(seed)
+    size = count * dtype.bits // 8
+    if dtype in _FLOATS:
+        numbers = random.standard_normal(count) * 0.02
+        return numbers.astype(_FLOATS[dtype]).tobytes()
+    codes = random.standard_normal(size) * 20
+    return codes.astype(np.int8).tobytes()
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """Return bytes that nothing makes smaller."""
+    return np.random.default_rng(seed).bytes(size)
+
+
+def text(layers: int) -> bytes:
+    """Return the header of a file of many tensors."""
+    shapes = {"mlp.up_proj": (11008, 4096), "self_attn.q_proj": (4096, 4096), "norm": (4096,)}
+    specs = [
+        TensorSpec(f"model.layers.{layer}.{name}.weight", DType.BF16, shape)
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    ]
+    return encode_header(specs)
+
+
+def safetensors(tensors: Mapping[str, tuple[DType, bytes]]) -> bytes:
+    """Return a file of tensors of one dimension."""
+    specs = [
+        TensorSpec(name, dtype, (len(data) * 8 // dtype.bits,))
+        for name, (dtype, data) in tensors.items()
+    ]
+    return encode_header(specs) + b"".join(data for _, data in tensors.values())
+
+
+def cold(blob: bytes, **options: Any) -> bytes:
+    """Return the cold form of a blob."""
+    return cold_with_table(blob, **options)[0]
+
+
+def cold_with_table(blob: bytes, **options: Any) -> tuple[bytes, Table]:
+    """Return the cold form of a blob, and its table."""
+    written = io.BytesIO()
+    runs = options.pop("runs", None) or outline(blob, len(blob))
+    table = encode(options.pop("pieces", [blob]), runs, written.write, **options)
+    return written.getvalue(), table
