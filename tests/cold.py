@@ -1,73 +1,78 @@
-"""Models that are worth freezing: weights of which a codec makes something, and what a store has of them."""
+"""Blobs for the tests of cold storage: elements of every type with the values that weights have."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import io
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from blobstore.manifests.reference import Reference
-from tests.models import add_blobs, blob
+from blobstore.archive.encoding import encode
+from blobstore.archive.outline import outline
+from blobstore.safetensors.header import encode_header
+from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.digest import Digest
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.store.local import LocalStore
+    from blobstore.archive.table import Table
 
-COUNT = 40_000
-
-
-def weights(seed: int, count: int = COUNT) -> bytes:
-    """Return bf16 numbers as weights are; coding saves a third of them."""
-    numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * 0.02
-    return numbers.astype(ml_dtypes.bfloat16).tobytes()
-
-
-def tuned(seed: int, of: int, count: int = COUNT) -> bytes:
-    """Return what :func:`weights` are after a little training."""
-    base = np.frombuffer(weights(of, count), ml_dtypes.bfloat16).astype(np.float32)
-    step = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * 2e-5
-    return (base + step).astype(ml_dtypes.bfloat16).tobytes()
+_FLOATS: dict[DType, Any] = {
+    DType.BF16: ml_dtypes.bfloat16,
+    DType.F16: np.float16,
+    DType.F32: np.float32,
+    DType.F64: np.float64,
+    DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
+    DType.F8_E5M2: ml_dtypes.float8_e5m2,
+}
+TYPES = tuple(DType)
 
 
-def layer(name: str, data: bytes) -> bytes:
-    """Return a blob of bf16 numbers."""
-    return blob((name, "BF16", (len(data) // 2,), data))
+def weights(dtype: DType, count: int, seed: int = 0) -> bytes:
+    """Return so many elements that look like weights, or like what stands for them in integers."""
+    random = np.random.default_rng(seed)
+    size = count * dtype.bits // 8
+    if dtype in _FLOATS:
+        numbers = random.standard_normal(count) * 0.02
+        return numbers.astype(_FLOATS[dtype]).tobytes()
+    codes = random.standard_normal(size) * 20
+    return codes.astype(np.int8).tobytes()
 
 
-def put(store: LocalStore, name: str, seeds: Mapping[str, int]) -> None:
-    """Give a store a model of weights, by the names of their layers.
-
-    Layers of one name and one seed are one blob, in whatever model.
-    """
-    add_blobs(store, name, {key: layer(key, weights(seed)) for key, seed in seeds.items()})
+def noise(size: int, seed: int = 0) -> bytes:
+    """Return bytes that nothing makes smaller."""
+    return np.random.default_rng(seed).bytes(size)
 
 
-def layers(store: LocalStore, name: str) -> dict[str, Descriptor]:
-    """Return the layers of a model by their names."""
-    return {item.name: item for item in store.resolve(Reference.parse(name)).layers}
+def text(layers: int) -> bytes:
+    """Return the header of a file of many tensors."""
+    shapes = {"mlp.up_proj": (11008, 4096), "self_attn.q_proj": (4096, 4096), "norm": (4096,)}
+    specs = [
+        TensorSpec(f"model.layers.{layer}.{name}.weight", DType.BF16, shape)
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    ]
+    return encode_header(specs)
 
 
-def forms(store: LocalStore, digest: Digest) -> str:
-    """Return ``hot``, ``cold``, ``both`` or ``neither``."""
-    hot = store.hot.has(digest)
-    cold = store.cold.has(digest)
-    return "both" if hot and cold else "hot" if hot else "cold" if cold else "neither"
+def safetensors(tensors: Mapping[str, tuple[DType, bytes]]) -> bytes:
+    """Return a file of tensors of one dimension."""
+    specs = [
+        TensorSpec(name, dtype, (len(data) * 8 // dtype.bits,))
+        for name, (dtype, data) in tensors.items()
+    ]
+    return encode_header(specs) + b"".join(data for _, data in tensors.values())
 
 
-def forms_of(store: LocalStore, name: str) -> dict[str, str]:
-    """Return the forms of a model's blobs, by their layers."""
-    return {key: forms(store, item.digest) for key, item in layers(store, name).items()}
+def cold(blob: bytes, **options: Any) -> bytes:
+    """Return the cold form of a blob."""
+    return cold_with_table(blob, **options)[0]
 
 
-def flip(path: str, place: int = -100) -> None:
-    """Flip a bit of a file, as a new file."""
-    file = Path(path)
-    data = bytearray(file.read_bytes())
-    data[place] ^= 1
-    file.unlink()
-    file.write_bytes(data)
+def cold_with_table(blob: bytes, **options: Any) -> tuple[bytes, Table]:
+    """Return the cold form of a blob, and its table."""
+    written = io.BytesIO()
+    runs = options.pop("runs", None) or outline(blob, len(blob))
+    table = encode(options.pop("pieces", [blob]), runs, written.write, **options)
+    return written.getvalue(), table

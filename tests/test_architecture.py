@@ -43,12 +43,14 @@ HEAVY = {
     "torch",
     "transformers",
     "urllib",
+    "zstandard",
 }
 # Modules without a test file of their own, and why.
 WITHOUT_TESTS = {
     "blobstore/choosing.py": "the tests of blobstore/freezing.py see what it chooses",
     "blobstore/marks.py": "the tests of blobstore/collect.py see what is marked",
     "blobstore/store/hot.py": "the tests of blobstore/store/blobs.py read by it",
+    "blobstore/archive/layout.py": "a value; the tests of blobstore/archive/layouts.py hold every one to it",
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
     "blobstore/farm.py": "the tests of blobstore/linking.py read what it decides back from the folder",
     "blobstore/filling.py": "the tests of blobstore/export.py fill folders by it",

@@ -50,6 +50,10 @@ _EFFORTS: Final = {
 }
 _NEAR: Final = 1 << 5
 """A coder may be behind by one byte in so many to be near."""
+_NOISE: Final = 1 << 4
+"""What a code makes smaller by less than one byte in so many is noise."""
+_FEW: Final = 1 << 2
+"""What a code makes smaller by so much may have two values only."""
 _SLICES: Final = 4
 _MORE_WITH_BASE: Final = 8
 """Differences come in many small planes; only a larger sample tells what those cost."""
@@ -106,9 +110,12 @@ class Choice:
         literal = encode_plane(plane.data, (Coder.HUFFMAN,))
         coders = (Coder.HUFFMAN,) if literal.method else ()
         least = literal.size
-        bits = encode_plane(plane.data, (Coder.BITS,))
-        if bits.method and bits.size < least + least // _NEAR:
-            return (Coder.BITS, Coder.HUFFMAN), bits.size
+        if least <= len(plane) // _FEW:
+            bits = encode_plane(plane.data, (Coder.BITS,))
+            if bits.method and bits.size < least + least // _NEAR:
+                return (Coder.BITS, Coder.HUFFMAN), bits.size
+        if self._dtype is not None and least > len(plane) - len(plane) // _NOISE:
+            return coders, least  # no order is to be found in what has hardly any frequencies
         for coder in self._effort.ordinary:
             size = encode_plane(plane.data, (coder,)).size
             if size > literal.size + literal.size // _NEAR:

@@ -98,7 +98,7 @@ def _size(tensor: Array, base: Array, dtype: DType, factors: Factors | None) -> 
         if prediction is not None:
             part = prediction.predict(part, start * columns).copy()
         parts.append(part)
-    size = len(encode_chunk(chunk, np.concatenate(parts), dtype, Effort.FAST))
+    size = len(encode_chunk(chunk, np.concatenate(parts), dtype, Effort.SMALL))
     whole = float(size * (rows / (height * count)))
     return whole + (0 if factors is None else len(pack(factors)))
 

@@ -13,7 +13,7 @@ from blobstore.creation import create
 from blobstore.freezing import freeze_models
 from blobstore.integrations.transformers import from_store
 from blobstore.store.local import LocalStore
-from tests.cold import forms_of
+from tests.frozen import forms_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from blobstore.coding import Blob, Coding
 from blobstore.digest import Digest
 from blobstore.errors import BlobMissing
 from blobstore.store.local import LocalStore
-from tests.cold import COUNT, layer, tuned, weights
+from tests.frozen import COUNT, layer, tuned, weights
 from tests.models import add_blobs, blob
 
 if TYPE_CHECKING:

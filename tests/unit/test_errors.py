@@ -36,6 +36,7 @@ EXIT_CODES = {
     "DamagedSource": 4,
     "BlobMissing": 4,
     "BlobDamaged": 4,
+    "ColdDamaged": 4,
 }
 
 

@@ -20,7 +20,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from tests import sandbox
-from tests.cold import flip, forms, forms_of, layer, layers, put, weights
+from tests.frozen import flip, forms, forms_of, layer, layers, put, weights
 from tests.models import add_blobs, blob
 
 if TYPE_CHECKING:

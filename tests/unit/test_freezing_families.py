@@ -18,7 +18,7 @@ from blobstore.naming import remove_models
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from blobstore.verify import verify_models
-from tests.cold import COUNT, flip, forms_of, layer, layers, put, tuned, weights
+from tests.frozen import COUNT, flip, forms_of, layer, layers, put, tuned, weights
 from tests.models import add_blobs
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import blobstore
 from blobstore.manifests.reference import Reference
 from blobstore.relatives import Relatives
 from blobstore.store.local import LocalStore
-from tests.cold import layer, put, tuned, weights
+from tests.frozen import layer, put, tuned, weights
 from tests.models import add_blobs
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from blobstore.freezing import freeze_models
 from blobstore.residence import _REQUEST, Residence
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
-from tests.cold import forms_of, layer, layers, put, weights
+from tests.frozen import forms_of, layer, layers, put, weights
 from tests.page_cache import dropped
 
 Blobs = list[tuple[Digest, int]]

@@ -16,7 +16,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from tests import sandbox
-from tests.cold import flip, forms_of, layer, layers, put, weights
+from tests.frozen import flip, forms_of, layer, layers, put, weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

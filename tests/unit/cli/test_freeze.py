@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.manifests.reference import Reference
-from tests.cold import flip, forms_of, layer, layers, put, tuned, weights
+from tests.frozen import flip, forms_of, layer, layers, put, tuned, weights
 from tests.models import add_blobs
 from tests.unit.cli.running import command_line, environment, run, run_json
 

@@ -13,7 +13,7 @@ from blobstore.store import blobs
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
-from tests.cold import flip, layer, layers, put, weights
+from tests.frozen import flip, layer, layers, put, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

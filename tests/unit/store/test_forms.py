@@ -8,7 +8,7 @@ from blobstore.freezing import freeze_models
 from blobstore.store.forms import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
-from tests.cold import flip, layers, put
+from tests.frozen import flip, layers, put
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,351 @@
+"""Damaged and hostile cold blobs: each is refused with one error, in bounded memory and time."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import tracemalloc
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zstandard
+
+from blobstore.archive.base import BaseBlob
+from blobstore.archive.container import ColdBlob
+from blobstore.archive.entropy import Method
+from blobstore.archive.outline import Run, outline, with_equals
+from blobstore.archive.table import (
+    FOOTER_SIZE,
+    PREFIX,
+    Base,
+    Chunk,
+    Part,
+    Stored,
+    StoredFactors,
+    Table,
+    decode_table,
+    encode_table,
+)
+from blobstore.digest import Digest
+from blobstore.errors import ColdDamaged
+from blobstore.tensor import DType
+from tests.cold import cold, noise, safetensors, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TENSOR = weights(DType.BF16, 128)
+BLOB = safetensors(
+    {
+        "a": (DType.BF16, _TENSOR),
+        "b": (DType.F8_E4M3, weights(DType.F8_E4M3, 300)),
+        "c": (DType.BF16, _TENSOR),
+        "d": (DType.F32, weights(DType.F32, 150)),
+    }
+)
+COLD = cold(BLOB, runs=with_equals(outline(BLOB, len(BLOB)), BLOB))
+BASE = bytes(byte ^ (place % 50 == 0) for place, byte in enumerate(BLOB))
+DELTA = cold(BLOB, runs=[Run(len(BLOB), DType.BF16, base_begin=0)], base=BaseBlob.hot(BASE))
+DIGEST = Digest.of(BLOB)
+
+
+def thawed(data: bytes | bytearray, base: bytes | None = None) -> bytes:
+    """Decode whatever it may be, but not into more memory than the right one takes."""
+    blob = ColdBlob(data)
+    if base is not None:
+        blob.give_base(BaseBlob.hot(base))
+    if blob.size > len(BLOB):
+        raise ColdDamaged("another blob than the caller wanted")
+    out = bytearray(blob.size)
+    blob.decode_into(out)
+    return bytes(out)
+
+
+def file(planes: bytes, table: Table) -> bytes:
+    """Return a file with a right footer."""
+    return PREFIX + planes + encode_table(table)
+
+
+def forged(planes: bytes, part: Part, *chunks: Chunk) -> bytes:
+    """Return a file of one part that says to be a blob of its size."""
+    return file(planes, Table(DIGEST, part.size, None, [part], chunks))
+
+
+@contextmanager
+def little_memory(limit: int = 4 << 20) -> Iterator[None]:
+    """Fail if more is allocated at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < limit
+
+
+def test_the_whole_files_come_back() -> None:
+    assert thawed(COLD) == BLOB
+    assert thawed(DELTA, BASE) == BLOB
+    assert ColdBlob(COLD).table.parts[3].same_as == 1
+    assert [chunk.layout for chunk in ColdBlob(DELTA).table.chunks] == [37]
+
+
+@pytest.mark.parametrize(("data", "base"), [(COLD, None), (DELTA, BASE)], ids=["solo", "delta"])
+def test_rejects_every_cut(data: bytes, base: bytes | None) -> None:
+    for size in range(len(data)):
+        with pytest.raises(ColdDamaged):
+            thawed(data[:size], base)
+
+
+@pytest.mark.parametrize(("data", "base"), [(COLD, None), (DELTA, BASE)], ids=["solo", "delta"])
+def test_rejects_every_flipped_bit(data: bytes, base: bytes | None) -> None:
+    damaged = bytearray(data)
+    for place in range(len(data)):
+        for bit in range(8):
+            damaged[place] ^= 1 << bit
+            with pytest.raises(ColdDamaged):
+                thawed(damaged, base)
+            damaged[place] ^= 1 << bit
+    assert damaged == data
+
+
+def test_rejects_every_missing_and_every_doubled_byte() -> None:
+    for place in range(len(COLD)):
+        with pytest.raises(ColdDamaged):
+            thawed(COLD[:place] + COLD[place + 1 :])
+        with pytest.raises(ColdDamaged):
+            thawed(COLD[:place] + COLD[place : place + 1] + COLD[place:])
+
+
+@pytest.mark.parametrize("tail", [b"\0", COLD, noise(4096)])
+def test_rejects_what_follows_the_end(tail: bytes) -> None:
+    with pytest.raises(ColdDamaged):
+        thawed(COLD + tail)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x8f", noise(4096), BLOB, bytes(1 << 16), PREFIX, PREFIX * 99]
+)
+def test_rejects_what_is_no_cold_blob(data: bytes) -> None:
+    with pytest.raises(ColdDamaged):
+        thawed(data)
+
+
+@pytest.mark.parametrize("version", [0, 2, 3, 255])
+def test_rejects_other_versions_even_with_a_right_digest(version: int) -> None:
+    prefix = PREFIX[:-1] + bytes([version])
+    content = COLD[len(COLD) - FOOTER_SIZE - 400 : -FOOTER_SIZE]
+    footer = struct.pack("<Q", len(content)) + hashlib.sha256(prefix + content).digest() + COLD[-8:]
+
+    with pytest.raises(ColdDamaged, match=f"version {version}"):
+        thawed(prefix + bytes(100) + content + footer)
+
+
+def test_rejects_planes_in_another_order() -> None:
+    part = Part(400, 2, 200)
+    chunks = [noise(200, seed) for seed in (1, 2)]
+    entries = [Chunk(zlib.crc32(chunk), 0, (Stored(Method.RAW, 200),)) for chunk in chunks]
+
+    with pytest.raises(ColdDamaged, match="decodes to"):  # whole, but another blob
+        thawed(forged(b"".join(chunks), part, *entries))
+    with pytest.raises(ColdDamaged, match="check sum"):
+        thawed(forged(b"".join(reversed(chunks)), part, *entries))
+
+
+def test_rejects_tables_of_another_file() -> None:
+    other = cold(safetensors({"a": (DType.BF16, weights(DType.BF16, 128, seed=3))}))
+    table = encode_table(decode_table(memoryview(other)))
+
+    with pytest.raises(ColdDamaged):
+        thawed(COLD[: len(COLD) - len(table)] + table)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 62, (1 << 64) - 1])
+def test_rejects_huge_blobs_in_little_memory(size: int) -> None:
+    part = Part(size, 1, 1 << 20)
+
+    with little_memory(), pytest.raises(ColdDamaged, match="do not fit in the table"):
+        ColdBlob(forged(b"", part))
+
+
+def test_rejects_sizes_that_add_up_past_all_integers() -> None:
+    parts = [Part((1 << 64) - 1, 1, 1 << 20)] * 2
+    table = Table(DIGEST, 5, None, parts, ())
+
+    with pytest.raises(ColdDamaged, match="do not make up"):
+        ColdBlob(file(b"", table))
+
+
+def test_rejects_stored_sizes_beyond_the_file() -> None:
+    stored = Stored(Method.ZSTD, 999_999)
+
+    with pytest.raises(ColdDamaged, match="planes of 999999 bytes are listed, and 100 stored"):
+        ColdBlob(forged(bytes(100), Part(1 << 20, 1, 1 << 20), Chunk(0, 0, (stored,))))
+
+
+def bomb(size: int) -> bytes:
+    """Return a frame of zeros."""
+    return zstandard.compress(bytes(size), 19)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1 << 26])
+def test_a_bomb_does_not_go_off(size: int) -> None:
+    frame = bomb(size)
+    entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
+    data = forged(frame, Part(200_000, 1, 200_000), entry)
+
+    blob = ColdBlob(data)
+    out = bytearray(200_000)
+    with little_memory(), pytest.raises(ColdDamaged, match=f"declares {size} bytes"):
+        blob.read_into(out)
+
+
+def test_a_bomb_that_lies_about_its_size_does_not_go_off() -> None:
+    frame = bytearray(bomb(1 << 26))
+    honest = zstandard.get_frame_parameters(bytes(frame)).content_size.to_bytes(4, "little")
+    place = frame.index(honest)
+    frame[place : place + 4] = (200_000).to_bytes(4, "little")
+    entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
+    blob = ColdBlob(forged(bytes(frame), Part(200_000, 1, 200_000), entry))
+
+    with little_memory(), pytest.raises(ColdDamaged):
+        blob.read_into(bytearray(200_000))
+
+
+def test_a_bomb_in_a_list_does_not_go_off() -> None:
+    frame = bomb(1 << 26)
+    most = 3 * (100_000 // 64 + 2)
+    start = frame[:most]
+    planes = (
+        Stored(Method.ZSTD, len(start)),
+        Stored(Method.RAW, 50_000),
+        Stored(Method.RAW, 100_000),
+    )
+    part = Part(200_000, 2, 200_000)
+    blob = ColdBlob(forged(start + noise(150_000), part, Chunk(0, 5, planes)))
+
+    with little_memory(), pytest.raises(ColdDamaged, match="declares 67108864"):
+        blob.read_into(bytearray(200_000))
+
+
+@pytest.mark.parametrize("place", [65_535, 4])
+def test_rejects_a_list_that_points_outside(place: int) -> None:
+    listed = bytes([100]) + place.to_bytes(2, "little") + b"\7"
+    planes = (Stored(Method.RAW, 4), Stored(Method.RAW, 2), Stored(Method.RAW, 4))
+    # Four elements; a list may have as many bytes as one of a few exponents.
+    data = forged(listed + noise(6), Part(8, 2, 8), Chunk(0, 5, planes))
+
+    with pytest.raises(ColdDamaged, match="names the"):
+        thawed(data)
+
+
+def test_rejects_every_length_of_a_list() -> None:
+    for size in range(2, 4):
+        planes = (Stored(Method.RAW, size), Stored(Method.RAW, 2), Stored(Method.RAW, 4))
+        data = forged(noise(size + 6), Part(8, 2, 8), Chunk(0, 5, planes))
+        with pytest.raises(ColdDamaged, match=f"has {size} bytes, which no list has"):
+            thawed(data)
+
+
+def test_rejects_frames_that_decode_to_less_or_more() -> None:
+    for size in (199, 201):
+        frame = zstandard.compress(bytes(size))
+        entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
+        with pytest.raises(ColdDamaged, match=f"declares {size} bytes where 200 are expected"):
+            thawed(forged(frame, Part(200, 1, 200), entry))
+
+
+def test_rejects_a_frame_with_an_unknown_dictionary() -> None:
+    words = zstandard.ZstdCompressionDict(noise(2000))
+    frame = zstandard.ZstdCompressor(dict_data=words).compress(noise(2000)[:500])
+    entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
+
+    with pytest.raises(ColdDamaged):
+        thawed(forged(frame, Part(500, 1, 500), entry))
+
+
+def test_a_chain_of_copies_is_refused() -> None:
+    first = Part(100, 1, 100)
+    parts = [first, first._replace(same_as=0), first._replace(same_as=1)]
+    entry = Chunk(0, 0, (Stored(Method.RAW, 100),))
+
+    with pytest.raises(ColdDamaged, match="kind 1 with 1 is not possible"):
+        ColdBlob(file(bytes(100), Table(DIGEST, 300, None, parts, [entry])))
+
+
+def test_many_copies_cost_time_but_no_memory() -> None:
+    # The table has 24 bytes for each copy: what comes out is bounded by what the caller makes room for.
+    chunk = noise(1000)
+    first = Part(1000, 1, 1000)
+    parts = [first, *[first._replace(same_as=0)] * 2000]
+    entry = Chunk(zlib.crc32(chunk), 0, (Stored(Method.RAW, 1000),))
+    table = Table(Digest.of(chunk * 2001), 2_001_000, None, parts, [entry])
+
+    blob = ColdBlob(file(chunk, table))
+    out = bytearray(blob.size)
+    with little_memory():
+        blob.decode_into(out)
+    assert out == chunk * 2001
+
+
+def test_rejects_a_base_that_is_missing_wrong_or_a_delta_itself() -> None:
+    with pytest.raises(ColdDamaged, match="without its base"):
+        thawed(DELTA)
+    with pytest.raises(ColdDamaged, match="what is needed is"):
+        thawed(DELTA, BLOB)
+    with pytest.raises(ColdDamaged, match="is itself a delta"):
+        ColdBlob(DELTA).as_base()
+
+
+def test_rejects_a_base_that_is_altered_anywhere_it_is_used() -> None:
+    chunk = np.frombuffer(weights(DType.BF16, 512), np.uint8)
+    data = cold(
+        chunk.tobytes(),
+        runs=[Run(len(chunk), DType.BF16, base_begin=3)],
+        base=BaseBlob.hot(b"abc" + chunk.tobytes()),
+    )
+    blob = ColdBlob(data)
+    base = bytearray(b"abc" + chunk.tobytes())
+    known = blob.table.base
+    assert known is not None
+    blob.give_base(BaseBlob.hot(base, known.digest))
+    out = bytearray(len(chunk))
+    blob.decode_into(out)
+
+    for place in range(3, len(base)):
+        base[place] ^= 64
+        with pytest.raises(ColdDamaged):
+            blob.decode_into(out)
+        base[place] ^= 64
+
+
+@pytest.mark.parametrize("sides", [(1 << 30, 1), (1, 1 << 30), (1 << 21, 1 << 9)])
+def test_factors_with_huge_sides_take_little_memory(sides: tuple[int, int]) -> None:
+    size = 2 << 30
+    factors = struct.pack("<BII", 64, *sides) + bytes(64)
+    factors += 2 * struct.pack("<BI", Method.ZSTD, 0)
+    base = Base(DIGEST, size)
+    stored = StoredFactors(zlib.crc32(factors), len(factors))
+    part = Part(size, 2, 1 << 20, base_begin=0, factors=stored)
+    entry = Chunk(0, 37, (Stored(Method.RAW, 1),))
+    table = Table(DIGEST, size, base, [part], [entry] * 2048)
+    blob = ColdBlob(file(factors + bytes(2048), table))
+    blob.give_base(BaseBlob(base, lambda *_: None))
+
+    with little_memory(), pytest.raises(ColdDamaged, match="factors of rank 64"):
+        blob.read_into(bytearray(100))
+
+
+def test_rejects_factors_for_what_are_no_numbers() -> None:
+    factors = struct.pack("<BIIbBIBI", 1, 5, 10, 0, Method.RAW, 5, Method.RAW, 10) + bytes(15)
+    base = Base(DIGEST, 100)
+    part = Part(100, 2, 100, base_begin=0, factors=StoredFactors(zlib.crc32(factors), len(factors)))
+    table = Table(DIGEST, 100, base, [part], [Chunk(0, 35, (Stored(Method.RAW, 1),))])
+    blob = ColdBlob(file(factors + b"x", table))
+    blob.give_base(BaseBlob.hot(bytes(100), DIGEST))
+
+    with pytest.raises(ColdDamaged, match="factors predict no elements of layout 35"):
+        blob.read_into(bytearray(100))

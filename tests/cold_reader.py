@@ -1,0 +1,120 @@
+"""A second reader of cold blobs, slow and plain, written from docs/cold-format.md alone.
+
+It knows no differences from a base (section 6), and takes what it is given to be whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+
+import zstandard
+
+
+def read_cold(data: bytes) -> bytes:
+    """Return the blob that a cold blob stands for."""
+    assert data[:8] == b"\x8fBSCOLD\x01"
+    size, seal, end = struct.unpack("<Q32s8s", data[-48:])
+    assert end == b"BSCOLDE\x8f"
+    table = data[-48 - size : -48]
+    assert hashlib.sha256(data[:8] + table).digest() == seal
+    planes = data[8 : -48 - size]
+    blob_size, digest, has_base, part_count = struct.unpack_from("<Q32sBI", table)
+    assert not has_base
+    at = 45
+    parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
+    at += 24 * part_count
+    decoded: list[bytes] = []
+    for part_size, chunk_size, width, kind, _, argument in parts:
+        part = b""
+        if kind == 1:
+            part = decoded[argument]
+        while len(part) < part_size:
+            count = min(chunk_size, part_size - len(part)) // width
+            check, layout, plane_count = struct.unpack_from("<IBB", table, at)
+            at += 6
+            stored, contents = [], []
+            for number in range(plane_count):
+                (value,) = struct.unpack_from("<I", table, at)
+                at += 4
+                plane, planes = planes[: value >> 2], planes[value >> 2 :]
+                is_raw = value & 3 == 0
+                size = _size(layout, width, count, number)
+                contents.append(_plane(value & 3, plane, size))
+                if not is_raw or (layout in {5, 7, 10} and number == 0):
+                    stored.append(plane)
+            chunk = _merge(layout, width, count, contents)
+            assert zlib.crc32(chunk + b"".join(stored)) == check
+            part += chunk
+        decoded.append(part)
+    assert at == len(table)
+    assert planes == b""
+    blob = b"".join(decoded)
+    assert len(blob) == blob_size
+    assert hashlib.sha256(blob).digest() == digest
+    return blob
+
+
+def _size(layout: int, width: int, count: int, number: int) -> int:
+    """Return the size of a plane that has a fixed one."""
+    whole, half, double = count * width, count // 2, count * 2
+    sizes = {
+        0: (whole,),
+        5: (-1, half, count),
+        6: (count, count, double),
+        7: (-1, half, count, double),
+        9: (half, half),
+        10: (-1, half, count, count, count),
+    }
+    return sizes.get(layout, (count,) * 8)[number]
+
+
+def _plane(method: int, stored: bytes, size: int) -> bytes:
+    if method == 2:
+        bits = "".join(f"{byte:08b}" for byte in stored[2:])[:size]
+        return bytes(stored[int(bit)] for bit in bits)
+    return zstandard.decompress(stored) if method else stored
+
+
+def _merge(layout: int, width: int, count: int, planes: list[bytes]) -> bytes:
+    if layout == 0:
+        return planes[0]
+    if layout in {1, 2, 3}:
+        return bytes(planes[place][number] for number in range(count) for place in range(width))
+    if layout == 9:
+        return _small_floats(count, *planes)
+    if layout in {5, 7, 10}:
+        planes = [_unpaired(count, planes[0], planes[1]), *planes[2:]]
+    elements = []
+    for number in range(count):
+        exponent, noise = planes[0][number], planes[1][number]
+        value = (noise >> 7) << 15 | exponent << 7 | noise & 127
+        if layout in {6, 7}:
+            value = value << 16 | int.from_bytes(planes[2][2 * number : 2 * number + 2], "little")
+        if layout in {8, 10}:
+            value = value << 16 | planes[2][number] << 8 | planes[3][number]
+        elements.append(value.to_bytes(width, "little"))
+    return b"".join(elements)
+
+
+def _unpaired(count: int, listed: bytes, pairs: bytes) -> bytes:
+    base = listed[0]
+    nibbles = [byte % 16 for byte in pairs] + [byte // 16 for byte in pairs]
+    exponents = [(base + nibble) % 256 for nibble in nibbles]
+    many = (len(listed) - 1) // 3
+    place = 0
+    for number in range(many):
+        place += int.from_bytes(listed[1 + 2 * number : 3 + 2 * number], "little")
+        exponents[place] = listed[1 + 2 * many + number]
+    assert len(exponents) == count
+    return bytes(exponents)
+
+
+def _small_floats(count: int, powers: bytes, rests: bytes) -> bytes:
+    first, second = [], []
+    for power, rest in zip(powers, rests, strict=True):
+        first.append((rest >> 7) << 7 | (power & 15) << 3 | rest & 7)
+        second.append((rest >> 6 & 1) << 7 | (power >> 4) << 3 | rest >> 3 & 7)
+    assert 2 * len(first) == count
+    return bytes(first + second)

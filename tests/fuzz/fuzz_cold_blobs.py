@@ -1,0 +1,110 @@
+"""Fuzz the reader of cold blobs: nothing but refusals, no hang, no growth, and what is read is right.
+
+In an environment with this package and ``atheris``, from the root of the repository::
+
+    python tests/fuzz/fuzz_cold_blobs.py
+
+runs for five minutes on the golden vectors. Options of libFuzzer and folders with more inputs may
+follow; the first folder is where new inputs are kept. An input that ends it is written to
+``crash-*``, ``timeout-*`` or ``oom-*``, and is run again if it is given as the only argument.
+
+An input is planes, a table, and two bytes with the table's size; the target puts what belongs in
+front and behind, digests included, so that what lies behind those is reached. The check sums of
+chunks stay: they are put right too, by leaving out the comparison.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+with atheris.instrument_imports(include=["blobstore"]):
+    from blobstore.archive import chunks
+    from blobstore.archive.base import BaseBlob
+    from blobstore.archive.container import ColdBlob
+    from blobstore.archive.table import FOOTER_SIZE, PREFIX
+    from blobstore.errors import ColdDamaged
+
+DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=6000"]
+_LARGEST = 1 << 24
+_END = b"BSCOLDE\x8f"
+_BASE = bytes(range(256)) * 64
+
+
+class _Any:
+    """Equal to every check sum."""
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def read_one(data: bytes) -> None:
+    """Read an input, and ranges of it, which must be those of the whole."""
+    size = int.from_bytes(data[-2:], "little")
+    body = data[:-2]
+    planes, table = body[: max(len(body) - size, 0)], body[max(len(body) - size, 0) :]
+    seal = hashlib.sha256(PREFIX + table).digest()
+    file = PREFIX + planes + table + len(table).to_bytes(8, "little") + seal + _END
+    try:
+        blob = ColdBlob(file)
+        base = blob.table.base
+        if base is not None and base.size <= len(_BASE):
+            blob.give_base(BaseBlob.hot(_BASE[: base.size], base.digest))
+        if blob.size > _LARGEST:
+            return
+        whole = bytearray(blob.size)
+        with mock.patch.object(chunks, "crc32", return_value=_Any()):
+            blob.read_into(whole)
+            for begin in range(0, blob.size, max(blob.size // 3, 1)):
+                part = bytearray(min(1000, blob.size - begin))
+                blob.read_into(part, begin)
+                assert part == whole[begin : begin + len(part)], begin
+    except ColdDamaged as error:
+        assert str(error).isprintable(), str(error)
+        assert len(str(error)) < 4000, str(error)
+
+
+def write_seeds(folder: Path) -> None:
+    """Write the golden vectors, without what the target puts around them, as inputs."""
+    vectors = json.loads((ROOT / "tests" / "vectors" / "cold.json").read_text())
+    for number, vector in enumerate(vectors):
+        file = base64.b64decode(vector["cold"])
+        size = int.from_bytes(file[-FOOTER_SIZE : -FOOTER_SIZE + 8], "little")
+        body = file[len(PREFIX) : -FOOTER_SIZE]
+        (folder / str(number)).write_bytes(body + size.to_bytes(2, "little"))
+
+
+def main() -> None:
+    """Run libFuzzer; it ends the process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seeds, new = folder / "seeds", folder / "new"
+        seeds.mkdir()
+        new.mkdir()
+        write_seeds(seeds)
+        given = sys.argv[1:]
+        paths = [item for item in given if not item.startswith("-")]
+        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
+            read_one(Path(paths[0]).read_bytes())
+            return
+        options = [*DEFAULTS, *(set(given) - set(paths))]
+        atheris.Setup([sys.argv[0], *options, *(paths or [str(new)]), str(seeds)], read_one)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

