@@ -120,8 +120,16 @@ class StoreProtocol(RuleBasedStateMachine):
     def thaw(self, name: str, keep_cold: bool) -> None:
         keeping = ["--keep-cold"] if keep_cold else []
         if name in self.names and self._is_done("thaw", name, *keeping) and not self.damaged:
-            hot = set(os.listdir(self.root / "blobs"))
-            assert {layer["digest"].replace(":", "-") for layer in self._layers(name)} <= hot
+            assert {
+                layer["digest"].replace(":", "-") for layer in self._layers(name)
+            } <= self._hot()
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def prune(self) -> None:
+        """Remove what no manifest reaches, as a program does that knows nothing of cold blobs."""
+        for name in self._hot() - self._reached():
+            (self.root / "blobs" / name).unlink()
 
     @rule(older_than=st.sampled_from(["0s", "1h"]), is_dry=st.booleans())
     def collect(self, older_than: str, is_dry: bool) -> None:
@@ -237,6 +245,10 @@ class StoreProtocol(RuleBasedStateMachine):
 
     def _run(self, *arguments: object) -> tuple[int, str, str]:
         return command(*arguments, "--store", self.root)
+
+    def _hot(self) -> set[str]:
+        folder = self.root / "blobs"
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
     def _blobs(self) -> set[str]:
         return {path.name for path in self._files()}

@@ -9,7 +9,6 @@ import pytest
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
 from blobstore.mapping import Region
-from blobstore.store import blobs
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
@@ -222,5 +221,5 @@ def test_a_file_s_state_tells_it_from_another(tmp_path: Path) -> None:
 def test_files_without_a_name_are_made_where_there_is_no_memfd(
     store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(blobs.os, "memfd_create")
+    monkeypatch.delattr(os, "memfd_create")
     assert described(store, digest) == DATA
