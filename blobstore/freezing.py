@@ -182,6 +182,8 @@ class _Freezing:
         self.blobs = chosen.blobs
         self.results: dict[Digest, FrozenBlob] = {}
         self.faults: list[BlobstoreError] = []
+        self._whole: set[Blob] = set()
+        """Bases that were hashed."""
 
     def estimate(self, progress: Progress | None) -> None:
         """Tell what would be, from samples of the blobs."""
@@ -254,9 +256,19 @@ class _Freezing:
         if coding.has_base:
             beside = coding.estimate()
             other = Coding(self._store, Blob(blob.digest, blob.size), self._level)
-            if beside > (1 - LEAST_GAIN) * other.estimate():
+            if beside > (1 - LEAST_GAIN) * other.estimate() or not self._is_whole(base):
                 return other
         return coding
+
+    def _is_whole(self, base: Blob | None) -> bool:
+        """Tell whether a base is what its digest says: what is coded by other bytes is lost with them."""
+        if base is not None and base not in self._whole:
+            try:
+                self._store.check_digest(*base)
+            except (BlobMissing, BlobDamaged):
+                return False
+            self._whole.add(base)
+        return True
 
     def _make(self, blob: Descriptor, moving: Moving) -> _Made:
         """Code a blob, and check that it decodes to what it was."""
@@ -342,10 +354,13 @@ class _Freezing:
         return None
 
     def _is_delta(self, digest: Digest) -> bool:
-        """Tell whether a base could not serve as one."""
-        if self._store.hot.has(digest):
-            return self._store.cold.has(digest) and self._store.cold.open(digest).base is not None
-        return not self._store.cold.has(digest) or self._store.cold.open(digest).base is not None
+        """Tell whether a base could not serve as one: it is coded by another, gone or damaged."""
+        if not self._store.cold.has(digest):
+            return not self._store.hot.has(digest)
+        try:
+            return self._store.cold.open(digest).base is not None
+        except (BlobMissing, BlobDamaged):
+            return True
 
     def _remove_hot(self, made: Sequence[_Made]) -> None:
         for item in made:

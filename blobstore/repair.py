@@ -252,34 +252,34 @@ class _Repair:
         missing = f"nothing in {self._origin_name} has its name and size"
         self.reasons = {str(digest): missing for digest, _ in self._wanted}
         if self._is_dry:
-            self._try_rounds(ColdOrigin(self._store))
             self._try_rounds(origin)
             return
         with self._store.writing():
             for folder in (self._layout.blobs, self._layout.temporary):
                 make_folders(folder, self._layout.root)
-            # For its name alone, that temporary files are of a living process: manifests reach the
-            # blobs, and those of a model that is removed meanwhile are garbage.
+            # For its name alone, that temporary files are of a living process: manifests reach them.
             with self._store.locks.lease() as lease:
                 self._prefix = f"{lease.name}-"
                 self._put_cold_aside()
-                self._try_rounds(ColdOrigin(self._store))
                 self._try_rounds(origin)
+        # What was coded by a damaged blob is whole again with that one.
+        cold = {key: it for key, it in self._wanted.items() if self._store.cold.has(it.digest)}
+        self.whole |= {key for key, blob in cold.items() if self._judge(blob) == (True, True)}
         self._renew_indexes()
 
     def _put_cold_aside(self) -> None:
         """Put cold blobs aside that are damaged, but whole in their hot form."""
         for key, blob in list(self._wanted.items()):
             seen = states(self._layout, blob.digest)
-            if not self._store.hot.has(blob.digest) or self._judge(blob) != (True, False):
-                continue
-            with self._store.locks.alone():
-                if states(self._layout, blob.digest) == seen:
-                    self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
-                    del self._wanted[key]
+            if self._store.hot.has(blob.digest) and self._judge(blob) == (True, False):
+                with self._store.locks.alone():
+                    if states(self._layout, blob.digest) == seen:
+                        self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
+                        del self._wanted[key]
 
     def _try_rounds(self, origin: Origin) -> None:
-        for candidates in origin.rounds(self._wanted, set(self._lists())):
+        own, others = ColdOrigin(self._store), origin.rounds(self._wanted, set(self._lists()))
+        for candidates in itertools.chain(own.rounds(self._wanted), others):
             meter = Meter(self._progress, sum(item.blob.size for item in candidates))
             with ThreadPoolExecutor(
                 self._jobs or os.cpu_count(), thread_name_prefix="blobstore-repair"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobDamaged, BlobMissing
@@ -38,14 +39,18 @@ def pin(layout: Layout, digest: Digest) -> bool:
 
 
 def link_base(layout: Layout, digest: Digest) -> bool:
-    """Give a hot blob its second name, durably. Returns and raises as :func:`pin`."""
-    if os.path.lexists(layout.base_blob(digest)):
+    """Give a hot blob its second name, durably; an older file loses it. As :func:`pin`."""
+    hot, second = layout.blob(digest), layout.base_blob(digest)
+    if not os.path.lexists(hot):
+        return os.path.lexists(second)
+    if os.path.lexists(second) and os.path.samestat(os.lstat(hot), os.lstat(second)):
         return True
     make_folders(layout.bases, layout.root)
+    make_folders(layout.temporary, layout.root)
+    ready = layout.temporary / f"{os.getpid()}-{secrets.token_hex(8)}-0"
     try:
-        os.link(layout.blob(digest), layout.base_blob(digest), follow_symlinks=False)
-    except FileNotFoundError:
-        return False
+        os.link(hot, ready, follow_symlinks=False)
+        ready.replace(second)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

@@ -37,6 +37,8 @@ def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
     aside = put_aside(layout, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
     sync_folder(layout.blobs)
+    if os.path.lexists(layout.base_blob(digest)):  # the second name of what is aside now
+        link_base(layout, digest)
     return aside
 
 

@@ -12,9 +12,11 @@ import pytest
 import blobstore
 from blobstore.collect import collect_garbage
 from blobstore.errors import BlobDamaged, ModelNotFound
+from blobstore.export import export_model
 from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
 from blobstore.naming import remove_models
+from blobstore.repair import repair_models
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from blobstore.verify import verify_models
@@ -280,5 +282,35 @@ def test_where_there_are_no_hard_links_nothing_is_coded_by_what_is_hot(
     assert set(forms_of(store, CHILD).values()) == {"cold"}
     thaw_models(["base"], store=store)
     assert set(forms_of(store, "base").values()) == {"both"}
+    lose_like_ollama(store, "base")
+    assert_whole(store)
+
+
+def test_nothing_is_coded_by_bytes_that_have_rotted(store: LocalStore) -> None:
+    """Once the base is repaired, what was coded by the wrong bytes could not be had any more."""
+    path = store.layout.blob(layers(store, "base")["x"].digest)
+    whole = Path(path).read_bytes()
+    flip(path)
+    frozen = freeze_models([CHILD], store=store, base="base")
+    assert {item.name: item.base is None for item in frozen.blobs} == {"x": True, "y": False}
+    Path(path).unlink()
+    Path(path).write_bytes(whole)
+    assert_whole(store)
+
+
+def test_a_base_that_is_repaired_has_its_second_name_again(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    export_model("base", tmp_path / "source", store=store)
+    digest = layers(store, "base")["x"].digest
+    whole = Path(store.layout.blob(digest)).read_bytes()
+    Path(store.layout.blob(digest)).chmod(0o644)
+    Path(store.layout.blob(digest)).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert verify_models(store=store).faults
+    repaired = repair_models(source=tmp_path / "source", store=store)
+    assert repaired.faults == ()
+    assert Path(store.layout.base_blob(digest)).read_bytes() == whole
+    assert Path(store.layout.base_blob(digest)).samefile(store.layout.blob(digest))
     lose_like_ollama(store, "base")
     assert_whole(store)
