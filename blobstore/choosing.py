@@ -61,6 +61,8 @@ class Chosen:
                 continue  # removed since it was listed
             path = str(self._layout.manifest(reference))
             layers = manifest.layers_of(media_types.TENSOR)
+            if not layers and not must_exist:
+                continue  # a model of Ollama's own
             if older_than is not None and self._age(path, layers) < older_than:
                 continue
             self.references.append(reference)
