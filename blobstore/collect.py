@@ -109,10 +109,13 @@ class _Collection:
         self._bases = Bases(store.cold)
         self._kept: list[int] = []
         self._gone: set[str] = set()
-        """Cold blobs that were removed, or would be."""
+        """Cold blobs that would have been removed, were it not dry."""
+        self._keeps_bases = False
+        """Whether a blob is missing, which may be coded by any of those that serve for that."""
 
     def run(self) -> Collected:
         self._marks.update()
+        self._keeps_bases = self._is_any_missing()
         deltas, others = self._unreached()
         blobs = [*self._sweep(deltas), *self._sweep(others)]
         with self._alone():
@@ -125,6 +128,11 @@ class _Collection:
             kept=len(self._kept),
             kept_size=sum(self._kept),
         )
+
+    def _is_any_missing(self) -> bool:
+        """Tell whether a blob that is needed is not there, as where a disk is not mounted."""
+        there = {*_names(self._layout.blobs), *_names(self._layout.cold)}
+        return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
 
     def _unreached(self) -> tuple[list[Path], list[Path]]:
         """Return the files of blobs that no manifest reaches: those coded by others, and the rest."""
@@ -147,6 +155,10 @@ class _Collection:
 
     def _needed_bases(self, needed: Collection[str]) -> Iterator[Digest]:
         """Yield the blobs by which others are coded that are there, be they needed or too young."""
+        if self._keeps_bases:
+            for name in _names(self._layout.bases):
+                with contextlib.suppress(InvalidDigest):
+                    yield Digest.parse(name.replace("-", ":", 1))
         for digest, status in self._store.cold.files().items():
             if digest.file_name not in self._gone:
                 # What is hot too does without its base; what nobody needs is no loss.
@@ -185,7 +197,7 @@ class _Collection:
         if is_needed or _age(status) < self._older_than:
             self._kept.append(status.st_size)
         else:
-            if path.parent == self._layout.cold:
+            if self._is_dry and path.parent == self._layout.cold:
                 self._gone.add(path.name)
             yield self._remove(path, status.st_size)
 

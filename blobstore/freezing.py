@@ -375,8 +375,11 @@ class _Freezing:
         self, blob: Descriptor, outcome: Outcome, stored: int = -1, base: Digest | None = None
     ) -> None:
         if outcome == "cold":
-            found = self._store.cold.open(blob.digest, blob.size)
-            stored, base = found.stored, found.base
+            try:
+                found = self._store.cold.open(blob.digest, blob.size)
+                stored, base = found.stored, found.base
+            except BlobMissing:  # thawed since it was looked for
+                outcome = "in use"
         size = blob.size if stored < 0 else stored
         self.results[blob.digest] = FrozenBlob(
             blob.digest, blob.name, blob.size, size, outcome, base

@@ -161,6 +161,21 @@ class Region:
         bytes(memoryview(self._all)[start : start + end - begin : mmap.PAGESIZE])
 
 
+def mapped(descriptor: int, size: int) -> memoryview:
+    """Return an open file of ``size`` bytes as memory.
+
+    It needs no descriptor; Python's own maps keep one each, and a model can have thousands.
+
+    Raises:
+        OSError: the file cannot be mapped.
+        BlobstoreError: the process may not have the addresses.
+    """
+    region = Region([size])
+    region.map(0, descriptor, size)
+    begin = region.offsets[0]
+    return memoryview(region.memory)[begin : begin + size]
+
+
 def is_cached(descriptor: int, size: int) -> bool:
     """Tell whether an open file of ``size`` bytes is in the page cache, by a sample of its pages."""
     if not size:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.digest import Digest, Digester
 from blobstore.errors import (
@@ -27,6 +26,7 @@ from blobstore.errors import (
     StoreError,
 )
 from blobstore.files import open_regular
+from blobstore.mapping import mapped
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 from blobstore.store.hot import ADVICE
 from blobstore.text import quoted
@@ -255,12 +255,12 @@ def file_state(path: str) -> State | None:
     return state_of(status) if stat.S_ISREG(status.st_mode) else None
 
 
-def _mapped(path: str) -> Any:
+def _mapped(path: str) -> memoryview:
     """Map the file of a cold blob."""
     try:
         descriptor, size = open_regular(path, follow=False)
         try:
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else b""
+            return mapped(descriptor, size)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import stat
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.files import read_past_cache
-from blobstore.mapping import is_cached
+from blobstore.mapping import is_cached, mapped
 from blobstore.safetensors.file import read_header
 from blobstore.text import quoted
 
@@ -89,9 +88,7 @@ class HotShelf:
         """Map a blob by itself."""
         descriptor = self.open(digest, size)
         try:
-            if not size:
-                return memoryview(b"")
-            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+            return mapped(descriptor, size)
         except OSError as error:
             raise self.explained(digest, error) from None
         finally:

@@ -60,6 +60,18 @@ def test_frozen_models_take_less_and_are_read_as_before(store: LocalStore) -> No
     assert list(store.layout.leases.iterdir()) == []
 
 
+def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
+    put(store, "a", {f"t{number}": number for number in range(100)})
+    freeze_models(["a"], store=store)
+
+    def run() -> int:
+        with blobstore.open("a", store=store) as model:
+            return len(model.state_dict())
+
+    limits = {resource.RLIMIT_NOFILE: len(os.listdir("/dev/fd")) + 20}
+    assert sandbox.call(run, limits=limits) == "100"
+
+
 def test_freezing_again_finds_that_it_is_done(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     first = freeze_models(["a"], store=store)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import blobstore
-from blobstore.collect import collect_garbage
+from blobstore.collect import Removed, _Collection, collect_garbage
 from blobstore.errors import BlobDamaged, ModelNotFound
 from blobstore.export import export_model
 from blobstore.freezing import freeze_models
@@ -24,6 +24,8 @@ from tests.frozen import COUNT, flip, forms_of, layer, layers, put, tuned, weigh
 from tests.models import add_blobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from blobstore.digest import Digest
     from blobstore.store.cold import ColdBlob
 
@@ -314,3 +316,38 @@ def test_a_base_that_is_repaired_has_its_second_name_again(
     assert Path(store.layout.base_blob(digest)).samefile(store.layout.blob(digest))
     lose_like_ollama(store, "base")
     assert_whole(store)
+
+
+def test_what_is_frozen_again_while_garbage_is_removed_keeps_its_base(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    remove_models([CHILD, "base"], store=store)
+    sweep = _Collection._sweep
+    swept: list[object] = []
+
+    def and_then(self: _Collection, candidates: Iterable[Path]) -> Iterator[Removed]:
+        yield from sweep(self, candidates)
+        if not swept:  # others act between two batches
+            put(store, "base", BASE)
+            put_child(store, CHILD, 10)
+            freeze_models([CHILD], store=store, base="base")
+            remove_models(["base"], store=store)
+        swept.append(candidates)
+
+    monkeypatch.setattr(_Collection, "_sweep", and_then)
+    collect_garbage(store, older_than=0)
+    assert len(swept) == 2
+    assert_whole(store)
+
+
+def test_no_base_is_removed_while_cold_blobs_are_away(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    remove_models(["base"], store=store)
+    away = store.layout.cold.rename(store.layout.cold.with_name("away"))
+    collect_garbage(store, older_than=0)
+    away.rename(store.layout.cold)
+    assert_whole(store)
+    remove_models([CHILD], store=store)
+    collect_garbage(store, older_than=0)
+    assert pins(store) == set()

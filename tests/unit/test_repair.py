@@ -307,7 +307,7 @@ def test_a_source_that_cannot_be_read_hinders_only_its_own(
 
     def losing(self: LocalStore, digest: Digest, size: int) -> None:
         check_size(self, digest, size)
-        if self.layout.root == other.layout.root:
+        if self.layout.root == other.layout.root and digest.file_name == lost.name:
             lost.unlink(missing_ok=True)
 
     monkeypatch.setattr(LocalStore, "check_size", losing)
