@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.digest import Digest, Digester
@@ -45,7 +46,8 @@ class BlobReader:
         """Blobs that are files of their own."""
         self.pinned = HotShelf(layout, layout.base_blob)
         """Second names of blobs by which cold ones are coded."""
-        self.cold = ColdShelf(layout, self.base)
+        # By a reader of its own: one that held itself would live until the collector comes by.
+        self.cold = ColdShelf(layout, partial(_base_in, layout))
         """Blobs that are coded."""
 
     def exists(self, digest: Digest, size: int) -> bool:
@@ -349,6 +351,10 @@ class BlobReader:
             with contextlib.suppress(BlobMissing):
                 return cold()
         raise AssertionError
+
+
+def _base_in(layout: Layout, digest: Digest, size: int) -> BaseBlob:
+    return BlobReader(layout).base(digest, size)
 
 
 def _new_file() -> int:

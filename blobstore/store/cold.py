@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import stat
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from blobstore.digest import Digest, Digester
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     Given = Callable[[Digest, int], BaseBlob]
     """Gives the base of a digest and a size."""
 
+_IMPORTING = Lock()
+"""Threads that import numpy at once may find half of it."""
 _PIECE = 1 << 22
 _GONE = {errno.ENOENT, errno.ENOTDIR}
 
@@ -59,12 +62,13 @@ class ColdBlob:
             BlobDamaged: it is no cold blob, or not that one.
             StoreError: it cannot be read.
         """
-        from blobstore.archive.container import ColdBlob as Container  # brings numpy
+        data = _mapped(path)
+        with _IMPORTING:
+            from blobstore.archive.container import ColdBlob as Container  # brings numpy
 
         self.digest = digest
         self._path = path
         self._given: Given | None = given
-        data = _mapped(path)
         self.stored = len(data)
         """Bytes of its file."""
         with self._explained():

@@ -43,9 +43,9 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
     descriptors = len(os.listdir("/dev/fd"))
     yield LocalStore(tmp_path / "store", wait=0.05)
     until = time.monotonic() + 10
-    while len(os.listdir("/dev/fd")) != descriptors and time.monotonic() < until:
+    while len(os.listdir("/dev/fd")) > descriptors and time.monotonic() < until:
         gc.collect()  # threads of other tests may have one open for a moment
-    assert len(os.listdir("/dev/fd")) == descriptors
+    assert len(os.listdir("/dev/fd")) <= descriptors
 
 
 @pytest.fixture
