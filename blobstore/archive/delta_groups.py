@@ -42,6 +42,8 @@ _PAIRS: Final[dict[int, np.dtype[Any]]] = {
     2: np.dtype("<u4"),
     4: np.dtype("<u8"),
 }
+_ALL: Final = 0xFF
+"""The mask of an exponent of eight bits, which a byte is already."""
 _SAMPLE: Final = 1 << 13
 _TOP: Final = 0.99
 """The part of a tensor above which exponents are too rare for a class."""
@@ -184,6 +186,6 @@ def _exponents(base: Array, dtype: DType) -> Array:
     exponents = scratch("delta exponents", len(base))
     np.right_shift(base, shift, out=shifted)
     np.copyto(exponents, shifted, casting="unsafe")  # keeps the lowest eight bits
-    if mask != 0xFF:  # noqa: PLR2004 - all that is kept
+    if mask != _ALL:
         np.bitwise_and(exponents, mask, out=exponents)
     return exponents

@@ -47,7 +47,9 @@ class Form(enum.IntEnum):
     BYTES = 4
 
 
-_BITS: Final = (0, 2, 4, 8)
+_BYTE: Final = 8
+"""Bits of a byte."""
+_BITS: Final = (0, 2, 4, _BYTE)
 """Bits of a difference in the forms with escapes; the least number of so many bits is the escape code."""
 
 
@@ -192,7 +194,7 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
         _unpack(codes, bits, out)
         if len(escaped):
             code = -(1 << (bits - 1))
-            is_escape = codes.view(np.int8) == code if bits == 8 else out == code  # noqa: PLR2004
+            is_escape = codes.view(np.int8) == code if bits == _BYTE else out == code
             _fill(out, escaped, is_escape)
 
 
@@ -229,9 +231,9 @@ def _plane(planes: Iterator[tuple[int, memoryview]], size: int) -> Array:
 
 
 def _pack(small: Array, bits: int) -> Array:
-    if bits == 8:  # noqa: PLR2004 - of a byte
+    if bits == _BYTE:
         return small
-    count = 8 // bits
+    count = _BYTE // bits
     size = -(-len(small) // count)
     packed = np.zeros(size, np.uint8)
     for number in range(count):
@@ -241,7 +243,7 @@ def _pack(small: Array, bits: int) -> Array:
 
 
 def _unpack(codes: Array, bits: int, out: Array) -> None:
-    if bits == 8:  # noqa: PLR2004 - of a byte
+    if bits == _BYTE:
         np.copyto(out, codes.view(np.int8))
         return
     size = len(codes)

@@ -224,7 +224,7 @@ class StoreProtocol(RuleBasedStateMachine):
         self.damaged.clear()
 
     def _take(self, changes: Mapping[str, Known | None]) -> None:
-        """Note what names stand for now, and leave aside damage that no name needs any more."""
+        """Note what names stand for now, and forget damage that no name needs any more."""
         names = {**self.names, **changes}
         self.names = {name: known for name, known in names.items() if known is not None}
         reached = self._reached()
