@@ -109,4 +109,7 @@ class Documents:
                 self._store.check_size(layer.digest, layer.size)
             except Damaged as found:
                 return found.at(f"{self.reference}: layer {quoted(layer.name)}")
+        for layer in self.manifest.layers_of(media_types.TENSOR):
+            if layer.digest.hex in str(error):  # as it has the path of a cold blob
+                return error.at(f"{self.reference}: layer {quoted(layer.name)}")
         return error.at(str(self.reference))

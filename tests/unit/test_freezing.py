@@ -72,6 +72,14 @@ def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
     assert sandbox.call(run, limits=limits) == "100"
 
 
+def test_a_damaged_cold_blob_is_told_with_its_layer(store: LocalStore) -> None:
+    put(store, "a", {"x": 1, "y": 2})
+    freeze_models(["a"], store=store)
+    flip(store.layout.cold_blob(layers(store, "a")["y"].digest), 5000)
+    with pytest.raises(BlobDamaged, match="^a:latest: layer 'y': cold blob '.*' is damaged: "):
+        blobstore.open("a", store=store).state_dict()
+
+
 def test_freezing_again_finds_that_it_is_done(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     first = freeze_models(["a"], store=store)
