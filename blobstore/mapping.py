@@ -78,8 +78,8 @@ class Region:
         Raises:
             OSError: the file cannot be mapped.
         """
-        self.present.add(slot)
         if size == 0:  # there are no empty maps
+            self.present.add(slot)
             return
         begin, end = self.offsets[slot : slot + 2]
         # To where the next slot begins: a gap between two maps would be a map of its own.

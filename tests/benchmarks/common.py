@@ -75,7 +75,8 @@ def borrow_memory(nbytes: int) -> None:
     A virtual machine may give freed memory to its host, and to get it back takes up to 2 s/GiB: the
     case that comes first would pay for all.
     """
-    with mmap.mmap(-1, nbytes) as memory:
+    # Shared memory, which is what Python makes otherwise, comes in small pages.
+    with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
 
