@@ -1,4 +1,4 @@
-"""Workflow: what a store holds. Manifests are read, blobs are not touched."""
+"""Workflow: what a store holds. Manifests are read, of blobs only the names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from blobstore.catalog import read_catalog
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from blobstore.catalog import Entry
     from blobstore.digest import Digest
     from blobstore.errors import BlobstoreError
@@ -29,6 +31,8 @@ class ListedModel:
     """Bytes of the model's blobs, config included."""
     shared: int = 0
     """Bytes of those blobs that other names of the store use too."""
+    frozen: int = 0
+    """Bytes of those blobs that are cold only, as they were before."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
@@ -41,12 +45,14 @@ def list_models(store: LocalStore | None = None) -> tuple[ListedModel, ...]:
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    entries = list(read_catalog(store or LocalStore()))
+    store = store or LocalStore()
+    entries = list(read_catalog(store))
     uses = Counter(digest for entry in entries for digest in entry.blobs)
-    return tuple(_listed(entry, uses) for entry in entries)
+    frozen = store.frozen()
+    return tuple(_listed(entry, uses, frozen) for entry in entries)
 
 
-def _listed(entry: Entry, uses: Counter[Digest]) -> ListedModel:
+def _listed(entry: Entry, uses: Counter[Digest], frozen: AbstractSet[Digest]) -> ListedModel:
     blobs = entry.blobs
     return ListedModel(
         reference=entry.reference,
@@ -54,5 +60,6 @@ def _listed(entry: Entry, uses: Counter[Digest]) -> ListedModel:
         digest=entry.digest,
         size=sum(blobs.values()),
         shared=sum(size for digest, size in blobs.items() if uses[digest] > 1),
+        frozen=sum(size for digest, size in blobs.items() if digest in frozen),
         error=entry.error,
     )

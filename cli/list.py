@@ -38,7 +38,7 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     """List the models of the store.
 
     SHARED is what other names of the store use too, so removing one name frees the rest of its
-    size at most. ID is the beginning of the manifest's digest. A manifest that cannot be read is
+    size at most. FROZEN is what "blobstore freeze" has coded of it, if of any model. ID is the beginning of the manifest's digest. A manifest that cannot be read is
     listed with its error, and the exit code is then 4.
     """
     from blobstore.listing import list_models
@@ -64,19 +64,24 @@ def _ordered(models: Sequence[ListedModel], order: Order) -> Sequence[ListedMode
 
 
 def _as_table(models: Sequence[ListedModel]) -> str:
+    sizes = {"SIZE": "size", "SHARED": "shared"}
+    if any(model.frozen for model in models):
+        sizes["FROZEN"] = "frozen"
     rows = [
         (
             render.cell(model.reference),
             model.digest.short if model.digest else "UNREADABLE",
-            "-" if model.error else render.human_bytes(model.size),
-            "-" if model.error else render.human_bytes(model.shared),
+            *(
+                "-" if model.error else render.human_bytes(getattr(model, key))
+                for key in sizes.values()
+            ),
             render.human_age(model.modified),
         )
         for model in models
     ]
     broken = [row for row, model in enumerate(models) if model.error]
-    headings = ("NAME", "ID", "SIZE", "SHARED", "MODIFIED")
-    return render.table(headings, rows, right=(2, 3), alarming=broken)
+    headings = ("NAME", "ID", *sizes, "MODIFIED")
+    return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)
 
 
 def _as_json(model: ListedModel) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def _as_json(model: ListedModel) -> dict[str, Any]:
         "digest": str(model.digest) if model.digest else None,
         "bytes": None if model.error else model.size,
         "shared_bytes": None if model.error else model.shared,
+        "frozen_bytes": None if model.error else model.frozen,
         "modified": moment.isoformat(timespec="seconds"),
         "error": str(model.error) if model.error else None,
     }

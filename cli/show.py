@@ -76,6 +76,8 @@ class _Model:
     model_type: str
     is_gguf: bool
     """One of Ollama's own, whose weights are in one file."""
+    frozen: frozenset[Digest]
+    """The blobs that are coded, and no files at the moment."""
 
     @property
     def parameters(self) -> int:
@@ -164,6 +166,7 @@ def _read_model(store: LocalStore, reference: Reference) -> _Model:
         architecture=architecture,
         model_type=model_type,
         is_gguf=is_gguf,
+        frozen=frozenset(blob.digest for blob in manifest.blobs if store.is_cold(blob.digest)),
     )
 
 
@@ -291,7 +294,7 @@ def _as_text(model: _Model, view: View, rows: Sequence[_Row]) -> str:
     if model.is_gguf:
         lines.append("Ollama's own: the weights are one GGUF file, not blobs of tensors")
     lines.append(render.table(headings, texts, right=numbers, alarming=alarming))
-    lines.append(_totals(model, view, rows))
+    lines.append(_totals(model, view, rows) + _frozen(model, rows))
     return "\n".join(lines)
 
 
@@ -342,6 +345,14 @@ def _totals(model: _Model, view: View, rows: Sequence[_Row]) -> str:
     )
 
 
+def _frozen(model: _Model, rows: Sequence[_Row]) -> str:
+    blobs = {row.digest for row in rows}
+    frozen = len(blobs & model.frozen)
+    if frozen < len(blobs):
+        return f", {frozen:,} of {render.count_of(len(blobs), 'blob')} frozen" if frozen else ""
+    return ", frozen" if frozen else ""
+
+
 def _bits(size: int, elements: int) -> str:
     return f"{size * 8 / elements:.3g}" if elements else "-"
 
@@ -354,11 +365,14 @@ def _as_json(model: _Model, view: View, rows: Sequence[_Row]) -> dict[str, Any]:
         "model_type": model.model_type or None,
         "parameters": None if model.is_gguf else model.parameters,
         "bytes": sum(blob.size for blob in model.manifest.blobs),
+        "frozen_bytes": sum(
+            blob.size for blob in model.manifest.blobs if blob.digest in model.frozen
+        ),
     }
     if view == "tensors":
         value["tensors"] = [_tensor_json(row.tensor) for row in rows if row.tensor]
     else:
-        value[view] = [_blob_json(row) for row in rows]
+        value[view] = [_blob_json(row) | {"frozen": row.digest in model.frozen} for row in rows]
     value["faults"] = [
         _blob_json(row) | {"message": str(row.fault)} for row in _rows(model, "layers") if row.fault
     ]

@@ -70,6 +70,14 @@ class BlobReader:
         """Tell whether a blob is here cold only."""
         return not self.hot.has(digest) and self.cold.has(digest)
 
+    def frozen(self) -> set[Digest]:
+        """Return the blobs that are here cold only.
+
+        Raises:
+            StoreError: the cold ones cannot be listed.
+        """
+        return {digest for digest in self.cold.files() if not self.hot.has(digest)}
+
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that the blob is here, hot or cold, and has ``size`` bytes.
 

@@ -132,7 +132,7 @@ def test_names_that_are_nearly_right_are_suggested(pair: LocalStore) -> None:
 def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path) -> None:
     before = {
         what: run(*what).stdout
-        for what in (("show", "a"), ("list", "--json"), ("compare", "a", "b"))
+        for what in (("show", "a", "--manifest"), ("compare", "a", "b"))
     }
     run("export", "a", tmp_path / "hot")
     run("freeze", "a", "b")
@@ -215,3 +215,21 @@ def test_an_interrupt_is_exit_code_130(store: LocalStore) -> None:
     assert b"interrupted" in errors
     assert list(store.layout.temporary.iterdir()) == []
     assert "neither" not in forms_of(store, "a").values()
+
+
+def test_list_and_show_mark_what_is_frozen(pair: LocalStore) -> None:
+    assert "FROZEN" not in run("list").stdout
+    run("freeze", "a")
+    size = len(layer("x", weights(1)))
+    assert [model["frozen_bytes"] for model in run_json("list")["models"]] == [size, 0]
+    heading, frozen, other = run("list").stdout.splitlines()
+    assert heading.split()[3:5] == ["SHARED", "FROZEN"]
+    end = heading.index("FROZEN") + len("FROZEN")
+    assert frozen[:end].endswith("  80.1 kB")
+    assert other[:end].endswith("  0 B")
+    assert run("show", "a").stdout.splitlines()[-1].endswith(", 1 of 2 blobs frozen")
+    assert run("show", "a", "y").stdout.splitlines()[-1].endswith(" bits a weight, frozen")
+    assert "frozen" not in run("show", "b").stdout
+    shown = run_json("show", "a", "--layers")
+    assert shown["frozen_bytes"] == size
+    assert [blob["name"] for blob in shown["layers"] if blob["frozen"]] == ["y"]
