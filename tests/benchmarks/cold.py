@@ -26,9 +26,11 @@ from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
 from blobstore.tensor import DType
 from tests.benchmarks.common import arguments
+from tests.benchmarks.plot import Point
 from tests.real.packages import package
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
@@ -233,9 +235,9 @@ def _timed(
     return seconds
 
 
-def main() -> None:
-    """Print a table for each type."""
-    given = arguments(__doc__)
+def tables(given: argparse.Namespace) -> dict[str, list[Point]]:
+    """Print a table for each type, and return what the codecs came to by type."""
+    points: dict[str, list[Point]] = {}
     for name, (dtype, tensors) in casts(weights(given.scale)).items():
         data = b"".join(tensors)
         print(f"## {name}: {len(data) / 1e6:.1f} MB, order 0 {entropy(data, dtype):.4f}\n")
@@ -244,8 +246,14 @@ def main() -> None:
         for codec, (seconds, size) in measure(cases(tensors, dtype), given.rounds).items():
             rates = " | ".join(f"{len(data) / each / 1e9:.2f}" for each in seconds)
             print(f"| {codec} | {size / len(data):.4f} | {rates} |")
+            decoded = len(data) / seconds[1] / 1e9
+            is_ours = codec.startswith("cold")
+            points.setdefault(name, []).append(
+                Point(codec, size / len(data), decoded, is_ours=is_ours)
+            )
         print(flush=True)
+    return points
 
 
 if __name__ == "__main__":
-    main()
+    tables(arguments(__doc__))

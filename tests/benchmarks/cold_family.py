@@ -25,8 +25,10 @@ from blobstore.safetensors.numpy import BF16, as_bytes
 from blobstore.tensor import DType
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.fine_tunes import pairs
+from tests.benchmarks.plot import Point
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping
 
     Array = np.ndarray[Any, Any]
@@ -164,6 +166,7 @@ CODECS: Mapping[str, Codec] = {
     "differences, small": Differences(Effort.SMALL),
     "predicted, small": Predicted(Effort.SMALL),
 }
+_PEERS = (CODECS["zstd 3, no base"], CODECS["BitX-like"])
 _PEER, _ALONE, _BEST = "BitX-like", "planes, no base", "predicted, small"
 
 
@@ -215,8 +218,9 @@ def of_models(base: Mapping[str, Array], tuned: Mapping[str, Array], scale: floa
     return model
 
 
-def report(name: str, model: list[Pair], found: Mapping[str, Measured]) -> None:
-    """Print the table of a pair of models."""
+def report(name: str, model: list[Pair], found: Mapping[str, Measured]) -> list[Point]:
+    """Print the table of a pair of models, and return what the codecs came to."""
+    points = []
     nbytes = sum(pair.tensor.nbytes for pair in model)
     differ = sum(int(np.count_nonzero(pair.tensor != pair.base)) for pair in model)
     peer = sum(found[_PEER].sizes)
@@ -234,18 +238,22 @@ def report(name: str, model: list[Pair], found: Mapping[str, Measured]) -> None:
             f"| {codec} | {size / nbytes:.4f} | {1 - size / peer:.1%} "
             f"| {nbytes / one.encode / 1e9:.2f} | {nbytes / one.decode / 1e9:.2f} |"
         )
+        is_ours = CODECS[codec] not in _PEERS
+        decoded = nbytes / one.decode / 1e9
+        points.append(Point(codec, size / nbytes, decoded, is_ours=is_ours))
     solo = sum(alone) / nbytes
     saved = {
         codec: 1 - (solo + _FAMILY * sum(found[codec].sizes) / nbytes) / (1 + _FAMILY)
         for codec in (_PEER, "differences, small", _BEST)
     }
     told = ", ".join(f"{codec} {part:.1%}" for codec, part in saved.items())
-    print(f"\nOf a base and {_FAMILY} such fine-tunes is saved: {told}\n")
+    print(f"\nOf a base and {_FAMILY} such fine-tunes is saved: {told}\n", flush=True)
+    return points
 
 
-def main() -> None:
-    """Print the tables."""
-    options = arguments(__doc__)
+def tables(options: argparse.Namespace) -> dict[str, list[Point]]:
+    """Print the tables, and return what the codecs came to by pair."""
+    points = {}
     with workspace(options.folder) as folder:
         where = folder if options.folder is None else options.folder / "fine-tunes"
         for name, sides in pairs(where).items():
@@ -254,8 +262,10 @@ def main() -> None:
             for number in range(options.rounds):
                 for codec, item in CODECS.items():
                     rounds[codec].append(measure(item, model, check=not number))
-            report(name, model, {codec: best_of(taken) for codec, taken in rounds.items()})
+            best = {codec: best_of(taken) for codec, taken in rounds.items()}
+            points[name] = report(name, model, best)
+    return points
 
 
 if __name__ == "__main__":
-    main()
+    tables(arguments(__doc__))

@@ -1,0 +1,37 @@
+"""All of cold storage: codecs alone, codecs beside a base, a store with a family, and a plot of them.
+
+It takes half an hour, most of it for training; --folder keeps what was trained. The plot is drawn where
+matplotlib is installed, as it is by `pip install --group bench .`, which brings the peers too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from tests.benchmarks import cold, cold_family, frozen
+from tests.benchmarks.common import arguments
+from tests.benchmarks.plot import draw
+
+_PLOT = Path("docs/cold-storage.svg")
+_PANELS = {
+    "medium": "fine-tune, 200 steps",
+    "chgnet": "fine-tune, published (chgnet)",
+    "adapter": "LoRA of rank 16, merged",
+}
+
+
+def main() -> None:
+    """Print all tables, and draw the plot."""
+    options = arguments(__doc__)
+    panels = {"bf16, alone": cold.tables(options)["bf16"]}
+    pairs = cold_family.tables(options)
+    panels |= {title: pairs[name] for name, title in _PANELS.items()}
+    frozen.tables(options)
+    if importlib.util.find_spec("matplotlib"):
+        draw(panels, _PLOT)
+        print(f"drawn: {_PLOT}")
+
+
+if __name__ == "__main__":
+    main()

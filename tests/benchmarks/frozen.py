@@ -1,0 +1,156 @@
+"""Models frozen in a store: what a family takes, how long it takes, and how soon one is loaded again.
+
+The family is all-MiniLM-L6-v2 in bf16 with four fine-tunes of all its parameters; what is loaded is a
+model of 1 GiB of normally distributed bf16 numbers in 200 tensors, hot and frozen, whose files were dropped
+from the page cache. Give --folder to train only once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+import blobstore
+from blobstore.freezing import freeze_models
+from blobstore.safetensors.writer import write_safetensors
+from blobstore.tensor import DTYPES, TensorSpec
+from blobstore.thawing import thaw_models
+from tests.benchmarks.common import (
+    GIB,
+    arguments,
+    borrow_memory,
+    rounds,
+    table,
+    timed,
+    workspace,
+)
+from tests.benchmarks.fine_tunes import pairs
+from tests.benchmarks.loading import drop, touch
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from blobstore.coding import Level
+
+_TUNED = ("light", "medium", "heavy", "contrastive")
+_TENSORS = 200
+_LEVELS: tuple[Level, ...] = ("fast", "small")
+
+
+def write_model(folder: Path, tensors: Mapping[str, Any]) -> Path:
+    """Write a model folder of tensors in bf16."""
+    folder.mkdir(parents=True)
+    specs = [TensorSpec(name, DTYPES["BF16"], tensor.shape) for name, tensor in tensors.items()]
+    write_safetensors(
+        folder / "model.safetensors",
+        specs,
+        lambda name: [tensors[name].astype(ml_dtypes.bfloat16).tobytes()],
+    )
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def make_family(folder: Path, kept: Path) -> blobstore.LocalStore:
+    """Return a store with the base and its fine-tunes; what was trained is kept."""
+    store = blobstore.LocalStore(folder / "family")
+    found = pairs(kept)
+    models = {"base": found["medium"][0]} | {name: found[name][1] for name in _TUNED}
+    for name, tensors in models.items():
+        blobstore.create(write_model(folder / "models" / name, tensors), name, store=store)
+    return store
+
+
+def freeze_family(store: blobstore.LocalStore, level: Level) -> None:
+    """Freeze all models and thaw them again, and print what that took."""
+    names = ("base", *_TUNED)
+    frozen = freeze_models(names, store=store, level=level)
+    thawed = thaw_models(names, store=store)
+    assert not frozen.faults
+    assert not thawed.faults
+    print(
+        f"| {level} | {frozen.size / 1e6:.0f} MB | {frozen.stored / 1e6:.0f} MB "
+        f"| {1 - frozen.stored / frozen.size:.1%} | {frozen.size / frozen.seconds / 1e9:.2f} "
+        f"| {frozen.size / thawed.seconds / 1e9:.2f} |",
+        flush=True,
+    )
+
+
+def make_large(folder: Path, nbytes: int) -> tuple[blobstore.LocalStore, blobstore.LocalStore]:
+    """Return two stores with one model, hot and frozen."""
+    rows = nbytes // (_TENSORS * 2 * 1024)
+    random = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.{number // 10}.p{number % 10}.weight": random.standard_normal(
+            (rows, 1024), np.float32
+        )
+        * np.float32(0.02)
+        for number in range(_TENSORS)
+    }
+    source = write_model(folder / "large", tensors)
+    stores = blobstore.LocalStore(folder / "hot"), blobstore.LocalStore(folder / "cold")
+    for store in stores:
+        blobstore.create(source, "m", store=store)
+    shutil.rmtree(source)
+    frozen = freeze_models(["m"], store=stores[1])
+    print(
+        f"freeze, fast, {frozen.size / 1e9:.2f} GB of bf16 alone: {frozen.stored / frozen.size:.4f}, "
+        f"{frozen.size / frozen.seconds / 1e9:.2f} GB/s\n"
+    )
+    return stores
+
+
+def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count: int) -> None:
+    """Print how soon every byte of a model was read, from the disk."""
+
+    def load(store: blobstore.LocalStore, **how: Any) -> Callable[[], object]:
+        def work() -> object:
+            model = blobstore.open("m", store=store, framework="torch", **how)
+            tensors = model.state_dict()
+            touch(tensors.values())
+            return model, tensors
+
+        return lambda: timed(work)
+
+    files = [
+        path for store in stores for path in store.layout.root.rglob("sha256-*") if path.is_file()
+    ]
+    nbytes = sum(path.stat().st_size for path in stores[0].layout.blobs.iterdir())
+
+    def chill() -> None:
+        drop(files)
+        borrow_memory(nbytes * 9 // 4)
+
+    best = "hot, read=pread"
+    cases: dict[str, Callable[[], Any]] = {
+        "hot": load(stores[0]),
+        best: load(stores[0], read="pread"),
+        "frozen": load(stores[1]),
+    }
+    print("From the disk, every byte touched\n")
+    table(rounds(cases, count, chill), best, nbytes)
+    print("From the page cache, every byte touched\n")
+    table(rounds(cases, count, lambda: borrow_memory(nbytes * 9 // 4)), best, nbytes)
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Print the tables."""
+    with workspace(options.folder) as folder:
+        kept = folder if options.folder is None else options.folder / "fine-tunes"
+        store = make_family(folder, kept)
+        print("| family | size | frozen | saved | freeze GB/s | thaw GB/s |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for level in _LEVELS:
+            freeze_family(store, level)
+        print()
+        os.sync()
+        load_large(make_large(folder, int(GIB * options.scale)), options.rounds)
+
+
+if __name__ == "__main__":
+    tables(arguments(__doc__))
