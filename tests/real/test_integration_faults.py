@@ -13,48 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.store.local import LocalStore
 from tests.models import blob
+from tests.real.tiny import make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from blobstore.store.local import LocalStore
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")
 NORM = "model.norm.weight"
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
-EXPERTS: dict[str, Any] = {
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
-    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture(params=["transformers", "mlx_lm"])
@@ -80,12 +52,7 @@ def refused(library: str, store: LocalStore, **opening: Any) -> BlobstoreError:
 
 
 def saved(kind: str, folder: Path) -> Path:
-    torch.manual_seed(0)
-    config: Any = transformers.LlamaConfig(**SHAPE)
-    if kind == "qwen3-moe":
-        config = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    make(kind, torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -38,13 +38,13 @@ from blobstore.errors import (
 from blobstore.export import export_model
 from blobstore.manifests.reference import Reference
 from blobstore.quantize.formats import FORMATS
-from blobstore.store.local import LocalStore
 from tests.models import blob, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.plan import ExpertForm
+    from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
@@ -114,11 +114,6 @@ def logits(model: Any) -> Any:
     result = model(mx.arange(1, 33)[None])
     mx.eval(result)
     return result
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def create_as_mlx_lm_does(

@@ -32,52 +32,19 @@ from blobstore.integrations.transformers import (
     tokenizer_from_store,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.store.local import LocalStore
 from blobstore.verify import verify_models
-from tests.real.test_transformers import logits, make
+from tests.real.tiny import TEXT, logits, make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from blobstore.plan import ExpertForm
+    from blobstore.store.local import LocalStore
 
 needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel in Linux's way")
-TEXT: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
-    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a model of random weights, the same ones every time."""
-    if kind == "mixtral":
-        torch.manual_seed(0)
-        config = transformers.MixtralConfig(**TEXT, num_local_experts=12)
-        model: Any = transformers.MixtralForCausalLM._from_config(config, dtype=dtype)
-    elif kind == "tied":
-        torch.manual_seed(0)
-        tied = transformers.LlamaConfig(**TEXT, tie_word_embeddings=True)
-        model = transformers.LlamaForCausalLM._from_config(tied, dtype=dtype)
-    else:
-        model = make(kind, dtype)
-    model.save_pretrained(folder)
+    make(kind, dtype).save_pretrained(folder)
     return folder
 
 
@@ -396,8 +363,8 @@ def test_tensors_of_another_shape_are_listed(store: LocalStore, tmp_path: Path) 
         from_store("m", store=store)
 
     assert str(caught.value).endswith(
-        "2 tensors of another shape: 'lm_head.weight' [64, 32] where [80, 32] is expected, "
-        "'model.embed_tokens.weight' [64, 32] where [80, 32] is expected"
+        "2 tensors of another shape: 'lm_head.weight' [64, 64] where [80, 64] is expected, "
+        "'model.embed_tokens.weight' [64, 64] where [80, 64] is expected"
     )
 
 

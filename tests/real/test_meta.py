@@ -13,11 +13,12 @@ from blobstore.creation import create
 from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.store.local import LocalStore
 from tests.meta_models import split, to_meta
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from blobstore.store.local import LocalStore
 
 PARAMS = {
     "dim": 64,
@@ -29,11 +30,6 @@ PARAMS = {
     "norm_eps": 1e-05,
     "rope_theta": 500000.0,
 }
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def llama() -> Any:

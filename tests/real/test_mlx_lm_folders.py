@@ -12,7 +12,6 @@ import transformers
 import blobstore
 from blobstore.export import export_model
 from blobstore.linking import link_model
-from blobstore.store.local import LocalStore
 from tests.real import test_integrations_mlx_lm as helpers
 from tests.real.test_linking import assert_opened_by_safetensors
 
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.plan import ExpertForm
+    from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 integration = pytest.importorskip("blobstore.integrations.mlx_lm")
 
 logits = helpers.logits
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.mark.parametrize("quant_type", helpers.GROUPS)

@@ -17,77 +17,14 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.verify import verify_models
+from tests.real.tiny import logits, make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from blobstore.plan import ExpertForm
 
 NAME = Reference.parse("m")
-_TEXT: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-# More than ten experts, so that the order of their names is not the order of their numbers.
-_EXPERTS: dict[str, Any] = {
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "num_experts": 12,
-    "num_experts_per_tok": 2,
-}
-_IMAGE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
-
-_CONFIGS = {
-    "llama": transformers.LlamaConfig(**_TEXT),
-    "qwen3-moe": transformers.Qwen3MoeConfig(**_TEXT, **_EXPERTS),
-    "vit": transformers.ViTConfig(**_IMAGE),
-}
-_CLASSES: dict[str, Any] = {
-    "llama": transformers.LlamaForCausalLM,
-    "qwen3-moe": transformers.Qwen3MoeForCausalLM,
-    "vit": transformers.ViTForImageClassification,
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_progress_bars() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
-    transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model with random weights, the same ones every time."""
-    torch.manual_seed(0)
-    # Made in its type, not converted to it: a conversion also rounds what is not stored.
-    return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    """Return what a model computes for a fixed input."""
-    with torch.no_grad():
-        if "ViT" in type(model).__name__:
-            image = torch.linspace(-1, 1, 3 * 32 * 32, dtype=model.dtype)
-            return model(image.reshape(1, 3, 32, 32)).logits  # type: ignore[no-any-return]
-        return model(torch.arange(1, 33)[None]).logits  # type: ignore[no-any-return]
 
 
 def saved(model: Any, folder: Path, *, shard_size: str = "1GB") -> Path:

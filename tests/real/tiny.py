@@ -1,0 +1,64 @@
+"""Models of random weights, as small as the libraries take them, made by transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+# Rows are of two groups of 32, so that every type of quantization fits.
+TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+# More than ten experts, so that the order of their names is not the order of their numbers.
+EXPERTS: dict[str, Any] = {
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+}
+_IMAGE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**TEXT),
+    "tied": transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**TEXT, **EXPERTS),
+    "mixtral": transformers.MixtralConfig(**TEXT, num_local_experts=12),
+    "vit": transformers.ViTConfig(**_IMAGE),
+}
+_CLASSES: dict[str, Any] = {
+    "llama": transformers.LlamaForCausalLM,
+    "tied": transformers.LlamaForCausalLM,
+    "qwen3-moe": transformers.Qwen3MoeForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "vit": transformers.ViTForImageClassification,
+}
+
+
+def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with random weights, the same ones every time."""
+    torch.manual_seed(0)
+    # Made in its type, not converted to it: a conversion also rounds what is not stored.
+    return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model computes for a fixed input."""
+    with torch.no_grad():
+        if "ViT" in type(model).__name__:
+            image = torch.linspace(-1, 1, 3 * 32 * 32, dtype=model.dtype)
+            return model(image.reshape(1, 3, 32, 32)).logits  # type: ignore[no-any-return]
+        return model(torch.arange(1, 33)[None]).logits  # type: ignore[no-any-return]
