@@ -76,8 +76,8 @@ class _Model:
     model_type: str
     is_gguf: bool
     """One of Ollama's own, whose weights are in one file."""
-    frozen: frozenset[Digest]
-    """The blobs that are coded, and no files at the moment."""
+    frozen: Mapping[Digest, int]
+    """The sizes of blobs that are coded, and no files at the moment."""
 
     @property
     def parameters(self) -> int:
@@ -151,22 +151,21 @@ def _read_model(store: LocalStore, reference: Reference) -> _Model:
     is_gguf = not has_tensors and bool(manifest.layers_of(media_types.MODEL))
     if is_gguf:
         config = _read_json(store, manifest.config, faults)
-        architecture, model_type = _text(config, "model_family"), _text(config, "model_type")
+        architecture = _text(config, "model_family")
     else:
         named = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
         found = [named[name] for name in _CONFIG_FILES if name in named]
         config = _read_json(store, found[0], faults) if found else {}
-        architecture = _first_text(config, "architectures") or _text(config, "_class_name")
-        model_type = _text(config, "model_type")
+        architecture = _text(config, "architectures") or _text(config, "_class_name")
     return _Model(
         reference=reference,
         manifest=manifest,
         contents=contents,
         faults=faults,
         architecture=architecture,
-        model_type=model_type,
+        model_type=_text(config, "model_type"),
         is_gguf=is_gguf,
-        frozen=frozenset(blob.digest for blob in manifest.blobs if store.is_cold(blob.digest)),
+        frozen={item.digest: item.size for item in manifest.blobs if store.is_cold(item.digest)},
     )
 
 
@@ -201,12 +200,8 @@ def _read_json(store: LocalStore, blob: Descriptor, faults: Faults) -> Mapping[s
 
 def _text(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key)
+    value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, str) else ""
-
-
-def _first_text(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
-    return value[0] if isinstance(value, list) and value and isinstance(value[0], str) else ""
 
 
 def _blob_name(blob: Descriptor, manifest: Manifest) -> str:
@@ -347,10 +342,9 @@ def _totals(model: _Model, view: View, rows: Sequence[_Row]) -> str:
 
 def _frozen(model: _Model, rows: Sequence[_Row]) -> str:
     blobs = {row.digest for row in rows}
-    frozen = len(blobs & model.frozen)
-    if frozen < len(blobs):
-        return f", {frozen:,} of {render.count_of(len(blobs), 'blob')} frozen" if frozen else ""
-    return ", frozen" if frozen else ""
+    frozen = len(blobs & model.frozen.keys())
+    part = f"{frozen:,} of {render.count_of(len(blobs), 'blob')} " if frozen < len(blobs) else ""
+    return f", {part}frozen" if frozen else ""
 
 
 def _bits(size: int, elements: int) -> str:
@@ -365,17 +359,14 @@ def _as_json(model: _Model, view: View, rows: Sequence[_Row]) -> dict[str, Any]:
         "model_type": model.model_type or None,
         "parameters": None if model.is_gguf else model.parameters,
         "bytes": sum(blob.size for blob in model.manifest.blobs),
-        "frozen_bytes": sum(
-            blob.size for blob in model.manifest.blobs if blob.digest in model.frozen
-        ),
+        "frozen_bytes": sum(model.frozen.values()),
     }
     if view == "tensors":
         value["tensors"] = [_tensor_json(row.tensor) for row in rows if row.tensor]
     else:
-        value[view] = [_blob_json(row) | {"frozen": row.digest in model.frozen} for row in rows]
-    value["faults"] = [
-        _blob_json(row) | {"message": str(row.fault)} for row in _rows(model, "layers") if row.fault
-    ]
+        value[view] = [_blob_json(model, row) for row in rows]
+    faulty = [row for row in _rows(model, "layers") if row.fault]
+    value["faults"] = [_blob_json(model, row) | {"message": str(row.fault)} for row in faulty]
     return value
 
 
@@ -398,11 +389,12 @@ def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
     } | (quantized if tensor.companions else {})
 
 
-def _blob_json(row: _Row) -> dict[str, Any]:
+def _blob_json(model: _Model, row: _Row) -> dict[str, Any]:
     return {
         "name": row.name,
         "media_type": row.type,
         "bytes": row.size,
         "digest": str(row.digest),
         "state": row.state,
+        "frozen": row.digest in model.frozen,
     }
