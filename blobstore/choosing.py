@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.coding import Blob
+from blobstore.equals import Equals
 from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.marks import Marks
@@ -77,7 +78,7 @@ class Chosen:
                 self._frozen[path] = item.state
 
     def compare(self, base: Reference | None, level: Level) -> None:
-        """Find the models by which others are coded, ``base`` if that is given.
+        """Find the models by which others are coded, ``base`` if that is given, and equal tensors.
 
         Raises:
             ModelNotFound: there is no such model.
@@ -97,7 +98,16 @@ class Chosen:
                 if name in theirs and theirs[name].digest != layer.digest:
                     blob = Blob(theirs[name].digest, theirs[name].size)
                     self.base_blobs[layer.digest] = blob
+        self._join_equals(relatives, level)
         self._drop_chains()
+
+    def _join_equals(self, relatives: Relatives, level: Level) -> None:
+        """Let blobs be coded by those whose tensors they have under other names."""
+        coded = Bases(self._store.cold).known(self._store.cold.files())
+        equals = Equals(self._store, level, self.blobs, coded)
+        others = [item for item in relatives.references if item not in self.references]
+        equals.look_at([relatives.layers(reference) for reference in others])
+        self.base_blobs = equals.joined(self.base_blobs)
 
     def _drop_chains(self) -> None:
         """Leave no base that is coded by another itself."""

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blobstore.errors import Damaged, InvalidHeader, StoreError
+from blobstore.likeness import LEAST_PIECE, Pieces, print_of, slices_of, whole_of
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.archive.base import BaseBlob
+    from blobstore.archive.factoring import Known
     from blobstore.archive.outline import Run
     from blobstore.digest import Digest
+    from blobstore.likeness import Piece
+    from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
 Level = Literal["fast", "small"]
 
 _PIECE = 16 << 20
-_SLICES = 4
-_SLICE = 256 << 10
-_GRAIN = 1 << 12
 
 
 class Blob(NamedTuple):
@@ -50,6 +51,7 @@ class Coding:
         self._runs = outline(self._data, blob.size)
         self._compared = self._runs
         self._base: BaseBlob | None = None
+        self._known: Known = {}
         if base is not None:
             self._compare(store, base)
 
@@ -60,41 +62,30 @@ class Coding:
 
     def alone(self) -> None:
         """Use no base after all."""
-        self._base, self._compared = None, self._runs
+        self._base, self._compared, self._known = None, self._runs, {}
 
     def write(self, write: Callable[..., object], tell: Callable[[int], None]) -> None:
         """Code the blob; ``tell`` gets the bytes that are being coded."""
         from blobstore.archive.encoding import encode
+        from blobstore.archive.factoring import with_factors
         from blobstore.archive.outline import with_equals
 
+        runs: Sequence[Run] = self._compared
+        if self._base is not None:
+            runs = list(with_factors(self._data, runs, self._base, self._level, self._known))
         runs = [
-            run if run.same_as is None else run._replace(base_begin=None)
-            for run in with_equals(self._compared, self._data)
+            run if run.same_as is None else run._replace(base_begin=None, factors=None)
+            for run in with_equals(runs, self._data)
         ]
         encode(
             self._pieces(tell), runs, write, level=self._level, digest=self._digest, base=self._base
         )
 
     def estimate(self) -> int:
-        """Return about how many bytes it comes to, from some slices of each tensor."""
-        from blobstore.archive.encoding import encode
+        """Return about how many bytes it comes to, from some slices of each tensor; seldom fewer."""
+        from blobstore.archive.factoring import estimated
 
-        total, begin = 0.0, 0
-        for run in self._compared:
-            offsets = _offsets(run.size)
-            length = min(run.size, _SLICE) if len(offsets) > 1 else run.size
-            stored = 0
-            for offset in offsets:
-                data = self._data[begin + offset : begin + offset + length]
-                at = None if run.base_begin is None else run.base_begin + offset
-                sampled = [run._replace(size=length, base_begin=at)]
-                table = encode(
-                    [data], sampled, _pass, level=self._level, digest=self._digest, base=self._base
-                )
-                stored += sum(plane.size for chunk in table.chunks for plane in chunk.planes)
-            total += stored * run.size / (length * len(offsets))
-            begin += run.size
-        return int(total)
+        return estimated(self._data, self._compared, self._base, self._level, self._known)
 
     def _pieces(self, tell: Callable[[int], None]) -> Iterator[memoryview]:
         size = len(self._data)
@@ -112,7 +103,10 @@ class Coding:
         mine = _header(self._data)
         if mine is None:
             return
-        compared = list(_compared(self._runs, mine, theirs))
+        try:
+            compared = list(_Compared(self._data, mine, theirs, base).runs(self._runs))
+        except (Damaged, StoreError):
+            return
         if any(run.base_begin is not None for run in compared):
             self._compared, self._base = compared, base
 
@@ -125,30 +119,61 @@ def _header(data: memoryview) -> Header | None:
         return None
 
 
-def _compared(runs: Sequence[Run], mine: Header, theirs: Header) -> Iterator[Run]:
-    yield runs[0]
-    named = [(name, entry) for name, entry in mine.tensors.items() if entry.end > entry.begin]
-    is_single = len(mine.tensors) == len(theirs.tensors) == 1
-    for run, (name, entry) in zip(runs[1:], named, strict=True):
-        other = next(iter(theirs.tensors.values())) if is_single else theirs.tensors.get(name)
-        is_alike = other is not None and (other.spec.dtype, other.spec.shape) == (
-            entry.spec.dtype,
-            entry.spec.shape,
-        )
-        if is_alike and other is not None:
-            yield run._replace(base_begin=theirs.data_start + other.begin)
-        else:
-            yield run
+class _Compared:
+    """The runs of a blob, with the places in a base that they are compared with.
 
+    What has the bytes of a tensor is compared with these, whatever the name is; a stack also by slices.
+    All else is compared with the tensor of its name, or with the only one if it is the only one, if that
+    has its type and shape.
+    """
 
-def _offsets(size: int) -> list[int]:
-    """Return where the slices of a run begin that are tried; a short one is tried whole."""
-    if size <= 2 * _SLICES * _SLICE:
-        return [0]
-    step = (size - _SLICE) // (_SLICES - 1) // _GRAIN * _GRAIN
-    return [step * number for number in range(_SLICES)]
+    def __init__(self, data: memoryview, mine: Header, theirs: Header, base: BaseBlob) -> None:
+        self._data = data
+        self._mine = mine
+        self._theirs = theirs
+        self._base = base
+        self._pieces = Pieces(theirs, base.read_into)
 
+    def runs(self, runs: Sequence[Run]) -> Iterator[Run]:
+        """Yield the runs, of which the first is the header."""
+        yield runs[0]
+        named = [(name, item) for name, item in self._mine.tensors.items() if item.end > item.begin]
+        for run, (name, entry) in zip(runs[1:], named, strict=True):
+            yield from self._compared(run, name, entry)
 
-def _pass(piece: object) -> None:
-    """Write to nowhere."""
-    del piece
+    def _compared(self, run: Run, name: str, entry: TensorEntry) -> Sequence[Run]:
+        whole = whole_of(entry, self._mine.data_start)
+        by_name = self._by_name(name, entry)
+        place = self._place(whole, by_name)
+        if place is not None or by_name is not None:
+            return [run._replace(base_begin=by_name if place is None else place)]
+        from blobstore.archive.outline import split
+
+        places = [self._place(piece) for piece in slices_of(entry, self._mine.data_start)]
+        if all(place is None for place in places):
+            return [run]
+        return [
+            part._replace(base_begin=place) for part, place in zip(split(run), places, strict=True)
+        ]
+
+    def _by_name(self, name: str, entry: TensorEntry) -> int | None:
+        is_single = len(self._mine.tensors) == len(self._theirs.tensors) == 1
+        tensors = self._theirs.tensors
+        other = next(iter(tensors.values())) if is_single else tensors.get(name)
+        if other is None or other.spec[1:] != entry.spec[1:]:
+            return None
+        return self._theirs.data_start + other.begin
+
+    def _place(self, piece: Piece, first: int | None = None) -> int | None:
+        """Return where the base has a piece's bytes, if it does: at ``first``, or elsewhere."""
+        if piece.size < LEAST_PIECE:
+            return None
+        printed = print_of(piece, self._read)
+        if first is not None and printed is not None:
+            there = print_of(piece._replace(begin=first), self._base.read_into)
+            if there == printed:
+                return first
+        return self._pieces.place_of(printed)
+
+    def _read(self, out: memoryview, begin: int) -> None:
+        out[:] = self._data[begin : begin + len(out)]

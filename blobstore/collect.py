@@ -30,7 +30,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 GRACE: Final = 3600.0
 """Seconds for which a blob is kept by default after it was written: others have no leases."""
@@ -61,6 +61,10 @@ class Collected:
     kept: int
     """Blobs that no manifest reaches, but are too young, or leased."""
     kept_size: int
+    """Bytes of these."""
+    bases: int = 0
+    """Blobs that no manifest reaches, but cold blobs are coded by them."""
+    bases_size: int = 0
     """Bytes of these."""
 
     @property
@@ -99,6 +103,23 @@ def collect_garbage(
         return _Collection(store, older_than, dry_run=dry_run).run()
 
 
+class _Needed(NamedTuple):
+    """The digits of digests that are needed, as they are: joined, they would be copied for each batch."""
+
+    reached: set[str]
+    leased: set[str]
+    bases: set[str]
+    """What others are coded by, needed or too young."""
+
+    def has(self, digits: str) -> bool:
+        """Tell whether a blob is needed."""
+        return self.names(digits) or digits in self.bases
+
+    def names(self, digits: str) -> bool:
+        """Tell whether a blob is needed by itself, and not for what is coded by it."""
+        return digits in self.reached or digits in self.leased
+
+
 class _Collection:
     def __init__(self, store: LocalStore, older_than: float, *, dry_run: bool) -> None:
         self._store = store
@@ -108,6 +129,7 @@ class _Collection:
         self._marks = Marks(store)
         self._bases = Bases(store.cold)
         self._kept: list[int] = []
+        self._kept_bases: list[int] = []
         self._gone: set[str] = set()
         """Cold blobs that would have been removed, were it not dry."""
         self._keeps_bases = False
@@ -127,10 +149,14 @@ class _Collection:
             folders=tuple(folders),
             kept=len(self._kept),
             kept_size=sum(self._kept),
+            bases=len(self._kept_bases),
+            bases_size=sum(self._kept_bases),
         )
 
     def _is_any_missing(self) -> bool:
         """Tell whether a blob that is needed is not there, as where a disk is not mounted."""
+        if not _names(self._layout.bases):
+            return False  # and if so, no base would be lost
         there = {*_names(self._layout.blobs), *_names(self._layout.cold)}
         return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
 
@@ -148,12 +174,13 @@ class _Collection:
                         found[not is_delta].append(folder / name)
         return found
 
-    def _needed(self, leased: Iterable[Digest]) -> set[str]:
-        """Return the blobs that are needed, by the digits of their digests."""
-        needed = self._marks.reached().union(digest.hex for digest in leased)
-        return needed | {base.hex for base in self._needed_bases(needed)}
+    def _needed(self, leased: Iterable[Digest]) -> _Needed:
+        """Return the blobs that are needed."""
+        needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
+        needed.bases.update([base.hex for base in self._needed_bases(needed)])
+        return needed
 
-    def _needed_bases(self, needed: Collection[str]) -> Iterator[Digest]:
+    def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
         """Yield the blobs by which others are coded that are there, be they needed or too young."""
         if self._keeps_bases:
             for name in _names(self._layout.bases):
@@ -161,8 +188,8 @@ class _Collection:
                     yield Digest.parse(name.replace("-", ":", 1))
         for digest, status in self._store.cold.files().items():
             if digest.file_name not in self._gone:
-                # What is hot too does without its base; what nobody needs is no loss.
-                must_be_known = digest.hex in needed and not self._store.hot.has(digest)
+                # What is hot too does without its base, a base has none, and the rest is no loss.
+                must_be_known = needed.names(digest.hex) and not self._store.hot.has(digest)
                 base = self._bases.of(digest, status, must_be_known=must_be_known)
                 if base is not None:
                     yield base
@@ -176,9 +203,10 @@ class _Collection:
                 needed = self._needed(leased)
                 lost = self._marks.lost()
                 for path in batch:
-                    is_needed = path.name.removeprefix(_PREFIX) in needed
-                    is_needed = is_needed or bool(lost and _promise_of(path) in lost)
-                    yield from self._remove_blob(path, is_needed=is_needed)
+                    digits = path.name.removeprefix(_PREFIX)
+                    is_needed = needed.has(digits) or bool(lost and _promise_of(path) in lost)
+                    is_base = digits in needed.bases
+                    yield from self._remove_blob(path, is_needed=is_needed, is_base=is_base)
                 if not self._is_dry:
                     for folder in dict.fromkeys(path.parent for path in batch):
                         sync_folder(folder)
@@ -187,7 +215,7 @@ class _Collection:
         locks = self._store.locks
         return locks.reading() if self._is_dry else locks.alone()
 
-    def _remove_blob(self, path: Path, *, is_needed: bool) -> Iterator[Removed]:
+    def _remove_blob(self, path: Path, *, is_needed: bool, is_base: bool) -> Iterator[Removed]:
         try:
             status = path.lstat()
         except FileNotFoundError:
@@ -195,7 +223,7 @@ class _Collection:
         if not stat.S_ISREG(status.st_mode):
             return
         if is_needed or _age(status) < self._older_than:
-            self._kept.append(status.st_size)
+            (self._kept_bases if is_base else self._kept).append(status.st_size)
         else:
             if self._is_dry and path.parent == self._layout.cold:
                 self._gone.add(path.name)

@@ -117,3 +117,7 @@ class BlobDamaged(Damaged):
 
 class ColdDamaged(Damaged):
     """A cold blob is cut short, altered, hostile, or was given another base than it was made from."""
+
+
+class ArchiveDamaged(Damaged):
+    """An archive of models is cut short, altered or hostile, or does not hold what it says."""

@@ -41,6 +41,21 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     return descriptor, status.st_size
 
 
+def read_ahead(path: str) -> None:
+    """Have the system read a file that will be needed soon; this may take as long as asking the disk.
+
+    What is wrong with the file is told when it is read.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError, BlobstoreError):
+        descriptor, size = open_regular(path, follow=False)
+        try:
+            os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
 def read_regular(path: Path | str, limit: int) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
@@ -119,7 +134,7 @@ def make_folders(folder: Path, top: Path) -> None:
 def replacing(
     target: Path, *, mode: int = 0o666, temporary: Path | None = None, durable: bool = True
 ) -> Iterator[int]:
-    """Give a descriptor to write; on success its content becomes ``target`` in one step.
+    """Give a descriptor to write and read; on success its content becomes ``target`` in one step.
 
     The content is durable before it gets the name, and the name is durable afterwards. On an
     error nothing remains. The temporary file lies in ``temporary`` (by default beside the
@@ -130,8 +145,9 @@ def replacing(
         OSError: it cannot be written.
     """
     path = (temporary or target.parent) / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    # A file may be created read-only and yet be written through this descriptor.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    # A file may be created read-only and yet be written through this descriptor; and read, by who
+    # checks what was written.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:
             yield descriptor

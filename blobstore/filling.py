@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.tensor import TensorSpec
 
-_BUFFER_SIZE = 1 << 20
-
 
 def write_weights(
     store: LocalStore,
@@ -115,15 +113,12 @@ class _Copying:
             raise error.at(where) from error
 
     def _copy(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
-        descriptor = self._store.open_blob(layer.digest, layer.size)
-        try:
-            blob = _BlobReader(descriptor, min(layer.size, _BUFFER_SIZE))
+        with contextlib.closing(self._store.read_pieces(layer.digest, layer.size)) as pieces:
+            blob = _BlobReader(pieces)
             for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
                 pass
             for tensor in tensors:
                 self._write(tensor.spec, blob.read(tensor.spec.nbytes), layer.name)
-        finally:
-            os.close(descriptor)
         if blob.digester.digest() != layer.digest:
             message = (
                 f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
@@ -175,12 +170,13 @@ def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
 
 
 class _BlobReader:
-    """The bytes of an open blob from the first to the last, hashed as they are read."""
+    """The bytes of a blob from the first to the last, hashed as they are read."""
 
-    def __init__(self, descriptor: int, buffer_size: int) -> None:
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
         self.digester = Digester()
-        self._descriptor = descriptor
-        self._buffer = memoryview(bytearray(buffer_size))
+        self._pieces = pieces
+        self._left = memoryview(b"")
+        """What is left of the last piece."""
 
     def read(self, size: int) -> Iterator[memoryview]:
         """Yield the next ``size`` bytes in pieces, each good until the next is asked for.
@@ -189,18 +185,15 @@ class _BlobReader:
             BlobDamaged: the blob ends before, or cannot be read.
         """
         while size:
-            offset = self.digester.size
-            try:
-                count = os.preadv(self._descriptor, [self._buffer[:size]], offset)
-            except OSError as error:
-                message = f"the blob cannot be read at byte {offset}: {error.strerror}"
-                raise BlobDamaged(message) from error
-            if not count:
-                message = f"the blob ended at byte {offset}, {size} bytes too early"
+            if not self._left:
+                self._left = next(self._pieces, self._left)
+            if not self._left:
+                message = f"the blob ended at byte {self.digester.size}, {size} bytes too early"
                 raise BlobDamaged(message)
-            self.digester.update(self._buffer[:count])
-            yield self._buffer[:count]
-            size -= count
+            piece, self._left = self._left[:size], self._left[size:]
+            self.digester.update(piece)
+            yield piece
+            size -= len(piece)
 
 
 # The folder.

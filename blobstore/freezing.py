@@ -1,27 +1,26 @@
 """Workflow: models that nobody uses at the moment are kept in less room.
 
-A blob is coded into a file that is synced, read back, decoded and hashed; only then, with the store's lock
-alone, it gets its name among the cold ones, durably, and the hot one is removed. So at every instant a
+A blob is coded into a file that is synced, read back, decoded and hashed (`making`); only then, with the
+store's lock alone, it gets its name among the cold ones, durably, and the hot one is removed. So at every instant a
 blob is hot or cold or both. A hot one stays if somebody needs it as it is: a process that holds it by a
 lease, or a name that is not frozen. A name counts as frozen if any of its blobs is cold only.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from blobstore.choosing import Chosen, Need
-from blobstore.coding import Blob, Coding, Level
+from blobstore.coding import Level
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
-from blobstore.files import sync_folder, write_all
+from blobstore.files import sync_folder
+from blobstore.making import BLOCK, Made, Maker, blocks
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
-from blobstore.relatives import LEAST_GAIN
-from blobstore.store.cold import Bases, ColdBlob, file_state
+from blobstore.store.cold import Bases, file_state
 from blobstore.store.forms import pin
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
 """What becomes of a blob: it is frozen now; it was; or it stays hot, and why."""
-
-_BLOCK = 4096
-"""What file systems give room in."""
 
 
 class FrozenBlob(NamedTuple):
@@ -108,6 +104,7 @@ def freeze_models(
         base: the model by which the others are coded, where that saves room; its blobs are kept as
             long as they need them.
         find_base: look for such a model if none is given: by the card of a model, or by its bytes.
+            And for blobs with the same tensors under other names, whether one is given or not.
         keep_hot: make the cold form of all blobs, and remove no hot one.
         older_than: leave out models of which anything was written in the last so many seconds.
         dry_run: write nothing, and estimate from samples what would be.
@@ -159,31 +156,19 @@ def _parsed(reference: str | Reference) -> Reference:
     return Reference.parse(reference) if isinstance(reference, str) else reference
 
 
-class _Made(NamedTuple):
-    """A blob whose cold form is whole, and durable."""
-
-    blob: Descriptor
-    path: Path | None
-    """Its file; None if it has its name already."""
-    state: tuple[int, ...] | None
-    """That of the file; None if there is no use in one."""
-    stored: int
-    base: Digest | None
-
-
 class _Freezing:
     def __init__(self, store: LocalStore, chosen: Chosen, level: Level, *, keep_hot: bool) -> None:
         self._store = store
         self._layout = store.layout
-        self._level = level
+        self._maker = Maker(store, level, chosen.base_blobs)
         self._keeps_hot = keep_hot
         self._bases = Bases(store.cold)
         self._chosen = chosen
         self.blobs = chosen.blobs
         self.results: dict[Digest, FrozenBlob] = {}
         self.faults: list[BlobstoreError] = []
-        self._whole: set[Blob] = set()
-        """Bases that were hashed."""
+        self._unpinned: list[Descriptor] | None = []
+        """What was coded by a blob that cannot be made sure of; None the second time."""
 
     def estimate(self, progress: Progress | None) -> None:
         """Tell what would be, from samples of the blobs."""
@@ -199,8 +184,8 @@ class _Freezing:
                 if outcome is not None:
                     self._note(blob, outcome)
                 else:
-                    stored = self._coding(blob).estimate()
-                    is_gain = _blocks(stored) < _blocks(blob.size)
+                    stored = self._maker.coding(blob).estimate()
+                    is_gain = blocks(stored) < blocks(blob.size)
                     self._note(blob, *(("frozen", stored) if is_gain else ("no gain",)))
             except (BlobMissing, BlobDamaged) as error:
                 self._fault(blob, error)
@@ -213,14 +198,14 @@ class _Freezing:
             moving.hold(self.blobs)  # before they are looked for
             moving.hold(blob.digest for blob in self._chosen.base_blobs.values())
 
-            def make(blob: Descriptor) -> _Made | None:
+            def make(blob: Descriptor) -> Made | None:
                 try:
-                    return self._make(blob, moving)
+                    return self._maker.make(blob, moving)
                 except (BlobMissing, BlobDamaged) as error:
                     self._fault(blob, error)
                     return None
 
-            def settle(made: Sequence[_Made | None]) -> None:
+            def settle(made: Sequence[Made | None]) -> None:
                 self._settle([item for item in made if item is not None], moving.lease)
 
             needed = self._chosen.needed_hot(set())  # a lease may end before its blob's turn comes
@@ -236,6 +221,9 @@ class _Freezing:
                 except (BlobMissing, BlobDamaged) as error:
                     self._fault(blob, error)
             moving.run(items, make, lambda blob: blob.size, settle, jobs)
+            if self._unpinned:
+                items, self._unpinned = self._unpinned, None
+                moving.run(items, make, lambda blob: blob.size, settle, jobs)
 
     # What is to be
 
@@ -246,62 +234,11 @@ class _Freezing:
         if not self._keeps_hot and blob.digest.hex in needed:
             return needed[blob.digest.hex]
         # The name of a cold blob takes room too, and its table some hundred bytes.
-        return "no gain" if blob.size <= _BLOCK else None
-
-    # Coding
-
-    def _coding(self, blob: Descriptor) -> Coding:
-        base = self._chosen.base_blobs.get(blob.digest)
-        coding = Coding(self._store, Blob(blob.digest, blob.size), self._level, base)
-        if coding.has_base:
-            beside = coding.estimate()
-            other = Coding(self._store, Blob(blob.digest, blob.size), self._level)
-            if beside > (1 - LEAST_GAIN) * other.estimate() or not self._is_whole(base):
-                return other
-        return coding
-
-    def _is_whole(self, base: Blob | None) -> bool:
-        """Tell whether a base is what its digest says: what is coded by other bytes is lost with them."""
-        if base is not None and base not in self._whole:
-            try:
-                self._store.check_digest(*base)
-            except (BlobMissing, BlobDamaged):
-                return False
-            self._whole.add(base)
-        return True
-
-    def _make(self, blob: Descriptor, moving: Moving) -> _Made:
-        """Code a blob, and check that it decodes to what it was."""
-        where = self._layout.cold_blob(blob.digest)
-
-        def tell(count: int) -> None:
-            moving.tell(count, blob.name)
-
-        if self._store.cold.has(blob.digest):  # kept beside the hot one, or left by a killed freeze
-            state = file_state(where)
-            try:
-                self._store.check_cold(blob.digest, blob.size, tell)
-            except (BlobMissing, BlobDamaged):
-                pass  # the hot one is there to make it anew
-            else:
-                tell(blob.size)
-                found = self._store.cold.open(blob.digest, blob.size)
-                return _Made(blob, None, state, found.stored, found.base)
-        with moving.temporary() as (path, descriptor):
-            self._coding(blob).write(lambda data: write_all(descriptor, data), tell)
-            stored = os.fstat(descriptor).st_size
-            if _blocks(stored) >= _blocks(blob.size):
-                os.ftruncate(descriptor, 0)
-        if _blocks(stored) >= _blocks(blob.size):
-            path.unlink()
-            return _Made(blob, None, None, blob.size, None)
-        made = ColdBlob(str(path), blob.digest, self._store.base)
-        made.check(tell)
-        return _Made(blob, path, file_state(str(path)), stored, made.base)
+        return "no gain" if blob.size <= BLOCK else None
 
     # Settling
 
-    def _settle(self, made: Sequence[_Made], lease: str) -> None:
+    def _settle(self, made: Sequence[Made], lease: str) -> None:
         """Give cold blobs their names, and remove the hot ones that nobody needs."""
         with self._store.locks.alone():
             leased = read_leases(self._layout, without=lease).digests
@@ -309,7 +246,7 @@ class _Freezing:
             needed = {} if self._keeps_hot else self._chosen.needed_hot(leased)
             cold = self._store.cold.files()
             bases = set(self._bases.known(cold).values())
-            kept: list[_Made] = []
+            kept: list[Made] = []
             for item in made:
                 outcome = self._unsettled(item, needed, bases)
                 if outcome is None:
@@ -326,19 +263,24 @@ class _Freezing:
             if not self._keeps_hot:
                 self._remove_hot(kept)
             for item in kept:
+                self._maker.settled(item)
                 self._note(item.blob, "frozen", item.stored, item.base)
 
-    def _is_pinned(self, item: _Made) -> bool:
-        """Make sure of the blob by which another is coded; leave that one as it is if that fails."""
+    def _is_pinned(self, item: Made) -> bool:
+        """Make sure of the blob by which another is coded; if that fails, that one is to be made anew."""
         if item.base is None or pin(self._layout, item.base):
             return True
         if item.path is not None:
             item.path.unlink(missing_ok=True)
-        self._note(item.blob, "in use")
+        self._maker.has_links = False
+        if self._unpinned is None:
+            self._note(item.blob, "in use")
+        else:
+            self._unpinned.append(item.blob)
         return False
 
     def _unsettled(
-        self, item: _Made, needed: Mapping[str, Need], bases: Collection[Digest]
+        self, item: Made, needed: Mapping[str, Need], bases: Collection[Digest]
     ) -> Outcome | None:
         """Return why a blob is to stay as it is; None if it is to be frozen."""
         if item.state is None:
@@ -362,7 +304,7 @@ class _Freezing:
         except (BlobMissing, BlobDamaged):
             return True
 
-    def _remove_hot(self, made: Sequence[_Made]) -> None:
+    def _remove_hot(self, made: Sequence[Made]) -> None:
         for item in made:
             # The rename has kept the file: what was checked is what has the name now.
             if file_state(self._layout.cold_blob(item.blob.digest)) == item.state:
@@ -388,7 +330,3 @@ class _Freezing:
     def _fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
         self.faults.append(error.at(f"layer {quoted(blob.name)}"))
         self._note(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)
-
-
-def _blocks(size: int) -> int:
-    return -(-size // _BLOCK)

@@ -188,6 +188,8 @@ def _share(
 
 
 def _is_shared(store: LocalStore, item: Relabelled, path: Path) -> bool:
+    if store.is_cold(item.layer.digest):  # its blocks are none of the file
+        return False
     source = store.open_blob(item.layer.digest, item.layer.size)
     try:
         write_new(path, b"")

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 from blobstore.catalog import read_catalog, read_entries
 from blobstore.digest import Digest
 from blobstore.errors import (
-    BlobstoreError,
     InvalidManifest,
-    ModelNotFound,
     NameConflict,
     NameTaken,
     UsageError,
@@ -59,6 +57,8 @@ class RemovedModels:
     bases: int
     """Blobs that no other name needs, but cold blobs of other names are coded by them: they stay."""
     bases_size: int
+    coded: tuple[Reference, ...]
+    """Those other names."""
     unreadable: tuple[Entry, ...]
     """Names that are left and whose manifest cannot be read; they keep garbage from being collected."""
 
@@ -161,7 +161,7 @@ def _rename(
         data = store.read_manifest(source)
         manifest = _checked(store, source, data)
         _check_case(source, target, keeps_source=keeps_source)
-        is_taken = _is_taken(store, target, data)
+        is_taken = store.is_taken(target, data)
         if is_taken and not force:
             message = f"another model has the name {quoted(target)}; replace it with --force"
             raise NameTaken(message)
@@ -188,16 +188,6 @@ def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> 
         raise NameConflict(message)
 
 
-def _is_taken(store: LocalStore, target: Reference, data: bytes) -> bool:
-    """Tell whether a name is there and has another manifest than ``data``."""
-    try:
-        return store.read_manifest(target) != data
-    except ModelNotFound:
-        return False
-    except BlobstoreError:  # whatever it is
-        return True
-
-
 # Taking away
 
 
@@ -213,16 +203,15 @@ def _left_behind(store: LocalStore, entries: Sequence[Entry]) -> RemovedModels:
     """Return what would be garbage without some names."""
     garbage = {digest for entry in entries for digest in entry.blobs}
     gone = {entry.reference for entry in entries}
-    unreadable = []
-    for other in read_catalog(store):
-        if other.reference not in gone:
-            garbage -= other.blobs.keys()
-            if other.error is not None:
-                unreadable.append(other)
+    others = [other for other in read_catalog(store) if other.reference not in gone]
+    for other in others:
+        garbage -= other.blobs.keys()
     cold = store.cold.files()
     # What is cold and left is coded by them.
     left = {digest: status for digest, status in cold.items() if digest not in garbage}
-    bases = garbage.intersection(Bases(store.cold).known(left).values()) if garbage else set()
+    coded = Bases(store.cold).known(left) if garbage else {}
+    coded = {digest: base for digest, base in coded.items() if base in garbage}
+    bases = set(coded.values())
     sizes = [size for digest in garbage - bases if (size := _size(store, digest)) is not None]
     kept = [size for digest in bases if (size := _size(store, digest)) is not None]
     return RemovedModels(
@@ -231,7 +220,10 @@ def _left_behind(store: LocalStore, entries: Sequence[Entry]) -> RemovedModels:
         size=sum(sizes),
         bases=len(kept),
         bases_size=sum(kept),
-        unreadable=tuple(unreadable),
+        coded=tuple(
+            other.reference for other in others if not coded.keys().isdisjoint(other.blobs)
+        ),
+        unreadable=tuple(other for other in others if other.error is not None),
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blobstore.conversion import Conversion
@@ -22,8 +24,12 @@ from blobstore.planning import Quantize, plan_source
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.policy import POLICIES
 from blobstore.small_layers import config_bytes, file_layers, stacks_bytes
+from blobstore.sources.open import open_source
+from blobstore.store.local import LocalStore
+from blobstore.text import quoted
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
@@ -31,8 +37,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.plan import BlobPlan
     from blobstore.planning import ModelPlan
+    from blobstore.progress import Progress
     from blobstore.sources.base import TensorSource
-    from blobstore.store.local import LocalStore
 
 Key = tuple["Digest", int]
 """The digest and the size that a manifest promises: two may contradict each other about the size."""
@@ -93,8 +99,8 @@ class StoreOrigin:
         return Candidate(blob, lambda: self.store.read_pieces(blob.digest, blob.size))
 
 
-class ColdOrigin:
-    """The cold blobs of the store itself, for blobs that are damaged in their hot form only."""
+class OwnOrigin:
+    """The other forms of the store's own blobs, for those that are damaged in one form only."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -104,17 +110,27 @@ class ColdOrigin:
     ) -> Iterator[Sequence[Candidate]]:
         """Yield what there is of all; see :class:`Origin`."""
         del lists
-        yield [
-            Candidate(blob, self._decoding(blob))
+        cold, pinned = self._store.cold, self._store.pinned
+        for shelf, pieces in ((cold, self._decoded), (pinned, self._linked)):
+            there = [blob for blob in wanted.values() if shelf.has(blob.digest)]
+            yield [Candidate(blob, partial(pieces, blob)) for blob in there]
+
+    def has_any(self, wanted: Wanted) -> bool:
+        """Tell whether there is another form of any."""
+        return any(
+            self._store.cold.has(blob.digest) or self._store.pinned.has(blob.digest)
             for blob in wanted.values()
-            if self._store.cold.has(blob.digest)
-        ]
+        )
 
     def close(self) -> None:
         """Do nothing."""
 
-    def _decoding(self, blob: Descriptor) -> Callable[[], Iterator[Buffer]]:
-        return lambda: self._store.cold.open(blob.digest, blob.size).pieces()
+    def _decoded(self, blob: Descriptor) -> Iterator[Buffer]:
+        return self._store.cold.open(blob.digest, blob.size).pieces()
+
+    def _linked(self, blob: Descriptor) -> Iterator[Buffer]:
+        pinned = self._store.pinned
+        return pinned.pieces(pinned.open(blob.digest, blob.size), blob.digest, blob.size)
 
 
 class SourceOrigin:
@@ -190,6 +206,37 @@ class SourceOrigin:
 
     def _making(self, made: BlobPlan) -> Callable[[], Iterator[Buffer]]:
         return lambda: blob_buffers(made, self._conversion.buffers)
+
+
+def open_origin(
+    source: str | os.PathLike[str],
+    store: LocalStore,
+    overrides: Sequence[str],
+    options: tuple[str | None, bool, str | None, bool],
+    progress: Progress | None,
+) -> tuple[Origin, Sequence[str]]:
+    """Return what blobs are to be had from, and what a person should know of it.
+
+    Raises:
+        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all.
+        UsageError: it is the store itself.
+    """
+    path = Path(source)
+    if all((path / part).is_dir() for part in ("blobs", "manifests")):
+        if store.layout.root.exists() and path.samefile(store.layout.root):
+            message = f"{quoted(source)} is the store itself, which cannot be repaired from itself"
+            raise UsageError(message)
+        return StoreOrigin(LocalStore(path)), ()
+    weights, ignore_unindexed, subtree, keep_names = options
+    opened = open_source(
+        source,
+        weights=weights,
+        ignore_unindexed=ignore_unindexed,
+        subtree=subtree,
+        keep_names=keep_names,
+        progress=progress,
+    )
+    return SourceOrigin(opened, overrides), opened.notices
 
 
 def _small(contents: Iterable[bytes], wanted: Wanted) -> Iterator[Candidate]:

@@ -45,6 +45,11 @@ class Relatives:
             except BlobstoreError:
                 continue
 
+    @property
+    def references(self) -> list[Reference]:
+        """The models, without those whose manifests cannot be read, by name."""
+        return sorted(self._manifests)
+
     def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
         """Return the model by which another is best coded; None if there is none.
 

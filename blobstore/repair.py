@@ -14,11 +14,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.digest import Digester
-from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.files import make_folders, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
@@ -26,9 +25,8 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.progress import Meter
-from blobstore.rebuilding import ColdOrigin, SourceOrigin, StoreOrigin
+from blobstore.rebuilding import OwnOrigin, StoreOrigin, open_origin
 from blobstore.restoring import restore_manifests
-from blobstore.sources.open import open_source
 from blobstore.store.forms import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_cold_aside, put_in_place
@@ -37,6 +35,7 @@ from blobstore.verify import verify_models
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
@@ -97,7 +96,8 @@ def repair_models(
 
     Args:
         references: the models; none means all of the store.
-        source: what a model was created from, or the folder of another store; None only verifies.
+        source: what a model was created from, or the folder of another store; with None, damage is
+            mended only in blobs that the store has in another form too.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         overrides: as they were when the model was quantized; other settings are found out.
         weights: as for :func:`blobstore.create`.
@@ -122,7 +122,7 @@ def repair_models(
         notices: Sequence[str] = ()
         if source is not None:
             options = (weights, ignore_unindexed, subtree, keep_names)
-            origin, notices = _open_origin(source, store, overrides, options, progress)
+            origin, notices = open_origin(source, store, overrides, options, progress)
             stack.callback(origin.close)
         restored: tuple[Restored, ...] = ()
         if isinstance(origin, StoreOrigin):
@@ -134,8 +134,7 @@ def repair_models(
             message = f"{error}; {_NO_MANIFEST}"
             raise ModelNotFound(message) from None
         work = _Repair(store, verified.damaged, quoted(source), jobs, progress, is_dry=dry_run)
-        if origin is not None and verified.damaged:
-            work.run(origin)
+        work.run(origin)
     whole = {str(digest) for digest, _ in work.whole}
     is_store = isinstance(origin, StoreOrigin)
     of_manifest = f"{quoted(source)} has none that is surely the same; {_BACKUP}"
@@ -149,32 +148,6 @@ def repair_models(
         notices=tuple(notices),
         seconds=time.monotonic() - started,
     )
-
-
-def _open_origin(
-    source: str | os.PathLike[str],
-    store: LocalStore,
-    overrides: Sequence[str],
-    options: tuple[str | None, bool, str | None, bool],
-    progress: Progress | None,
-) -> tuple[Origin, Sequence[str]]:
-    """Return what blobs are to be had from, and what a person should know of it."""
-    path = Path(source)
-    if all((path / part).is_dir() for part in ("blobs", "manifests")):
-        if store.layout.root.exists() and path.samefile(store.layout.root):
-            message = f"{quoted(source)} is the store itself, which cannot be repaired from itself"
-            raise UsageError(message)
-        return StoreOrigin(LocalStore(path)), ()
-    weights, ignore_unindexed, subtree, keep_names = options
-    opened = open_source(
-        source,
-        weights=weights,
-        ignore_unindexed=ignore_unindexed,
-        subtree=subtree,
-        keep_names=keep_names,
-        progress=progress,
-    )
-    return SourceOrigin(opened, overrides), opened.notices
 
 
 def _without(verified: Verified, restored: Sequence[Restored]) -> list[Fault]:
@@ -232,6 +205,7 @@ class _Repair:
     ) -> None:
         self._store = store
         self._layout = store.layout
+        self._own = OwnOrigin(store)
         self._wanted: dict[Key, Descriptor] = {(blob.digest, blob.size): blob for blob in damaged}
         self._origin_name = origin_name
         self._jobs = jobs
@@ -247,10 +221,10 @@ class _Repair:
         self.reasons: dict[str, str] = {}
         """Why a blob is not, by its digest."""
 
-    def run(self, origin: Origin) -> None:
+    def run(self, origin: Origin | None) -> None:
         """Mend what can be mended. Raises as :func:`repair_models`."""
-        missing = f"nothing in {self._origin_name} has its name and size"
-        self.reasons = {str(digest): missing for digest, _ in self._wanted}
+        if not self._wanted or (origin is None and not self._own.has_any(self._wanted)):
+            return
         if self._is_dry:
             self._try_rounds(origin)
             return
@@ -277,23 +251,31 @@ class _Repair:
                         self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
                         del self._wanted[key]
 
-    def _try_rounds(self, origin: Origin) -> None:
-        own, others = ColdOrigin(self._store), origin.rounds(self._wanted, set(self._lists()))
-        for candidates in itertools.chain(own.rounds(self._wanted), others):
-            meter = Meter(self._progress, sum(item.blob.size for item in candidates))
-            with ThreadPoolExecutor(
-                self._jobs or os.cpu_count(), thread_name_prefix="blobstore-repair"
-            ) as pool:
-                try:
-                    jobs = [pool.submit(self._try, item, meter) for item in candidates]
-                    for done in as_completed(jobs):
-                        done.result()
-                except BaseException:
-                    self._stop.set()
-                    pool.shutdown(cancel_futures=True)
-                    raise
-            for key in self.whole:
-                self._wanted.pop(key, None)
+    def _try_rounds(self, origin: Origin | None) -> None:
+        for candidates in self._own.rounds(self._wanted):
+            self._try_all(candidates)
+        self.reasons = {}
+        if origin is not None:
+            missing = f"nothing in {self._origin_name} has its name and size"
+            self.reasons = {str(digest): missing for digest, _ in self._wanted}
+            for candidates in origin.rounds(self._wanted, set(self._lists())):
+                self._try_all(candidates)
+
+    def _try_all(self, candidates: Sequence[Candidate]) -> None:
+        meter = Meter(self._progress, sum(item.blob.size for item in candidates))
+        with ThreadPoolExecutor(
+            self._jobs or os.cpu_count(), thread_name_prefix="blobstore-repair"
+        ) as pool:
+            try:
+                jobs = [pool.submit(self._try, item, meter) for item in candidates]
+                for done in as_completed(jobs):
+                    done.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        for key in self.whole:
+            self._wanted.pop(key, None)
 
     def _lists(self) -> Iterator[Digest]:
         """Yield what the configs that are wanted hold of their models."""

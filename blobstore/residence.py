@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from zlib_ng.zlib_ng import crc32  # which lets other threads run
 
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.files import read_ahead
 from blobstore.mapping import Region
 from blobstore.progress import Meter
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.digest import Digest
     from blobstore.progress import Progress
@@ -164,12 +165,17 @@ class Residence:
         """Decode blobs that are cold; those that have been thawed since are mapped, or read."""
         meter = self._meter(frozen)
         cold: dict[int, ColdBlob] = {}
-        for slot in frozen:
-            try:
-                cold[slot] = self._store.cold.open(*self._blobs[slot])
-            except BlobMissing:
-                self._store.bring_blob(*self._blobs[slot], slot, region)
         with contextlib.ExitStack() as making:
+            digests = [self._blobs[slot][0] for slot in sorted(frozen)]
+            layout = self._store.layout
+            making.enter_context(_reading_ahead(map(layout.cold_blob, digests)))
+            for slot in sorted(frozen):
+                try:
+                    cold[slot] = self._store.cold.open(*self._blobs[slot])
+                except BlobMissing:
+                    self._store.bring_blob(*self._blobs[slot], slot, region)
+            bases = dict.fromkeys(blob.base for blob in cold.values() if blob.base is not None)
+            making.enter_context(_reading_ahead(map(layout.blob, bases)))
             rooms = {
                 slot: making.enter_context(region.making(slot, blob.size))
                 for slot, blob in cold.items()
@@ -267,6 +273,26 @@ def check_reading(read: str, prefetch: str | None) -> None:
     if prefetch is not None and read == "pread":
         message = "prefetch is for mapped blobs; read='pread' reads them at once"
         raise UsageError(message)
+
+
+@contextlib.contextmanager
+def _reading_ahead(paths: Iterable[str]) -> Iterator[None]:
+    """Have the disk read files while others are decoded, in that order."""
+    is_over = threading.Event()
+
+    def read() -> None:
+        for path in paths:
+            if is_over.is_set():
+                return
+            read_ahead(path)
+
+    reader = threading.Thread(target=read, name="blobstore")
+    reader.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        reader.join()
 
 
 def _all(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:

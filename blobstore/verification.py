@@ -6,6 +6,7 @@ that its header is another than when the model was stored; that any bit of it is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
 
 from blobstore.contents import at_layer
@@ -18,8 +19,9 @@ from blobstore.store.verified import VerifiedBlobs
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
+    from blobstore.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.places import Places
     from blobstore.progress import Progress
@@ -125,6 +127,35 @@ def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | Non
         return None
     message = f"blob {layer.digest} holds tensor {quoted(foreign[0])}, which is not of this layer"
     return foreign[0], message
+
+
+def tensor_name(layer: Descriptor, names: Collection[str]) -> str:
+    """Return the one tensor of a blob, whose header may be damaged; empty for a group of them."""
+    if layer.name in names:
+        return layer.name  # the others are its companions
+    if len(names) != 1:
+        return ""
+    (name,) = names
+    return name if name.startswith(f"{layer.name}.") else layer.name
+
+
+class IndexedNames:
+    """The names of tensors by the header index, for blobs whose own headers cannot be read."""
+
+    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._names: dict[tuple[Digest, int], list[str]] | None = None
+
+    def of(self, layer: Descriptor) -> Collection[str]:
+        """Return the names that a layer's blob holds; none where that is not known."""
+        if self._names is None:
+            self._names = defaultdict(list)
+            places = indexed_places(self._store, self._manifest.to_bytes())
+            if places is not None:
+                for name, (_, _, slot, _) in places.tensors.items():
+                    self._names[places.blobs[slot]].append(name)
+        return self._names.get((layer.digest, layer.size), ())
 
 
 def _differing(index: Places, found: Places) -> set[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,17 +27,16 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.pace import Pace
-from blobstore.places import indexed_places
 from blobstore.stacks import read_stacks
 from blobstore.store.blobs import ADVICE
-from blobstore.store.check import damaged_blobs
+from blobstore.store.check import bases_of, damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.store.verified import VerifiedBlobs
 from blobstore.text import quoted
-from blobstore.verification import name_fault
+from blobstore.verification import IndexedNames, name_fault, tensor_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.contents import Contents
     from blobstore.digest import Digest
@@ -130,7 +128,7 @@ def verify_models(
         changed = []
         for reference, (data, manifest) in manifests.items():
             of_manifest = _manifest_faults(store, reference, data, manifest)
-            of_layers = _model_faults(store, reference, manifest, check.damaged)
+            of_layers = _model_faults(store, reference, manifest, check)
             faults[reference] = [*of_manifest, *of_layers]
             if faults[reference] and not _is_still(store, reference, data):
                 changed.append(reference)
@@ -171,6 +169,10 @@ class _Check:
         # Not by digest alone: layers of one manifest may contradict each other about the size.
         self.seen: dict[_BlobKey, Descriptor] = {}
         self.damaged: dict[_BlobKey, BlobstoreError] = {}
+        self.bases: dict[Digest, Descriptor] = {}
+        """By what cold blobs are coded."""
+        self.of_models: set[_BlobKey] = set()
+        """What is in models that are looked at, and not only a base."""
         self.bytes_read = 0
 
     def add(self, manifests: Iterable[Manifest]) -> None:
@@ -181,13 +183,33 @@ class _Check:
             for blob in (manifest.config, *manifest.layers)
             if _key(blob) not in self.seen or _key(blob) in self.damaged
         }
+        self.of_models |= blobs.keys()
+        self._add(blobs, as_bases=False)
+        coded = bases_of(self._store, blobs.values())
+        self.bases |= coded
+        bases = {_key(base): base for base in coded.values()}
+        fresh = [key for key in bases if key not in self.seen or key in self.damaged]
+        self._add({key: bases[key] for key in fresh if key not in self.of_models}, as_bases=True)
+
+    def of_base(self, blob: Descriptor) -> tuple[_BlobKey, str] | None:
+        """Return by what a blob is coded, and what is wrong with that; None if nothing is."""
+        base = self.bases.get(blob.digest)
+        error = self.damaged.get(_key(base)) if base is not None else None
+        if base is None or error is None:
+            return None
+        return _key(base), f"its base, {base.digest}, is damaged: {_said(error)}"
+
+    def _add(self, blobs: Mapping[_BlobKey, Descriptor], *, as_bases: bool) -> None:
         self.seen |= blobs
         for key in blobs:
             self.damaged.pop(key, None)
         look = self._look if self._is_quick else self._hash
-        self.damaged |= {_key(blob): error for blob, error in look(list(blobs.values()))}
+        found = look(list(blobs.values()), as_bases=as_bases)
+        self.damaged |= {_key(blob): error for blob, error in found}
 
-    def _hash(self, blobs: Sequence[Descriptor]) -> Iterator[tuple[Descriptor, BlobstoreError]]:
+    def _hash(
+        self, blobs: Sequence[Descriptor], *, as_bases: bool
+    ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
         before = self.bytes_read
 
         def count(what: str, done: int, total: int) -> None:
@@ -203,12 +225,18 @@ class _Check:
             verified=VerifiedBlobs(self._store.layout),
             pace=self._pace,
             both_forms=True,
+            as_bases=as_bases,
         )
 
-    def _look(self, blobs: Sequence[Descriptor]) -> Iterator[tuple[Descriptor, BlobstoreError]]:
+    def _look(
+        self, blobs: Sequence[Descriptor], *, as_bases: bool
+    ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
         for blob in blobs:
             try:
-                self._store.check_size(blob.digest, blob.size)
+                if not as_bases or self._store.has(blob.digest):
+                    self._store.check_size(blob.digest, blob.size)
+                else:
+                    self._store.pinned.check_size(blob.digest, blob.size)
                 with contextlib.suppress(BlobMissing):  # most are not cold
                     self._store.cold.open(blob.digest, blob.size)
             except BlobstoreError as error:
@@ -264,23 +292,22 @@ def _model_faults(
     store: LocalStore,
     reference: Reference,
     manifest: Manifest,
-    damaged: Mapping[_BlobKey, BlobstoreError],
+    check: _Check,
 ) -> Iterator[Fault]:
     told: set[_BlobKey] = set()
-    indexed = _IndexedNames(store, manifest)
+    indexed = IndexedNames(store, manifest)
     for layer in (manifest.config, *manifest.layers):
-        error = damaged.get(_key(layer))
-        if layer.media_type == media_types.TENSOR:
-            found = _tensor_fault(store, layer, error)
-        elif error is not None:
-            found = ("", _said(error))
-        elif layer.media_type == media_types.STACKS:
-            found = _stacks_fault(store, manifest)
-        else:
-            found = _config_fault(store, layer) if layer is manifest.config else None
+        error = check.damaged.get(_key(layer))
+        of_base = check.of_base(layer)
+        if of_base is not None:
+            base, message = of_base
+            error = error and BlobDamaged(f"cold blob {layer.digest} cannot be decoded: {message}")
+            if base not in check.of_models:  # it is told there
+                yield Fault(str(reference), layer.name, "", message, str(base.digest))
+        found = _layer_fault(store, manifest, layer, error)
         if found is not None:
             told.add(_key(layer))
-            tensor = found[0] or _tensor_name(layer, indexed.of(layer))
+            tensor = found[0] or tensor_name(layer, indexed.of(layer))
             where = (str(reference), layer.name or layer.media_type, tensor)
             yield Fault(*where, found[1], str(layer.digest))
     try:
@@ -291,7 +318,7 @@ def _model_faults(
     for layer in manifest.layers_of(media_types.TENSOR):
         fault = contents.faults.get(_key(layer))
         if fault is not None and _key(layer) not in told:  # what metadata says is not so
-            tensor = _tensor_name(layer, indexed.of(layer))
+            tensor = tensor_name(layer, indexed.of(layer))
             yield Fault(str(reference), layer.name, tensor, _said(fault), str(layer.digest))
     yield from _clashes(str(reference), contents)
 
@@ -310,6 +337,19 @@ def _clashes(reference: str, contents: Contents) -> Iterator[Fault]:
 
 
 # A fault of a blob: the tensor, empty where it is not known, and the message.
+
+
+def _layer_fault(
+    store: LocalStore, manifest: Manifest, layer: Descriptor, error: BlobstoreError | None
+) -> tuple[str, str] | None:
+    """Return what is wrong with a layer; ``error`` is what its digest told."""
+    if layer.media_type == media_types.TENSOR:
+        return _tensor_fault(store, layer, error)
+    if error is not None:
+        return "", _said(error)
+    if layer.media_type == media_types.STACKS:
+        return _stacks_fault(store, manifest)
+    return _config_fault(store, layer) if layer is manifest.config else None
 
 
 def _stacks_fault(store: LocalStore, manifest: Manifest) -> tuple[str, str] | None:
@@ -343,7 +383,7 @@ def _tensor_fault(
     names = list(header.tensors)
     if error is None:
         return name_fault(layer, names)
-    tensor = _tensor_name(layer, names)
+    tensor = tensor_name(layer, names)
     group = "" if tensor else f"; which of its {len(names)} tensors is damaged cannot be told"
     return tensor, _said(error) + group
 
@@ -351,32 +391,3 @@ def _tensor_fault(
 def _said(error: Exception) -> str:
     """Return a message without the advice, which is given once for all faults."""
     return str(error).removesuffix(ADVICE)
-
-
-def _tensor_name(layer: Descriptor, names: Collection[str]) -> str:
-    """Return the one tensor of a blob, whose header may be damaged; empty for a group of them."""
-    if layer.name in names:
-        return layer.name  # the others are its companions
-    if len(names) != 1:
-        return ""
-    (name,) = names
-    return name if name.startswith(f"{layer.name}.") else layer.name
-
-
-class _IndexedNames:
-    """The names of tensors by the header index, for blobs whose own headers cannot be read."""
-
-    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._names: dict[_BlobKey, list[str]] | None = None
-
-    def of(self, layer: Descriptor) -> Collection[str]:
-        """Return the names that a layer's blob holds; none where that is not known."""
-        if self._names is None:
-            self._names = defaultdict(list)
-            places = indexed_places(self._store, self._manifest.to_bytes())
-            if places is not None:
-                for name, (_, _, slot, _) in places.tensors.items():
-                    self._names[_BlobKey(*places.blobs[slot])].append(name)
-        return self._names.get(_key(layer), ())

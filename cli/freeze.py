@@ -59,7 +59,11 @@ def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) ->
     callback=parse_base,
     help="The model by which the others are coded; by default it is found, if there is one.",
 )
-@click.option("--no-base", is_flag=True, help="Code every model by itself.")
+@click.option(
+    "--no-base",
+    is_flag=True,
+    help="Code every blob by itself, also one that has the tensors of another.",
+)
 @click.option(
     "--keep-hot", is_flag=True, help="Leave the files that are there beside what is coded."
 )
@@ -92,6 +96,7 @@ def command(
 
     Frozen models are used as before: what reads them decodes them. Each blob is decoded again and
     compared before its file goes. Blobs that a model shares with one that is not frozen stay.
+    Tensors that are equal under different names are stored once, unless --no-base is given.
     """
     from blobstore.freezing import freeze_models
 

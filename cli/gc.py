@@ -50,6 +50,7 @@ def _as_json(collected: Collected, *, dry_run: bool) -> dict[str, Any]:
         "leftovers": [_removed(item) for item in collected.leftovers],
         "folders": [str(folder) for folder in collected.folders],
         "kept": {"blobs": collected.kept, "bytes": collected.kept_size},
+        "kept_as_bases": {"blobs": collected.bases, "bytes": collected.bases_size},
     }
 
 
@@ -72,4 +73,10 @@ def _as_text(collected: Collected, *, dry_run: bool) -> str:
         f"{verb} {render.count_of(len(collected.blobs), 'blob')}, "
         f"{render.human_bytes(collected.size)} in all{kept if collected.kept else ''}"
     )
+    if collected.bases:
+        blobs = render.count_of(collected.bases, "blob")
+        lines.append(
+            f"kept {blobs} of no model, {render.human_bytes(collected.bases_size)}: cold blobs of "
+            'models are coded by them; "blobstore thaw" those models first to free that'
+        )
     return "\n".join(lines)

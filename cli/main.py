@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COMMANDS = (
     *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
-    *("freeze", "thaw"),
+    *("freeze", "thaw", "pack", "unpack"),
 )
 _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE

@@ -78,7 +78,7 @@ def command(
     The bytes come from SOURCE, from which the same blobs are made, or from another STORE. They
     are used only if their digest is right; what is damaged is put aside in .blobstore/quarantine.
     Damaged manifests are put back too, from a STORE that has the same model.
-    Without --from, it only tells what is wrong. The exit code is 4 while anything remains.
+    Without --from, it mends what the store has in another form, hot or cold. The exit code is 4 while anything remains.
     """
     from blobstore.repair import repair_models
 

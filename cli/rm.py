@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
+_NAMED = 3
+"""Of how many models a line tells the names."""
+
+
 @click.command("rm", short_help="Take names of models away.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
 @click.option("--dry-run", is_flag=True, help="Remove nothing, and tell what would be.")
@@ -62,7 +66,11 @@ def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
             for entry in removed.names
         ],
         "unreferenced": {"blobs": removed.blobs, "bytes": removed.size},
-        "kept_as_bases": {"blobs": removed.bases, "bytes": removed.bases_size},
+        "kept_as_bases": {
+            "blobs": removed.bases,
+            "bytes": removed.bases_size,
+            "by": [str(reference) for reference in removed.coded],
+        },
         "unreadable": [str(entry.reference) for entry in removed.unreadable],
     }
 
@@ -82,9 +90,12 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
         )
     if removed.bases:
         blobs = render.count_of(removed.bases, "blob")
+        names = ", ".join(str(render.cell(name)) for name in removed.coded[:_NAMED])
+        more = len(removed.coded) - _NAMED
         lines.append(
             f"{render.human_bytes(removed.bases_size)} in {blobs} "
-            f"{'would be' if dry_run else 'is'} needed still: cold blobs of other models are coded "
-            'by that; "blobstore thaw" those models first to free it'
+            f"{'would be' if dry_run else 'is'} needed still: cold blobs of "
+            f"{names or 'no model, which go first,'}{f' and {more} more' if more > 0 else ''} are coded "
+            'by that; "blobstore thaw" such models to free it'
         )
     return "\n".join(lines)

@@ -71,3 +71,14 @@ def flip(path: str, place: int = -100) -> None:
     data[place] ^= 1
     file.unlink()
     file.write_bytes(data)
+
+
+def flip_in_place(path: str, place: int = -100) -> None:
+    """Flip a bit of a file, whatever other names it has."""
+    file = Path(path)
+    file.chmod(0o600)
+    with file.open("r+b") as opened:
+        opened.seek(place, 2)
+        byte = opened.read(1)
+        opened.seek(place, 2)
+        opened.write(bytes([byte[0] ^ 1]))

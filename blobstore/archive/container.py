@@ -85,6 +85,11 @@ class ColdBlob:
         self._stored_at = list(self._places())
 
     @property
+    def data(self) -> memoryview:
+        """The file's bytes."""
+        return self._data
+
+    @property
     def size(self) -> int:
         """Bytes of the blob that this stands for."""
         return self.table.size

@@ -2,7 +2,8 @@
 
 The table comes last, for nobody knows the sizes of planes before they are made: so whatever takes
 bytes in order can be written to, nothing is written twice, and a file that was cut short has no
-table. What is written depends on the bytes, the outline and the level, and on nothing else.
+table. What is written depends on the bytes, the outline and the level, and on nothing else. (Of the
+outline, factors are found with sums that another kind of processor may round otherwise.)
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def encode(
     Raises:
         UsageError: the pieces are not what the runs describe.
     """
-    parts = [_part(run) for run in runs]
+    parts = _parts(runs)
     has_base = any(part.base_begin is not None for part in parts)
     if has_base and base is None:
         raise UsageError("runs that are compared with a base need one")
@@ -123,6 +124,17 @@ def encode(
     )
     write(encode_table(table))
     return table
+
+
+def _parts(runs: Sequence[Run]) -> list[Part]:
+    parts: list[Part] = []
+    for run in runs:
+        part = _part(run)
+        if run.same_as is not None:
+            # It has the chunks of that one, whose base may make them larger.
+            part = part._replace(chunk_size=parts[run.same_as].chunk_size)
+        parts.append(part)
+    return parts
 
 
 def _part(run: Run) -> Part:

@@ -32,6 +32,8 @@ class Run(NamedTuple):
     """Where what they are to be compared with begins in the base blob."""
     factors: bytes | None = None
     """What predicts them from that, packed, with the run's type."""
+    shape: tuple[int, ...] = ()
+    """Of the tensor that they are; nothing is written of it."""
 
 
 def outline(start: Buffer, size: int) -> list[Run]:
@@ -47,8 +49,25 @@ def outline(start: Buffer, size: int) -> list[Run]:
         header = parse_header(view[PREFIX_SIZE:end], size)
     except InvalidHeader:
         return [Run(size)] if size else []
-    tensors = (entry for entry in header.tensors.values() if entry.end > entry.begin)
-    return [Run(end), *(Run(entry.end - entry.begin, entry.spec.dtype) for entry in tensors)]
+    return [
+        Run(end),
+        *(
+            Run(entry.end - entry.begin, entry.spec.dtype, shape=entry.spec.shape)
+            for entry in header.tensors.values()
+            if entry.end > entry.begin
+        ),
+    ]
+
+
+def split(run: Run) -> list[Run]:
+    """Return the runs of the slices of a tensor along its first dimension."""
+    count, *shape = run.shape
+    size = run.size // count
+    part = run._replace(size=size, shape=tuple(shape))
+    if run.base_begin is None:
+        return [part] * count
+    begin = run.base_begin
+    return [part._replace(base_begin=begin + number * size) for number in range(count)]
 
 
 def with_equals(runs: Sequence[Run], blob: Buffer) -> list[Run]:

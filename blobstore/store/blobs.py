@@ -17,6 +17,7 @@ from blobstore.digest import Digest, Digester
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.files import read_exactly, write_all
 from blobstore.safetensors.header import Header
+from blobstore.store.bases import forms_of_base
 from blobstore.store.cold import ColdShelf
 from blobstore.store.hot import ADVICE, HotShelf
 from blobstore.text import quoted
@@ -47,7 +48,7 @@ class BlobReader:
         self.pinned = HotShelf(layout, layout.base_blob)
         """Second names of blobs by which cold ones are coded."""
         # By a reader of its own: one that held itself would live until the collector comes by.
-        self.cold = ColdShelf(layout, partial(_base_in, layout))
+        self.cold = ColdShelf(layout, partial(_forms_in, layout))
         """Blobs that are coded."""
 
     def exists(self, digest: Digest, size: int) -> bool:
@@ -226,15 +227,14 @@ class BlobReader:
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
         """
-        digester = Digester()
-        with contextlib.closing(self.read_pieces(digest, size)) as pieces:
-            for piece in pieces:
-                digester.update(piece)
-                if progress is not None:
-                    progress(len(piece))
-        found = digester.digest()
-        if found != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, found)
+        _check(self.read_pieces(digest, size), self.layout.blob(digest), digest, progress)
+
+    def check_pinned(
+        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read the second name of a base and compare its digest. As :meth:`check_digest`."""
+        pieces = self.pinned.pieces(self.pinned.open(digest, size), digest, size)
+        _check(pieces, self.layout.base_blob(digest), digest, progress)
 
     def check_cold(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -266,27 +266,9 @@ class BlobReader:
     def base(self, digest: Digest, size: int) -> BaseBlob:
         """Return a blob of ``size`` bytes by which others are coded.
 
-        Raises:
-            BlobDamaged: it is not here, or not of that size.
-            ColdDamaged: it is coded by another itself.
-            StoreError: it cannot be read.
+        Raises as :func:`forms_of_base`.
         """
-        from blobstore.archive.base import BaseBlob  # brings numpy
-
-        # What is decoded by it is checked afterwards, so it need not be hashed before.
-        def decoding() -> BaseBlob:
-            return self.cold.open(digest, size).container.as_base()
-
-        with contextlib.suppress(BlobMissing):
-            return self._either(
-                lambda: BaseBlob.hot(self.hot.whole(digest, size), digest), decoding
-            )
-        try:
-            return BaseBlob.hot(self.pinned.whole(digest, size), digest)
-        except BlobMissing:
-            path = quoted(self.layout.blob(digest))
-            message = f"blob {path}, by which others are coded, is missing{ADVICE}"
-            raise BlobDamaged(message) from None
+        return next(forms_of_base(self, digest, size))
 
     def blob_sizes(self) -> set[int]:
         """Return the sizes of all blobs that are not cold only."""
@@ -361,8 +343,8 @@ class BlobReader:
         raise AssertionError
 
 
-def _base_in(layout: Layout, digest: Digest, size: int) -> BaseBlob:
-    return BlobReader(layout).base(digest, size)
+def _forms_in(layout: Layout, digest: Digest, size: int) -> Iterator[BaseBlob]:
+    return forms_of_base(BlobReader(layout), digest, size)
 
 
 def _new_file() -> int:
@@ -371,6 +353,22 @@ def _new_file() -> int:
         return os.memfd_create("blobstore", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _check(
+    pieces: Generator[memoryview, None, None],
+    path: str,
+    digest: Digest,
+    progress: Callable[[int], None] | None,
+) -> None:
+    digester = Digester()
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            digester.update(piece)
+            if progress is not None:
+                progress(len(piece))
+    if digester.digest() != digest:
+        raise _wrong_digest(path, digest, digester.digest())
 
 
 def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:

@@ -12,13 +12,30 @@ from blobstore.errors import BlobMissing, BlobstoreError
 from blobstore.progress import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from blobstore.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.pace import Pace
     from blobstore.progress import Progress
     from blobstore.store.local import LocalStore
     from blobstore.store.verified import VerifiedBlobs
+
+
+def bases_of(store: LocalStore, blobs: Iterable[Descriptor]) -> dict[Digest, Descriptor]:
+    """Return those of the blobs whose cold form is coded by another, and by which.
+
+    What cannot be read is passed over: who reads the blob is told.
+    """
+    bases = {}
+    for blob in blobs:
+        if store.cold.has(blob.digest):
+            with contextlib.suppress(BlobstoreError):
+                found = store.cold.open(blob.digest)
+                if found.base is not None:
+                    # By the same name it is planned from a source.
+                    bases[blob.digest] = blob._replace(digest=found.base, size=found.base_size)
+    return bases
 
 
 class _Stopped(Exception):
@@ -34,16 +51,20 @@ def damaged_blobs(
     verified: VerifiedBlobs | None = None,
     pace: Pace | None = None,
     both_forms: bool = False,
+    as_bases: bool = False,
 ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
     """Read every blob whole, in parallel; yield those that are missing or damaged, with the error.
 
     Of a blob that is hot and cold the cold form is read only if ``both_forms`` are wanted; that a blob
-    is damaged only in that form is told after the other was read, and counts no bytes.
+    is damaged only in that form is told after the other was read, and counts no bytes. What is looked
+    for ``as_bases`` may be there by its second name alone.
 
     What is found of each is noted in ``verified``, also if the work is broken off. It goes no faster
     than ``pace``. Breaking off does not wait for blobs to be read to their ends.
     """
-    work = _Checking(store, blobs, progress, verified, pace, both_forms=both_forms)
+    work = _Checking(
+        store, blobs, progress, verified, pace, both_forms=both_forms, as_bases=as_bases
+    )
     pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore-check")
     try:
         # The largest first, so that no thread is left with one when the others are done.
@@ -74,6 +95,7 @@ class _Checking:
         pace: Pace | None,
         *,
         both_forms: bool,
+        as_bases: bool,
     ) -> None:
         self.stop = threading.Event()
         self._store = store
@@ -81,6 +103,7 @@ class _Checking:
         self._verified = verified
         self._pace = pace
         self._both_forms = both_forms
+        self._as_bases = as_bases
 
     def check(self, blob: Descriptor) -> None:
         """Read a blob whole. Raises as :meth:`LocalStore.check_digest`."""
@@ -92,7 +115,12 @@ class _Checking:
         verified = self._verified
         noting = contextlib.nullcontext() if verified is None else verified.noting(blob.digest)
         with noting:
-            self._store.check_digest(blob.digest, blob.size, count)
+            try:
+                self._store.check_digest(blob.digest, blob.size, count)
+            except BlobMissing:
+                if not self._as_bases:
+                    raise
+                self._store.check_pinned(blob.digest, blob.size, count)
         if self._both_forms and self._store.hot.has(blob.digest):
             with contextlib.suppress(BlobMissing):
                 self._store.check_cold(blob.digest, blob.size, self._go_on)

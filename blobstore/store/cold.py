@@ -3,7 +3,8 @@
 A cold blob has the name of what it decodes to: the digest of the blob as it was. So manifests say
 nothing of it, a blob may be there hot, cold or both, and what a codec makes can change. Some are coded
 against another blob, their base, which may itself be hot, or cold without a base of its own: edges are
-one deep. Nothing here writes: freezing and thawing are workflows.
+one deep. Where a base is here in several forms and one is damaged, the others are tried. Nothing here
+writes: freezing and thawing are workflows.
 
 What is decoded has been checked chunk by chunk; who must know that it is the very blob hashes it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from threading import Lock
@@ -36,11 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
     from blobstore.archive.base import BaseBlob
+    from blobstore.archive.container import ColdBlob as Container
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
-    Given = Callable[[Digest, int], BaseBlob]
-    """Gives the base of a digest and a size."""
+    Given = Callable[[Digest, int], Iterator[BaseBlob]]
+    """Gives the forms of the base of a digest and a size, each when it is wanted."""
 
 _IMPORTING = Lock()
 """Threads that import numpy at once may find half of it."""
@@ -55,7 +58,7 @@ class ColdBlob:
     """An open cold blob, whose file is closed when nobody holds this. Threads may share it."""
 
     def __init__(self, path: str, digest: Digest, given: Given) -> None:
-        """Open the cold blob of ``digest`` at ``path``; ``given`` gives its base.
+        """Open the cold blob of ``digest`` at ``path``; ``given`` gives the forms of its base.
 
         Raises:
             BlobMissing: there is none.
@@ -64,22 +67,32 @@ class ColdBlob:
         """
         data = _mapped(path)
         with _IMPORTING:
-            from blobstore.archive.container import ColdBlob as Container  # brings numpy
+            from blobstore.archive.container import ColdBlob as Opened  # brings numpy
 
         self.digest = digest
+        self.base: Digest | None = None
+        """The blob without which it cannot be decoded."""
+        self.base_size = 0
+        """Bytes of that."""
         self._path = path
-        self._given: Given | None = given
+        self._data = data
+        self._given = given
         self.stored = len(data)
         """Bytes of its file."""
         with self._explained():
-            self.container = Container(data)
+            self.container: Container = Opened(data)
             table = self.container.table
             if table.digest != digest:
                 raise ColdDamaged(f"it is that of {table.digest}")
         self.size = table.size
         """Bytes of what it decodes to."""
-        self.base = table.base.digest if table.base is not None else None
-        """The blob without which it cannot be decoded."""
+        if table.base is not None:
+            self.base, self.base_size = table.base.digest, table.base.size
+        self._ways = [] if self.base else [self.container]
+        """The container with each form of its base that was wanted so far."""
+        self._forms: Iterator[BaseBlob] | None = None if self.base else iter(())
+        """What other forms there are; None if nobody has asked yet."""
+        self._lock = Lock()
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the blob from ``begin`` on.
@@ -90,9 +103,18 @@ class ColdBlob:
         """
         if begin + len(buffer) > self.size:
             raise self._damaged(f"byte {begin + len(buffer)} is wanted of {self.size}")
+        failure: ColdDamaged | None = None
         with self._explained():
-            self._give_base()
-            self.container.read_into(buffer, begin)
+            # Each chunk is checked: what is decoded by other bytes than the base's is no success.
+            for container in self._all_ways():
+                try:
+                    container.read_into(buffer, begin)
+                except ColdDamaged as error:
+                    failure = failure or error
+                else:
+                    return
+            if failure is not None:
+                raise failure
 
     def pieces(self) -> Generator[memoryview, None, None]:
         """Yield the bytes of the blob, in pieces that are good until the next one.
@@ -134,11 +156,32 @@ class ColdBlob:
         self.read_into(begin, memoryview(buffer))
         return bytes(buffer)
 
-    def _give_base(self) -> None:
-        given, base = self._given, self.container.table.base
-        if given is not None and base is not None:
-            self.container.give_base(given(base.digest, base.size))
-        self._given = None
+    def _all_ways(self) -> Iterator[Container]:
+        """Yield the container with each form of its base; the next only if there is need of it."""
+        for number in itertools.count():
+            if number == len(self._ways):
+                self._add_way(number)
+            if number == len(self._ways):
+                return
+            yield self._ways[number]
+
+    def _add_way(self, number: int) -> None:
+        """Ask for the next form of the base, unless another thread has it by now."""
+        with self._lock:
+            if self.base is None or number < len(self._ways):
+                return
+            if self._forms is None:
+                self._forms = self._given(self.base, self.base_size)
+            try:
+                form = next(self._forms, None)
+            except BaseException:
+                self._forms = None  # there is none; it may be put back
+                raise
+            if form is not None:
+                # One that is in use keeps its base: other threads decode by that.
+                container = type(self.container)(self._data) if number else self.container
+                container.give_base(form)
+                self._ways.append(container)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -152,7 +195,8 @@ class ColdBlob:
             raise StoreError(message) from error
 
     def _damaged(self, what: str) -> BlobDamaged:
-        return BlobDamaged(f"cold blob {quoted(self._path)} is damaged: {what}{ADVICE}")
+        base = f"; its base is {self.base}" if self.base else ""
+        return BlobDamaged(f"cold blob {quoted(self._path)} is damaged: {what}{base}{ADVICE}")
 
 
 class ColdShelf:

@@ -112,7 +112,7 @@ class Ingest:
                 for buffer in buffers():
                     self._check_open()
                     digester.update(buffer)
-                present = self._present(digester.digest(), size)
+                present = self.find(digester.digest(), size)
                 if present is not None:
                     return present
             return self._write(size, buffers())
@@ -147,7 +147,13 @@ class Ingest:
             message = "the import was stopped"
             raise BlobstoreError(message)
 
-    def _present(self, digest: Digest, size: int) -> Ingested | None:
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that the store has already, which stays until the ingest ends.
+
+        Raises:
+            BlobDamaged: it is not whole.
+            OSError: it cannot be held.
+        """
         self._lease.hold([digest])  # before it is looked for
         if not self._exists(digest, size):
             return None
@@ -168,7 +174,7 @@ class Ingest:
                 digester.update(buffer)
                 write_all(descriptor, buffer)
             digest = self._checked(digester, size)
-            present = self._present(digest, size)  # written by another process in the meantime
+            present = self.find(digest, size)  # written by another process in the meantime
         except BaseException:
             os.close(descriptor)
             path.unlink()

@@ -220,6 +220,15 @@ class LocalStore(BlobReader):
             make_folders(folder, self.layout.root)
         write_file(path, [data], mode=0o644, temporary=self.layout.temporary)
 
+    def is_taken(self, reference: Reference, data: bytes) -> bool:
+        """Tell whether a name is there and has another manifest than ``data``."""
+        try:
+            return self.read_manifest(reference) != data
+        except ModelNotFound:
+            return False
+        except BlobstoreError:  # whatever it is
+            return True
+
     def remove(self, reference: Reference) -> None:
         """Take a name away, durably, for a caller who has the store's lock alone.
 

@@ -1,4 +1,4 @@
-"""Single bits that flip in blobs and manifests: ``verify`` finds each, and says where."""
+"""Single bits that flip in blobs, hot and cold, and manifests: ``verify`` finds each, and says where."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.digest import Digest
 from blobstore.manifests import media_types
+from blobstore.store.local import LocalStore
 from tests.faults.invariants import Findings, layers
 from tests.faults.known import Known, command, write_models
 from tests.faults.outcomes import Outcome
@@ -16,7 +19,7 @@ from tests.faults.processes import workspace
 from tests.models import moe_tensors, write_folder
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from tests.faults.outcomes import Effort
 
@@ -24,6 +27,10 @@ _MANIFESTS = 0.25
 """How many bits flip in a manifest: by their bytes there would be few."""
 _LENGTH = 8
 """Bytes of the length that a tensor blob begins with."""
+
+
+_FROZEN = 0.25
+"""How many of the other bits flip in what is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class _Place:
 def run(effort: Effort) -> list[Outcome]:
     """Flip ``effort.count`` bits, one at a time."""
     blobs, manifests = Outcome("bit flipped in a blob"), Outcome("bit flipped in a manifest")
+    frozen = Outcome("bit flipped in a cold blob, or what it is coded by")
     chance = random.Random(effort.seed)
     with workspace() as folder:
         store = folder / "store"
@@ -66,6 +74,7 @@ def run(effort: Effort) -> list[Outcome]:
         ]
         files = sorted({path for *_, path in stored})
         sizes = [path.stat().st_size for path in files]
+        cold_store, cold_files = folder / "frozen", _freeze(folder / "frozen", models)
         for _ in effort:
             if chance.random() < _MANIFESTS:
                 model = chance.choice(models)
@@ -73,6 +82,13 @@ def run(effort: Effort) -> list[Outcome]:
                 place = _choose(path, chance)
                 manifests.injected += 1
                 manifests.add(_miss_in_manifest(store, model, place), str(place))
+            elif chance.random() < _FROZEN:
+                path = chance.choice(sorted(cold_files))
+                place = _choose(path, chance)
+                frozen.injected += 1
+                frozen.add(
+                    _miss_in_frozen(cold_store, models[1], cold_files[path], place), str(place)
+                )
             else:
                 (path,) = chance.choices(files, sizes)
                 place = _choose(path, chance)
@@ -82,7 +98,31 @@ def run(effort: Effort) -> list[Outcome]:
         code, output, _ = command("verify", "--json", "--store", store)
         if code:
             blobs.violate(f"verify of what was flipped back exits with {code}: {output}")
-    return [blobs, manifests]
+    return [blobs, manifests, frozen]
+
+
+def _freeze(store: Path, models: Sequence[Known]) -> dict[Path, str]:
+    """Freeze a model by another that loses its name; return the files, and the layers they are for."""
+    base, model = models
+    for arguments in (
+        ("create", base.folder, base.name),
+        ("create", model.folder, model.name),
+        ("freeze", model.name, "--base", base.name),
+        ("rm", base.name),
+    ):
+        code, _, errors = command(*arguments, "--store", store)
+        assert code == 0, errors
+    shelf = LocalStore(store)
+    files = {}
+    for layer in layers(store, model):
+        digest = Digest.parse(layer["digest"])
+        if shelf.cold.has(digest):
+            files[Path(shelf.layout.cold_blob(digest))] = layer["name"]
+            coded_by = shelf.cold.open(digest).base
+            if coded_by is not None:
+                files[Path(shelf.layout.base_blob(coded_by))] = layer["name"]
+    assert any(path.parent.name == "bases" for path in files)
+    return files
 
 
 def _choose(path: Path, chance: random.Random) -> _Place:
@@ -135,6 +175,20 @@ def _miss_in_blob(
     if reported - owned:
         found.others.append(f"{sorted(reported - owned)} are named, but whole")
     return found
+
+
+def _miss_in_frozen(store: Path, model: Known, layer: str, place: _Place) -> Findings:
+    faults = _faults(store, place)
+    if isinstance(faults, str):
+        return Findings(others=[faults])
+    told = {(fault["reference"], fault["layer"]) for fault in faults}
+    others = [f"layer {layer} is not named, or others are: {faults}"]
+    if told != {(str(model.reference), layer)}:
+        return Findings(others=others)
+    # What is damaged is named by its file, though it is a base of no model.
+    if not any(place.path.name in fault["message"] for fault in faults):
+        return Findings(others=[f"the file is not named: {faults}"])
+    return Findings()
 
 
 def _miss_in_manifest(store: Path, model: Known, place: _Place) -> Findings:

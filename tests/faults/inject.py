@@ -145,7 +145,15 @@ class _Sweep:
 
     def _command(self, fault: Fault | None) -> Ended:
         arguments = self._operation.prepare(self._scene)
-        if self._operation.name in {"create", "verify", "repair", "freeze", "thaw"}:
+        if self._operation.name in {
+            "create",
+            "verify",
+            "repair",
+            "freeze",
+            "thaw",
+            "pack",
+            "unpack",
+        }:
             arguments += ["--jobs", 1]
         return tracing.traced(
             "blobstore",

@@ -192,14 +192,13 @@ def _before_verify(scene: Scene) -> list[object]:
 
 
 def _before_freeze(scene: Scene) -> list[object]:
-    """Let models be hot; those that stay are frozen too, or share blobs with what is frozen."""
+    """Let models be hot; those that stay are frozen too, or share blobs with what is, or are its bases."""
     scene.must("create", scene.guest.folder, scene.guest.name)
     everyone = [model.name for model in (scene.guest, *scene.kept)]
     scene.must("thaw", *everyone)
     if scene.chance.random() < 0.3:  # as a killed one leaves them
         scene.must("freeze", "--keep-hot", scene.guest.name)
-    names = everyone if scene.chance.random() < 0.5 else everyone[:1]
-    return ["freeze", *names, *_store_of(scene)]
+    return ["freeze", *_some(scene, everyone), *_store_of(scene)]
 
 
 def _before_thaw(scene: Scene) -> list[object]:
@@ -207,8 +206,12 @@ def _before_thaw(scene: Scene) -> list[object]:
     everyone = [model.name for model in (scene.guest, *scene.kept)]
     scene.must("freeze", *everyone)
     keep = ["--keep-cold"] if scene.chance.random() < 0.3 else []
-    names = everyone if scene.chance.random() < 0.5 else everyone[:1]
-    return ["thaw", *keep, *names, *_store_of(scene)]
+    return ["thaw", *keep, *_some(scene, everyone), *_store_of(scene)]
+
+
+def _some(scene: Scene, everyone: list[str]) -> list[str]:
+    """Return all names, or one: then a base stays hot, or becomes so under what is coded by it."""
+    return everyone if scene.chance.random() < 0.4 else [scene.chance.choice(everyone)]
 
 
 def _after_moving(scene: Scene, ended: Ended) -> Findings:
@@ -251,6 +254,44 @@ def check_folder(folder: Path, model: Known) -> list[str]:
     return []
 
 
+# pack and unpack
+
+
+def _archive(scene: Scene) -> Path:
+    return scene.folder / "models.bsar"
+
+
+def _before_pack(scene: Scene) -> list[object]:
+    """Let models be hot, or one of them frozen."""
+    _archive(scene).unlink(missing_ok=True)
+    everyone = [model.name for model in scene.kept]
+    scene.must("thaw", *everyone)
+    if scene.chance.random() < 0.3:
+        scene.must("freeze", scene.chance.choice(everyone))
+    return ["pack", *everyone, _archive(scene), *_store_of(scene)]
+
+
+def _after_pack(scene: Scene, ended: Ended) -> Findings:
+    found = _checked(scene, ended)
+    if _archive(scene).exists():
+        code, _, errors = command("unpack", _archive(scene), "--verify-only")
+        if code:
+            found.others.append(f"the archive is not whole: {errors}")
+    elif ended.code == 0:
+        found.others.append("the archive is not there")
+    for left in scene.folder.glob(".*.tmp"):  # of a file that was being written; nobody's now
+        left.unlink()
+    return found
+
+
+def _before_unpack(scene: Scene) -> list[object]:
+    """Let an archive have a model that the store has not, and one that it has."""
+    scene.must("create", scene.guest.folder, scene.guest.name)
+    names = [scene.guest.name, scene.kept[0].name]
+    scene.must("pack", "--force", *names, _archive(scene))
+    return ["unpack", _archive(scene), *_before_create(scene)[3:]]
+
+
 _OPERATIONS = (
     Operation("create", _before_create, _after_create),
     Operation("gc", _before_gc, _checked),
@@ -262,4 +303,6 @@ _OPERATIONS = (
     Operation("freeze", _before_freeze, _after_moving),
     Operation("thaw", _before_thaw, _after_moving),
     Operation("export", _before_export, _after_export),
+    Operation("pack", _before_pack, _after_pack),
+    Operation("unpack", _before_unpack, _after_create),
 )

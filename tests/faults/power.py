@@ -1,6 +1,6 @@
 """Power cuts: a disk as it is at a random instant, mounted again and looked at.
 
-The store lies on ext4 in a file. A process creates, removes and collects there without end. At an instant
+The store lies on ext4 in a file. A process creates, removes, freezes, thaws and collects there without end. At an instant
 it is stopped, with all that it told before; the file is copied, which is what a disk holds when the power
 goes: nothing that was still in memory. The copy is mounted, and its store checked. What was acknowledged
 must be there; what was being done may be there or not, but not in part.
@@ -38,7 +38,7 @@ _LONGEST = 0.6
 
 def run(effort: Effort, *, unsynced: str = "") -> list[Outcome]:
     """Cut the power ``effort.count`` times; with ``unsynced`` files or folders the test tests itself."""
-    outcome = Outcome("power cut during create, rm and gc")
+    outcome = Outcome("power cut during create, rm, freeze, thaw and gc")
     if reason := disks.why_not(in_file=True):
         outcome.skipped = reason
         return [outcome]

@@ -50,6 +50,9 @@ def try_all(folder: Path) -> None:
         ("verify",),
         ("export", "a", folder / "decoded"),
         ("thaw", "a"),
+        ("pack", "a", folder / "a.bsar"),
+        ("unpack", folder / "a.bsar", "--verify-only"),
+        ("unpack", folder / "a.bsar"),
     ):
         command(*arguments, "--store", store)
     for layer in layers(store, model.called("a"))[1:]:
@@ -71,6 +74,10 @@ def churn(sources: str, store: str, seed: str) -> None:
         elif removes and name in there and chance.random() < 0.5:
             _do(["rm", name], f"rm {name}", store)
             there.discard(name)
+        elif there and chance.random() < 0.5:
+            # One by one bases stay hot, or become hot under what is coded by them.
+            chosen = chance.sample(sorted(there), chance.choice((1, len(there))))
+            _do([chance.choice(("freeze", "thaw")), *chosen], "another form", store)
         else:
             _do(["create", str(Path(sources, name)), name], f"create {name}", store)
             there.add(name)
@@ -127,6 +134,8 @@ class _Crowd:
             _Way(4, self._collect),
             _Way(2, self._look_for_garbage),
             _Way(2, self._verify),
+            _Way(3, self._freeze),
+            _Way(2, self._thaw),
             _Way(5, self._load_staying),
             _Way(6, self._load_swapped),
             _Way(2, self._load_passing),
@@ -148,6 +157,16 @@ class _Crowd:
 
     def _verify(self) -> None:
         self._command("verify", *[model.name for model in self._staying])
+
+    def _freeze(self) -> None:
+        names = [model.name for model in self._staying]
+        option = self._chance.choice(((), (), ("--no-base",), ("--keep-hot",)))
+        chosen = self._chance.sample(names, self._chance.choice((1, len(names))))
+        self._command("freeze", *chosen, *option)
+
+    def _thaw(self) -> None:
+        option = self._chance.choice(((), ("--keep-cold",)))
+        self._command("thaw", self._chance.choice(self._staying).name, *option)
 
     def _remove(self) -> None:
         code, _, errors = self._run("rm", self._chance.choice(self._passing).name)

@@ -105,9 +105,9 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
     "base",
     [
         b"no safetensors file",
-        blob(("x", "F16", (COUNT,), weights(1))),
+        blob(("x", "F16", (COUNT,), tuned(10, 1))),
         blob(("x", "BF16", (2, COUNT), weights(1) * 2)),
-        blob(("y", "BF16", (COUNT,), weights(1)), ("z", "U8", (1,), b"1")),
+        blob(("y", "BF16", (COUNT,), tuned(10, 1)), ("z", "U8", (1,), b"1")),
     ],
     ids=["foreign", "type", "shape", "names"],
 )
@@ -132,3 +132,78 @@ def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:
     written = bytearray()
     coding.write(written.extend, lambda _: None)
     assert abs(coding.estimate() - len(written)) < 0.01 * len(written)
+
+
+def beside(
+    store: LocalStore, mine: bytes, *tensors: tuple[str, str, tuple[int, ...], bytes]
+) -> ColdBlob:
+    """Return a blob coded by another, once it has been decoded."""
+    item = add(store, mine)
+    cold = coded(Coding(store, item, "fast", add(store, blob(*tensors))))
+    assert decoded(store, cold) == mine
+    return cold
+
+
+def test_a_tensor_is_found_under_another_name_and_shape(store: LocalStore) -> None:
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
+        ("a", "BF16", (2, COUNT // 2), weights(2)),
+        ("b", "I16", (COUNT,), weights(1)),
+        ("c", "U8", (2 * COUNT,), weights(3)),
+    )
+    assert [part.base_begin is None for part in cold.table.parts] == [True, False, False]
+    assert cold.table.parts[1].base_begin != cold.table.parts[2].base_begin
+    assert stored(cold) < 0.02 * cold.size
+
+
+def test_a_tensor_of_the_same_name_is_preferred(store: LocalStore) -> None:
+    """Where both are equal, and where neither is."""
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), tuned(10, 2))),
+        ("a", "BF16", (COUNT,), weights(1)),
+        ("x", "BF16", (COUNT,), weights(1)),
+        ("y", "BF16", (COUNT,), weights(2)),
+    )
+    begins = [part.base_begin for part in cold.table.parts[1:]]
+    assert cold.table.base is not None
+    header = store.read_blob_header(*cold.table.base)
+    assert begins == [header.data_start + header.tensors[name].begin for name in ("x", "y")]
+
+
+def test_a_tensor_of_the_same_name_that_differs_gives_way_to_an_equal_one(
+    store: LocalStore,
+) -> None:
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
+        ("x", "BF16", (COUNT,), weights(2)),
+        ("y", "BF16", (COUNT,), weights(1)),
+    )
+    assert stored(cold) < 0.02 * cold.size
+
+
+def test_slices_of_a_stack_are_found_one_by_one(store: LocalStore) -> None:
+    parts = [weights(seed) for seed in range(4)]
+    shape = (200, COUNT // 200)
+    stack = blob(("stack", "BF16", (4, *shape), b"".join(parts)))
+    packed = [(str(number), "BF16", shape, part) for number, part in enumerate(parts)]
+    cold = beside(store, stack, *packed[::-1])
+    assert [part.size for part in cold.table.parts[1:]] == [2 * COUNT] * 4
+    assert stored(cold) < 0.02 * cold.size
+    cold = beside(store, blob(*packed), ("stack", "BF16", (4, *shape), b"".join(parts)))
+    assert stored(cold) < 0.02 * cold.size
+    cold = beside(store, stack, packed[1], packed[3])
+    assert [part.base_begin is None for part in cold.table.parts[1:]] == [True, False] * 2
+
+
+def test_equal_samples_that_say_nothing_make_nothing_equal(store: LocalStore) -> None:
+    mine = blob(("x", "BF16", (COUNT,), bytes(2 * COUNT)))
+    base = blob(("y", "BF16", (COUNT,), bytes(2 * COUNT)), ("z", "U8", (1,), b"1"))
+    assert not Coding(store, add(store, mine), "fast", add(store, base)).has_base
+
+
+def stored(cold: ColdBlob) -> int:
+    """Return the bytes of all planes."""
+    return sum(plane.size for chunk in cold.table.chunks for plane in chunk.planes)

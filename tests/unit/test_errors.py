@@ -37,6 +37,7 @@ EXIT_CODES = {
     "BlobMissing": 4,
     "BlobDamaged": 4,
     "ColdDamaged": 4,
+    "ArchiveDamaged": 4,
 }
 
 

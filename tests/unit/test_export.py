@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import blobstore
 from blobstore.creation import create
+from blobstore.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -25,6 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.export import export_model
 from blobstore.filling import _BlobReader
+from blobstore.freezing import freeze_models
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
@@ -33,6 +35,7 @@ from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.tensor import DType, TensorSpec
+from tests.frozen import put, weights
 from tests.models import (
     Arrays,
     dense_tensors,
@@ -713,13 +716,37 @@ def test_notices_a_blob_that_shrinks_while_it_is_read(store: LocalStore, tmp_pat
     assert_nothing_left(tmp_path, "source", "store")
 
 
-def test_says_where_a_blob_cannot_be_read(tmp_path: Path) -> None:
+def test_says_where_a_blob_cannot_be_read(tmp_path: Path, store: LocalStore) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
-    try:
-        with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
-            list(_BlobReader(descriptor, 8).read(8))
-    finally:
-        os.close(descriptor)
+    with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
+        list(_BlobReader(store.hot.pieces(descriptor, Digest.of(b""), 8)).read(8))
+
+
+def test_pieces_are_cut_where_tensors_end() -> None:
+    reader = _BlobReader(memoryview(piece) for piece in (b"abc", b"defg", b"h"))
+    assert [b"".join(map(bytes, reader.read(size))) for size in (0, 2, 4, 1)] == [
+        b"",
+        b"ab",
+        b"cdef",
+        b"g",
+    ]
+    with pytest.raises(BlobDamaged, match="ended at byte 8, 1 bytes too early"):
+        list(reader.read(2))
+    assert reader.digester.digest() == Digest.of(b"abcdefgh")
+
+
+def test_a_frozen_model_is_exported_in_pieces(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "frozen", {"x": 1, "y": 2})
+    freeze_models(["frozen"], store=store)
+    monkeypatch.setattr(LocalStore, "_open_decoded", None)  # which takes the room of a whole blob
+    export_model("frozen", tmp_path / "out", store=store)
+    arrays = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        "x": weights(1),
+        "y": weights(2),
+    }
 
 
 def test_leaves_nothing_behind_when_it_is_interrupted(

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,44 @@ from blobstore.errors import BlobstoreError
 from blobstore.files import (
     make_folders,
     open_regular,
+    read_ahead,
     read_exactly,
     read_regular,
     replacing,
     write_all,
     write_file,
 )
+from blobstore.mapping import is_cached
 from tests import sandbox
+from tests.page_cache import dropped
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "file").write_bytes(b"0123456789")
     return tmp_path / "file"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice")
+def test_reading_ahead_brings_a_file_into_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(1 << 20))
+    if not dropped(path):
+        pytest.skip("this file system keeps files in memory")
+    read_ahead(str(path))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while not is_cached(descriptor, 1 << 20):  # the whole suite has a time limit
+            time.sleep(0.01)
+    finally:
+        os.close(descriptor)
+
+
+def test_reading_ahead_leaves_alone_what_is_no_file(path: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(path)
+    for name in ("missing", "pipe", "link", "."):
+        read_ahead(str(tmp_path / name))
 
 
 def test_opens_regular_files_with_their_size(path: Path) -> None:

@@ -16,6 +16,7 @@ from blobstore.coding import Coding
 from blobstore.collect import collect_garbage
 from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreError, UsageError
 from blobstore.freezing import freeze_models
+from blobstore.making import Maker
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
@@ -254,15 +255,15 @@ def test_a_name_that_comes_meanwhile_keeps_its_blobs_hot(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    real = freezing._Freezing._make
+    real = Maker.make
 
-    def make(self: Any, item: Any, moving: Moving) -> Any:
+    def make(self: Maker, item: Any, moving: Moving) -> Any:
         made = real(self, item, moving)
         if item.name == "x":
             put(store, "b", {"x": 1})
         return made
 
-    monkeypatch.setattr(freezing._Freezing, "_make", make)
+    monkeypatch.setattr(Maker, "make", make)
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "shared", "y": "frozen"}
     assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
 
@@ -401,8 +402,8 @@ def test_rejects_names_that_are_not_there(store: LocalStore) -> None:
 def test_levels_both_come_back(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     put(store, "b", {"y": 1})
-    fast = freeze_models(["a"], store=store, level="fast")
-    small = freeze_models(["b"], store=store, level="small")
+    fast = freeze_models(["a"], store=store, level="fast", find_base=False)
+    small = freeze_models(["b"], store=store, level="small", find_base=False)
     assert small.stored <= fast.stored
     assert_whole(store, "b", {"y": 1})
 

@@ -20,13 +20,14 @@ from blobstore.repair import repair_models
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from blobstore.verify import verify_models
-from tests.frozen import COUNT, flip, forms_of, layer, layers, put, tuned, weights
+from tests.frozen import COUNT, flip, flip_in_place, forms_of, layer, layers, put, tuned, weights
 from tests.models import add_blobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from blobstore.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.cold import ColdBlob
 
 BASE = {"x": 1, "y": 2}
@@ -179,6 +180,19 @@ def test_an_unreadable_cold_blob_that_is_needed_stops_collecting(store: LocalSto
     assert_whole(store)
 
 
+def test_a_damaged_base_of_what_is_garbage_stops_no_collection(store: LocalStore) -> None:
+    freeze_models(["base", CHILD], store=store, base="base")
+    child = layers(store, CHILD)["x"].digest
+    bases = [item.digest for item in layers(store, "base").values()]
+    remove_models([CHILD, "base"], store=store)
+    for base in bases:
+        flip(store.layout.cold_blob(base), -1)
+        os.utime(store.layout.cold_blob(base), (1, 1))
+    assert collect_garbage(store, older_than=1000).blobs == ()  # for what is coded by them is young
+    assert store.cold.has(child)
+    assert len(collect_garbage(store, older_than=0).blobs) == 4
+
+
 def test_a_missing_base_is_found(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     digest = layers(store, "base")["x"].digest
@@ -197,9 +211,92 @@ def test_a_missing_base_is_found(store: LocalStore) -> None:
 
 def test_a_damaged_base_is_found_in_what_is_coded_by_it(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
-    flip(store.layout.blob(layers(store, "base")["x"].digest))
+    digest = layers(store, "base")["x"].digest
+    flip_in_place(store.layout.blob(digest))  # and its second name with it
     faults = verify_models(store=store).faults
     assert {fault.reference for fault in faults} == {"base:latest", "child:latest"}
+    (told,) = (fault for fault in faults if fault.reference == "child:latest")
+    assert f"its base, {digest}, is damaged: blob '{store.layout.blob(digest)}'" in told.message
+    assert told.blob == str(layers(store, CHILD)["x"].digest)
+
+
+def test_a_base_that_is_damaged_in_one_form_is_told_of_its_own_model(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    flip(store.layout.blob(layers(store, "base")["x"].digest))
+    assert_whole(store)  # by the second name
+    faults = verify_models(store=store).faults
+    assert [(fault.reference, fault.layer) for fault in faults] == [("base:latest", "x")]
+
+
+def test_a_base_is_mended_by_its_second_name(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    digest = layers(store, "base")["x"].digest
+    flip(store.layout.blob(digest))  # a new file
+    repaired = repair_models(store=store)
+    assert [mended.digest for mended in repaired.mended] == [digest]
+    assert repaired.faults == ()
+    assert Path(store.layout.base_blob(digest)).samefile(store.layout.blob(digest))
+    assert_whole(store)
+
+
+def damage_lost_base(store: LocalStore, form: str) -> Descriptor:
+    """Freeze the child by a base that no manifest names any more; damage that in a form of it."""
+    item = layers(store, "base")["x"]
+    freeze_models([CHILD, "base"], store=store, base="base")
+    if form != "cold":
+        thaw_models(["base"], store=store, keep_cold=form == "hot beside cold")
+    hot, cold = store.layout.blob(item.digest), store.layout.cold_blob(item.digest)
+    if form == "pinned":
+        lose_like_ollama(store, "base")
+        flip_in_place(store.layout.base_blob(item.digest))
+    else:
+        remove_models(["base"], store=store)
+        flip_in_place(cold if form == "cold" else hot)
+    return item
+
+
+@pytest.mark.parametrize("form", ["hot", "cold", "pinned", "hot beside cold"])
+@pytest.mark.parametrize("origin", ["folder", "store", "nothing"])
+def test_a_base_that_no_manifest_names_is_found_and_mended(
+    store: LocalStore, tmp_path: Path, form: str, origin: str
+) -> None:
+    source = None if origin == "nothing" else tmp_path / "source"
+    if origin == "folder":
+        export_model("base", tmp_path / "source", store=store)
+    elif origin == "store":
+        put(LocalStore(tmp_path / "source"), "other", BASE)
+    item = damage_lost_base(store, form)
+    has_other = form == "hot beside cold"
+    found = verify_models([Reference.parse(CHILD)], store=store)
+    assert {fault.layer for fault in found.faults} == {"x"}
+    of_base = [fault for fault in found.faults if fault.blob == str(item.digest)]
+    place = {"cold": store.layout.cold_blob, "pinned": store.layout.base_blob}
+    path = place.get(form, store.layout.blob)(item.digest)
+    assert [f"'{path}' is damaged" in fault.message for fault in of_base] == [True]
+    assert len(found.faults) == (1 if has_other else 2)
+    repaired = repair_models(source=source, store=store)
+    if source is None and not has_other:
+        assert repaired.mended == ()
+        assert repaired.faults == verify_models(store=store).faults
+        return
+    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert repaired.faults == ()
+    assert verify_models(store=store).faults == ()
+    assert_whole(store)
+    collect_garbage(store, older_than=0)
+    assert_whole(store)
+
+
+def test_a_quick_look_finds_a_lost_base_that_was_cut(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    lose_like_ollama(store, "base")
+    assert verify_models(store=store, quick=True).faults == ()
+    bases = [store.cold.open(item.digest).base for item in layers(store, CHILD).values()]
+    path = Path(store.layout.base_blob(next(base for base in bases if base)))
+    path.chmod(0o600)
+    os.truncate(path, 100)
+    faults = verify_models(store=store, quick=True).faults
+    assert any("expected" in fault.message and path.name in fault.message for fault in faults)
 
 
 def test_a_model_s_card_names_its_base(store: LocalStore, tmp_path: Path) -> None:
@@ -277,11 +374,13 @@ def test_where_there_are_no_hard_links_nothing_is_coded_by_what_is_hot(
 
     monkeypatch.setattr(os, "link", refuse)
     frozen = freeze_models([CHILD], store=store, base="base")
-    assert {item.outcome for item in frozen.blobs} == {"in use"}
-    assert set(forms_of(store, CHILD).values()) == {"hot"}
-    frozen = freeze_models([CHILD, "base"], store=store, base="base")
-    freeze_models([CHILD], store=store, base="base")
+    assert {(item.outcome, item.base) for item in frozen.blobs} == {("frozen", None)}
     assert set(forms_of(store, CHILD).values()) == {"cold"}
+    assert pins(store) == set()
+    thaw_models([CHILD], store=store)
+    freeze_models(["base"], store=store, find_base=False)
+    freeze_models([CHILD], store=store, base="base")
+    assert base_of(store, CHILD, "x") == layers(store, "base")["x"].digest
     thaw_models(["base"], store=store)
     assert set(forms_of(store, "base").values()) == {"both"}
     lose_like_ollama(store, "base")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blobstore.archive.delta import Effort, as_elements, encode_chunk
-from blobstore.archive.delta_fit import fit
+from blobstore.archive.delta_fit import can_fit, fit, is_promising
 from blobstore.archive.delta_prediction import Prediction, pack
 from blobstore.tensor import DType
 from tests.unit.archive.test_delta import bf16
@@ -49,6 +49,51 @@ def test_an_update_of_full_rank_is_not_predicted() -> None:
     wide = (base.astype(np.uint32) << 16).view(np.float32)
     noise = np.random.default_rng(5).standard_normal(len(base), np.float32) * np.float32(1e-3)
     assert fit(bf16(wide + noise), base, DType.BF16, _COLUMNS) is None
+
+
+def test_an_adapter_of_a_high_rank_is_predicted_by_as_many_factors() -> None:
+    random = np.random.default_rng(0)
+    side = 1024
+    base = random.standard_normal((side, side), np.float32) * np.float32(0.02)
+    update = random.standard_normal((side, 64)) @ random.standard_normal((64, side)) * 1e-3
+    before, after = (side.astype("<f4").view(np.uint32).ravel() for side in (base, base + update))
+    factors = fit(after, before, DType.F32, side)
+    assert factors is not None
+    assert factors.rank == 64
+
+
+@pytest.mark.parametrize("rank", [1, 8, 16])
+def test_few_elements_tell_where_factors_are_worth_a_search(rank: int) -> None:
+    base, tensor = merged(rank, 1e-3)
+    wide = (base.astype(np.uint32) << 16).view(np.float32)
+    noise = np.random.default_rng(5).standard_normal(len(base), np.float32) * np.float32(1e-3)
+    assert is_promising(tensor, base, DType.BF16, _COLUMNS)
+    assert not is_promising(bf16(wide + noise), base, DType.BF16, _COLUMNS)
+    assert not is_promising(base, base, DType.BF16, _COLUMNS)
+    assert not is_promising(tensor, base, DType.U16, _COLUMNS)
+
+
+def test_a_base_may_be_read_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blobstore.archive.delta_fit._BLOCK_ELEMENTS", 70 * _COLUMNS)
+    base, tensor = merged(8, 1e-3)
+    sizes: list[int] = []
+
+    def read(begin: int, end: int) -> Array:
+        sizes.append(end - begin)
+        return base[begin:end].copy()
+
+    factors = fit(tensor, read, DType.BF16, _COLUMNS)
+    assert factors is not None
+    assert max(sizes) == 70 * _COLUMNS
+    predicted = Prediction(factors, DType.BF16).predict(base, 0)
+    assert len(encode_chunk(tensor, predicted, DType.BF16, Effort.SMALL)) < len(base) / 2
+
+
+def test_what_is_no_matrix_cannot_be_fitted() -> None:
+    assert can_fit(_ROWS * _COLUMNS, DType.BF16, _COLUMNS)
+    assert not can_fit(_ROWS * _COLUMNS, DType.BF16, 0)
+    assert not can_fit(_ROWS * _COLUMNS, DType.I16, _COLUMNS)
+    assert not can_fit(_ROWS * 16, DType.BF16, 16)
 
 
 def test_equal_tensors_need_no_factors() -> None:

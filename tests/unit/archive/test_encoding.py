@@ -176,6 +176,22 @@ def test_a_base_that_does_not_help_is_not_used() -> None:
     assert {chunk.layout for chunk in table.chunks} == {5}
 
 
+def test_what_equals_a_run_with_a_base_has_its_chunks() -> None:
+    data = weights(DType.BF16, 1 << 20)
+    base = BaseBlob.hot(data[:-2] + b"xy")
+    runs = [
+        Run(len(data), DType.BF16, base_begin=0),
+        Run(len(data), DType.BF16, same_as=0),
+    ]
+
+    stored = ColdBlob(cold(data * 2, runs=runs, base=base))
+
+    stored.give_base(base)
+    out = bytearray(stored.size)
+    stored.decode_into(out)
+    assert out == data * 2
+
+
 @pytest.mark.parametrize("dtype", [None, DType.U16])
 def test_rejects_factors_for_what_are_no_numbers(dtype: DType | None) -> None:
     data = noise(800)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.archive.outline import Run, outline, with_equals
+from blobstore.archive.outline import Run, outline, split, with_equals
 from blobstore.tensor import DType
 from tests.cold import noise, safetensors, weights
 
@@ -15,9 +15,18 @@ def test_a_file_is_a_header_and_its_tensors() -> None:
 
     assert outline(FILE, len(FILE)) == [
         Run(header),
-        Run(len(A), DType.BF16),
-        Run(len(B), DType.F32),
+        Run(len(A), DType.BF16, shape=(100,)),
+        Run(len(B), DType.F32, shape=(50,)),
     ]
+
+
+def test_a_stack_is_split_into_its_slices() -> None:
+    run = Run(120, DType.F32, base_begin=7, shape=(3, 2, 5))
+    slices = split(run)
+    assert [(one.size, one.base_begin, one.shape) for one in slices] == [
+        (40, begin, (2, 5)) for begin in (7, 47, 87)
+    ]
+    assert [one.base_begin for one in split(run._replace(base_begin=None))] == [None] * 3
 
 
 def test_the_first_bytes_with_the_header_are_enough() -> None:

@@ -96,11 +96,19 @@ def test_tells_of_the_base_and_how_long_it_stays(store: LocalStore) -> None:
     assert result.stdout.splitlines()[1:] == [
         'that leaves nothing for "blobstore gc" to free',
         (
-            "80.1 kB in 1 blob is needed still: cold blobs of other models are coded by that; "
-            '"blobstore thaw" those models first to free it'
+            "80.1 kB in 1 blob is needed still: cold blobs of child:latest are coded by that; "
+            '"blobstore thaw" such models to free it'
         ),
     ]
-    assert run_json("gc", "--older-than", "0s")["blobs"] == []
+    found = run_json("gc", "--older-than", "0s")
+    assert found["blobs"] == []
+    assert found["kept_as_bases"] == {"blobs": 1, "bytes": 80_072}
+    assert found["kept"] == {"blobs": 0, "bytes": 0}
+    result = run("gc")
+    assert result.stdout.splitlines()[-1] == (
+        "kept 1 blob of no model, 80.1 kB: cold blobs of models are coded by them; "
+        '"blobstore thaw" those models first to free that'
+    )
     assert run("verify").exit_code == 0
 
 
@@ -118,7 +126,7 @@ def test_damage_is_told_and_is_exit_code_4(pair: LocalStore) -> None:
     flip(pair.layout.blob(layers(pair, "a")["y"].digest))
     result = run("freeze", "a")
     assert result.exit_code == 4
-    assert "blobstore: error: layer 'y': cold blob" in result.stderr
+    assert "blobstore: error: layer 'y': blob" in result.stderr
     assert run_json("freeze", "a", exit_code=4)["faults"]
 
 
@@ -131,8 +139,7 @@ def test_names_that_are_nearly_right_are_suggested(pair: LocalStore) -> None:
 
 def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path) -> None:
     before = {
-        what: run(*what).stdout
-        for what in (("show", "a", "--manifest"), ("compare", "a", "b"))
+        what: run(*what).stdout for what in (("show", "a", "--manifest"), ("compare", "a", "b"))
     }
     run("export", "a", tmp_path / "hot")
     run("freeze", "a", "b")

@@ -45,7 +45,7 @@ def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
         "dry_run": True,
         "removed": [{"name": "dense:latest", "digest": digest, "error": None}],
         "unreferenced": {"blobs": len(blobs), "bytes": sum(blobs)},
-        "kept_as_bases": {"blobs": 0, "bytes": 0},
+        "kept_as_bases": {"blobs": 0, "bytes": 0, "by": []},
         "unreadable": [],
     }
     assert listed(stored) == ["dense:latest"]

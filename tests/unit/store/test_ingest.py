@@ -7,6 +7,7 @@ import resource
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pytest
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
 from blobstore.store.local import LocalStore
+from blobstore.store.locks import read_leases
 from tests import sandbox
 
 if TYPE_CHECKING:
@@ -345,3 +347,16 @@ def test_processes_may_put_the_same_blobs_at_once(store: LocalStore) -> None:
     contents = [b"%d" % number * 1000 for number in range(300)]
     assert blobs(store) == {Digest.of(data).file_name: data for data in contents}
     assert temporary(store) == []
+
+
+def test_what_is_found_is_held_until_the_end(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        added = ingest.add(4, lambda: [b"blob"])
+        ingest.publish()
+    with store.ingest() as ingest:
+        assert ingest.find(added.digest, 4) == replace(added, written=False)
+        assert ingest.find(Digest.of(b"other"), 5) is None
+        assert added.digest in read_leases(store.layout).digests
+        with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):
+            ingest.find(added.digest, 5)
+    assert read_leases(store.layout).digests == set()

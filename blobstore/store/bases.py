@@ -1,0 +1,146 @@
+"""Blobs by which cold ones are coded, in whatever form they are here: hot, cold, or by their second names.
+
+One that is damaged in one form may be whole in another. Reading tries one after the other, and hashes
+none of them: what is decoded by a base is checked afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
+from blobstore.store.cold import file_state
+from blobstore.store.hot import ADVICE
+from blobstore.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from typing_extensions import Buffer
+
+    from blobstore.archive.base import BaseBlob
+    from blobstore.digest import Digest
+    from blobstore.store.blobs import BlobReader
+    from blobstore.store.cold import ColdBlob, State
+    from blobstore.store.layout import Layout
+
+_LOOKS = 3
+"""How often a form is looked for: one may become another between two looks."""
+
+
+def forms_of_base(store: BlobReader, digest: Digest, size: int) -> Iterator[BaseBlob]:
+    """Yield a blob of ``size`` bytes by which others are coded, in each form that can be opened.
+
+    Each is looked for when it is wanted, what costs least first.
+
+    Raises:
+        BlobDamaged: it is not here, or in no form of that size.
+        ColdDamaged: it is coded by another itself.
+        StoreError: it cannot be read.
+    """
+    left = _openers(store, digest, size)
+    faults: list[BlobDamaged | ColdDamaged | StoreError] = []
+    is_here = False
+    for _ in range(_LOOKS):
+        for form in list(left):
+            try:
+                base = form()
+            except BlobMissing:
+                continue
+            except (BlobDamaged, ColdDamaged, StoreError) as error:
+                faults.append(error)
+            else:
+                yield base
+                is_here = True
+            left.remove(form)
+    if not is_here:
+        path = quoted(store.layout.blob(digest))
+        missing = f"blob {path}, by which others are coded, is missing{ADVICE}"
+        raise faults[0] if faults else BlobDamaged(missing)
+
+
+def _openers(store: BlobReader, digest: Digest, size: int) -> list[Callable[[], BaseBlob]]:
+    from blobstore.archive.base import BaseBlob  # brings numpy
+
+    def hot() -> BaseBlob:
+        return BaseBlob.hot(store.hot.whole(digest, size), digest)
+
+    def cold() -> BaseBlob:
+        return _decoding(store.cold.open(digest, size))
+
+    def pinned() -> BaseBlob:
+        if is_one_file(store.layout, digest):  # which was tried before
+            message = f"blob {digest} has no second file"
+            raise BlobMissing(message)
+        return BaseBlob.hot(store.pinned.whole(digest, size), digest)
+
+    return [hot, cold, pinned]
+
+
+def _decoding(blob: ColdBlob) -> BaseBlob:
+    """Return a cold blob as a base, which says of itself that it is damaged."""
+    base = blob.container.as_base()
+
+    def read_into(out: Buffer, begin: int) -> None:
+        try:
+            base.read_into(out, begin)
+        except ColdDamaged as error:
+            message = f"so is its base, cold blob {blob.digest}: {error}"
+            raise ColdDamaged(message) from None
+
+    return base._replace(read_into=read_into)
+
+
+def is_one_file(layout: Layout, digest: Digest) -> bool:
+    """Tell whether the second name of a blob is that of its file."""
+    state = file_state(layout.blob(digest))
+    return state is not None and state == file_state(layout.base_blob(digest))
+
+
+class WholeBases:
+    """Bases that were hashed: what is coded by bytes that are not theirs is lost when these are mended."""
+
+    def __init__(self, store: BlobReader) -> None:
+        self._store = store
+        self._whole: dict[Digest, set[tuple[str, State]]] = {}
+
+    def form(self, digest: Digest) -> tuple[str, State] | None:
+        """Return the file that a base is read from, and what tells it from others; None if none."""
+        layout = self._store.layout
+        for path in (layout.blob(digest), layout.cold_blob(digest), layout.base_blob(digest)):
+            if os.path.lexists(path):
+                state = file_state(path)
+                return None if state is None else (path, state)
+        return None
+
+    def is_whole(self, digest: Digest, size: int, form: tuple[str, State] | None) -> bool:
+        """Tell whether the file that a base is read from has the base's bytes; hash it once.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        if form is None:
+            return False
+        if form in self._whole.get(digest, ()):
+            return True
+        try:
+            self._check(digest, size, form[0])
+        except (BlobMissing, BlobDamaged):
+            return False
+        if self.form(digest) != form:
+            return False
+        self.add(digest, form)
+        return True
+
+    def add(self, digest: Digest, form: tuple[str, State]) -> None:
+        """Note a file that was hashed by others."""
+        self._whole.setdefault(digest, set()).add(form)
+
+    def _check(self, digest: Digest, size: int, path: str) -> None:
+        if path == self._store.layout.cold_blob(digest):
+            self._store.check_cold(digest, size)
+        elif path == self._store.layout.base_blob(digest):
+            self._store.check_pinned(digest, size)
+        else:
+            self._store.check_digest(digest, size)

@@ -1,0 +1,112 @@
+"""``blobstore unpack``: models of an archive come into the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli import render
+from blobstore.cli.options import (
+    jobs_option,
+    json_option,
+    parse_names,
+    store_option,
+    wait_option,
+)
+from blobstore.text import printable
+
+if TYPE_CHECKING:
+    from blobstore.extraction import CheckedArchive, Unpacked
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+@click.command("unpack", short_help="Bring the models of an archive into the store.")
+@click.argument("file", metavar="FILE.bsar")
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.option(
+    "--verify-only", is_flag=True, help="Decode and hash all of it, and write nothing anywhere."
+)
+@click.option("--force", is_flag=True, help="Take the names from other models that have them.")
+@store_option
+@jobs_option
+@wait_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    file: str,
+    names: tuple[Reference, ...],
+    store: LocalStore,
+    verify_only: bool,
+    force: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Bring the models NAME, or all, of the archive FILE.bsar into the store, under their names.
+
+    Blobs that the store has already are not written again. The names appear last, when all that they
+    need is safe on disk. Of an archive that was cut short or altered none does.
+    """
+    if verify_only and force:
+        message = "--verify-only and --force contradict each other"
+        raise click.UsageError(message, ctx)
+    from blobstore.extraction import check_archive, unpack_archive
+
+    with render.progress_bar() as progress:
+        if verify_only:
+            checked = check_archive(file, names, jobs=jobs, progress=progress)
+        else:
+            unpacked = unpack_archive(
+                file, names, store=store, force=force, jobs=jobs, progress=progress
+            )
+    if verify_only:
+        _show_checked(checked, as_json=as_json)
+    else:
+        _show_unpacked(unpacked, as_json=as_json)
+
+
+def _show_checked(checked: CheckedArchive, *, as_json: bool) -> None:
+    if as_json:
+        sizes = {"bytes": checked.size, "stored_bytes": checked.stored}
+        render.show_json(_common(checked) | sizes)
+        return
+    render.show(
+        f"{printable(str(checked.path))} is whole: {render.count_of(checked.blobs, 'blob')} of "
+        f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}; "
+        f"{render.human_seconds(checked.seconds)}"
+    )
+    _show_names(checked)
+
+
+def _show_unpacked(unpacked: Unpacked, *, as_json: bool) -> None:
+    if as_json:
+        written = {
+            "bytes_written": unpacked.bytes_written,
+            "bytes_present": unpacked.bytes_present,
+        }
+        render.show_json(_common(unpacked) | written)
+        return
+    present = unpacked.bytes_present
+    already = f", {render.human_bytes(present)} were there already" if present else ""
+    render.show(
+        f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
+        f"{render.count_of(unpacked.blobs, 'blob')}, {render.human_bytes(unpacked.bytes_written)} "
+        f"written{already}; {render.human_seconds(unpacked.seconds)}"
+    )
+    _show_names(unpacked)
+
+
+def _show_names(result: CheckedArchive | Unpacked) -> None:
+    for reference in result.references:
+        render.show(f"  {render.cell(reference)}")
+
+
+def _common(result: CheckedArchive | Unpacked) -> dict[str, Any]:
+    return {
+        "file": str(result.path),
+        "names": [str(reference) for reference in result.references],
+        "blobs": result.blobs,
+        "seconds": round(result.seconds, 3),
+    }

