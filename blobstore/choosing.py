@@ -86,12 +86,11 @@ class Chosen:
         if base is not None:
             self._store.resolve(base)
         relatives = Relatives(self._store, list(self._store.references()), level)
-        for reference in self.references:
-            if reference in self.bases.values() or not self._is_any_hot(relatives, reference):
-                continue
-            found = base or relatives.base_of(reference, list(self.bases))
-            if found is not None and found != reference:
-                self.bases[reference] = found
+        hot = [item for item in self.references if self._is_any_hot(relatives, item)]
+        if base is None:
+            self.bases = relatives.bases_of(hot)
+        else:
+            self.bases = {reference: base for reference in hot if reference != base}
         for reference, other in self.bases.items():
             theirs = relatives.layers(other)
             for name, layer in relatives.layers(reference).items():

@@ -9,7 +9,7 @@ and on the level alone.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.coding import Blob, Coding
@@ -20,7 +20,7 @@ from blobstore.relatives import Relatives
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.coding import Level
     from blobstore.digest import Digest
@@ -207,7 +207,7 @@ class _Gathering:
             if self._is_any_hot(model) and relatives.layers(model.reference)
         ]
         likely: dict[Digest, Blob] = {}
-        for reference, base in _bases(hot, relatives.base_of).items():
+        for reference, base in relatives.bases_of(hot).items():
             for name, layer in layers[reference].items():
                 other = layers[base].get(name, layer)
                 if other.digest != layer.digest:
@@ -217,29 +217,6 @@ class _Gathering:
     def _is_any_hot(self, model: GatheredModel) -> bool:
         layers = model.manifest.layers_of(media_types.TENSOR)
         return any(self._blobs[layer.digest].cold is None for layer in layers)
-
-
-def _bases(
-    references: Sequence[Reference],
-    base_of: Callable[[Reference, Sequence[Reference]], Reference | None],
-) -> dict[Reference, Reference]:
-    """Return by which models others are coded; no such model is coded itself.
-
-    That which is the best for most comes first: of a family, all are coded by what they were made from.
-    """
-    best = {reference: base_of(reference, ()) for reference in references}
-    votes = Counter(base for base in best.values() if base is not None)
-    bases: dict[Reference, Reference] = {}
-    for base, _ in votes.most_common():
-        if base not in bases:
-            mine = (item for item in references if best[item] == base)
-            bases |= {item: base for item in mine if item not in bases.values()}
-    for reference in references:
-        if best[reference] is not None and reference not in {*bases, *bases.values()}:
-            found = base_of(reference, list(bases))
-            if found is not None:
-                bases[reference] = found
-    return bases
 
 
 def _where(model: GatheredModel, blob: Descriptor) -> str:

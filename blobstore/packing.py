@@ -25,7 +25,7 @@ from blobstore.archive.outline import outline, with_equals
 from blobstore.bundles import check_case
 from blobstore.coding import Blob, Coding, Level
 from blobstore.crew import Crew, check_jobs
-from blobstore.digest import Digest
+from blobstore.digest import Digest, Digester
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -112,11 +112,7 @@ def pack_models(
         raise UsageError(message)
     check_case(names)
     target = Path(path)
-    if os.path.lexists(target) and not (overwrite and target.is_file()):
-        message = f"{quoted(target)} exists already" + (
-            "" if overwrite else "; replace it with --force"
-        )
-        raise BlobstoreError(message)
+    _check_free(target, overwrite=overwrite)
     store = store or LocalStore()
     store.check_root()
     models = gather_models(store, names)
@@ -127,6 +123,7 @@ def pack_models(
                 work = _Packing(store, target.parent, descriptor, level)
                 members = work.run(models, blobs, jobs, progress)
                 size = os.fstat(descriptor).st_size
+                _check_free(target, overwrite=overwrite)  # it may have come meanwhile
         except OSError as error:
             message = f"cannot write {quoted(target)}: {error.strerror}"
             raise BlobstoreError(message) from error
@@ -139,6 +136,15 @@ def pack_models(
         stored=size,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_free(target: Path, *, overwrite: bool) -> None:
+    """Check that nothing is there that must not be replaced."""
+    if os.path.lexists(target) and not (overwrite and target.is_file()):
+        message = f"{quoted(target)} exists already" + (
+            ", and is not a regular file" if overwrite else "; replace it with --force"
+        )
+        raise BlobstoreError(message)
 
 
 @contextlib.contextmanager
@@ -254,7 +260,7 @@ class _Packing:
             encode(pieces, runs, entry.write, level=effort, digest=blob.digest)
 
     def _pieces(self, data: memoryview, where: str) -> Iterator[memoryview]:
-        """Yield bytes that are to be coded, and tell of them."""
+        """Yield bytes piece by piece, and tell of them."""
         for begin in range(0, len(data), _PIECE):
             piece = data[begin : begin + _PIECE]
             yield piece
@@ -264,8 +270,7 @@ class _Packing:
         self, blob: GatheredBlob, entry: Entry, *, is_raw: bool
     ) -> tuple[Kind, int | None]:
         """Return the kind and the base of what was written, after it was hashed."""
-        if is_raw and entry.seal == blob.digest:
-            self._crew.tell(blob.size, blob.where)
+        if is_raw and self._read_back(blob, entry) == entry.seal == blob.digest:
             return Kind.RAW, None
         with contextlib.suppress(ColdDamaged):
             if not is_raw:
@@ -276,6 +281,13 @@ class _Packing:
             self._store.check_digest(*blob.base)
         message = f"blob {blob.digest} was packed as other bytes than a moment later"
         raise BlobDamaged(message)
+
+    def _read_back(self, blob: GatheredBlob, entry: Entry) -> Digest:
+        """Return the digest of what was written as it is."""
+        digester = Digester()
+        for piece in self._pieces(entry.read_back(), blob.where):
+            digester.update(piece)
+        return digester.digest()
 
     def _decoded(self, blob: GatheredBlob, entry: Entry) -> tuple[Kind, int | None]:
         """Decode what was written, by what else was written, and hash it."""

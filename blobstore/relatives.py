@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from blobstore.coding import Blob, Coding
@@ -49,6 +50,26 @@ class Relatives:
     def references(self) -> list[Reference]:
         """The models, without those whose manifests cannot be read, by name."""
         return sorted(self._manifests)
+
+    def bases_of(self, references: Sequence[Reference]) -> dict[Reference, Reference]:
+        """Return by which models others are best coded; no such model is coded itself.
+
+        That which is the best for most comes first: of a family, all are coded by what they were made
+        from. Others are thought of again without those that are coded.
+        """
+        best = {reference: self.base_of(reference, ()) for reference in references}
+        votes = Counter(base for base in best.values() if base is not None)
+        bases: dict[Reference, Reference] = {}
+        for base, _ in votes.most_common():
+            if base not in bases:
+                theirs = (item for item in references if best[item] == base)
+                bases |= {item: base for item in theirs if item not in bases.values()}
+        for reference in references:
+            if best[reference] is not None and reference not in {*bases, *bases.values()}:
+                found = self.base_of(reference, list(bases))
+                if found is not None:
+                    bases[reference] = found
+        return bases
 
     def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
         """Return the model by which another is best coded; None if there is none.

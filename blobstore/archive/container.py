@@ -45,6 +45,9 @@ _AHEAD: Final = 16
 _PIECE: Final = 1 << 22
 """Bytes, about, of the pieces in which a whole blob is given out."""
 
+_STARTS: Final = 2
+"""Parts whose start is kept, for the next chunk of them."""
+
 
 class _Piece(NamedTuple):
     """What a range takes of a chunk."""
@@ -264,7 +267,9 @@ class ColdBlob:
         if factors is not None and (dtype is None or not can_predict(dtype)):
             raise ColdDamaged(f"factors predict no elements of layout {layout.number}")
         start = Start(self._base, part.base_begin, factors, dtype)
-        self._starts[number] = start
+        # Few, for a kilobyte of factors can become a quarter of a gigabyte; parts are read in order.
+        kept = list(self._starts.items())[1 - _STARTS :]
+        self._starts = {**dict(kept), number: start}
         return start
 
     def _factors(self, number: int, part: Part) -> Factors | None:

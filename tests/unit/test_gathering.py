@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore import gathering
 from blobstore.archive.base import BaseBlob
 from blobstore.archive.outline import Run
 from blobstore.digest import Digest
@@ -189,39 +188,6 @@ def test_equal_tensors_of_other_names_are_coded_by_one(store: LocalStore) -> Non
         {"tied:latest: layer 'embedding'": "tied:latest: layer 'head'"},
         {"tied:latest: layer 'head'": "tied:latest: layer 'embedding'"},
     )
-
-
-@pytest.mark.parametrize(
-    ("best", "bases"),
-    [
-        ({"a": None, "b": None}, {}),
-        ({"a": "b", "b": "a"}, {"a": "b"}),
-        ({"a": "b", "b": "c", "c": "b", "d": "b"}, {"a": "b", "c": "b", "d": "b"}),
-        # What is best for one is coded itself: the next best will do, if there is any.
-        (
-            {"a": "b", "b": "c", "c": "d", "d": "c", "e": "c"},
-            {"b": "c", "d": "c", "e": "c", "a": "c"},
-        ),
-        ({"a": "b", "b": "x", "c": "x", "d": "x"}, {"b": "x", "c": "x", "d": "x"}),
-        # A model outside of these is the best.
-        ({"a": "x", "b": "x"}, {"a": "x", "b": "x"}),
-    ],
-)
-def test_the_best_base_of_most_is_that_of_all(
-    best: dict[str, str | None], bases: dict[str, str]
-) -> None:
-    models = {name: Reference.parse(name) for name in "abcdex"}
-    names = {reference: name for name, reference in models.items()}
-
-    def base_of(reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
-        found = best[names[reference]]
-        if found is None or models[found] not in excluded:
-            return None if found is None else models[found]
-        return None if models["c"] in excluded else models["c"]
-
-    found = gathering._bases([models[name] for name in best], base_of)
-    assert {names[one]: names[other] for one, other in found.items()} == bases
-    assert not set(found) & set(found.values())
 
 
 def test_a_base_that_cannot_be_read_is_not_taken_along(store: LocalStore) -> None:

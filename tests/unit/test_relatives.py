@@ -12,6 +12,7 @@ from tests.frozen import layer, put, tuned, weights
 from tests.models import add_blobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 MINE = Reference.parse("mine")
@@ -91,3 +92,51 @@ def found_in_folder(store: LocalStore, tmp_path: Path, file: tuple[str, str]) ->
     (folder / file[0]).write_text(file[1])
     blobstore.create(folder, "mine", store=store)
     return found(store)
+
+
+def test_a_family_is_coded_by_what_it_was_made_from(tmp_path: Path) -> None:
+    """Whatever the names are: pairs of children would leave two hubs."""
+    store = LocalStore(tmp_path / "family")
+    put(store, "a-base", {"x": 1})
+    for child in (2, 3, 4):
+        add_blobs(store, f"child{child}", {"x": layer("x", tuned(child, 1))})
+    put(store, "other", {"x": 9})
+    relatives = Relatives(store, list(store.references()), "fast")
+    bases = relatives.bases_of(list(store.references()))
+    assert {key.model: base.model for key, base in bases.items()} == dict.fromkeys(
+        ("child2", "child3", "child4"), "a-base"
+    )
+
+
+@pytest.mark.parametrize(
+    ("best", "bases"),
+    [
+        ({"a": None, "b": None}, {}),
+        ({"a": "b", "b": "a"}, {"a": "b"}),
+        ({"a": "b", "b": "c", "c": "b", "d": "b"}, {"a": "b", "c": "b", "d": "b"}),
+        # What is best for one is coded itself: the next best will do, if there is any.
+        (
+            {"a": "b", "b": "c", "c": "d", "d": "c", "e": "c"},
+            {"b": "c", "d": "c", "e": "c", "a": "c"},
+        ),
+        ({"a": "b", "b": "x", "c": "x", "d": "x"}, {"b": "x", "c": "x", "d": "x"}),
+        # A model outside of these is the best.
+        ({"a": "x", "b": "x"}, {"a": "x", "b": "x"}),
+    ],
+)
+def test_the_best_base_of_most_is_that_of_all(
+    best: dict[str, str | None], bases: dict[str, str], tmp_path: Path
+) -> None:
+    models = {name: Reference.parse(name) for name in "abcdex"}
+    names = {reference: name for name, reference in models.items()}
+
+    class Told(Relatives):
+        def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
+            found = best[names[reference]]
+            if found is None or models[found] not in excluded:
+                return None if found is None else models[found]
+            return None if models["c"] in excluded else models["c"]
+
+    found = Told(LocalStore(tmp_path), [], "fast").bases_of([models[name] for name in best])
+    assert {names[one]: names[other] for one, other in found.items()} == bases
+    assert not set(found) & set(found.values())
