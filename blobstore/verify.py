@@ -121,18 +121,19 @@ def verify_models(
     check = _Check(store, jobs, progress, None if rate is None else Pace(rate), is_quick=quick)
     names = tuple(dict.fromkeys(references)) or tuple(store.references())
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
-    must_exist = bool(references)
+    must_exist, is_first = bool(references), True
     while names:
         manifests = _parse(store, faults, names, must_exist=must_exist)
         check.add(manifest for _, manifest in manifests.values())
-        changed = []
+        doubted = []
         for reference, (data, manifest) in manifests.items():
             of_manifest = _manifest_faults(store, reference, data, manifest)
             of_layers = _model_faults(store, reference, manifest, check)
             faults[reference] = [*of_manifest, *of_layers]
-            if faults[reference] and not _is_still(store, reference, data):
-                changed.append(reference)
-        names, must_exist = tuple(changed), False
+            # What others freeze or thaw meanwhile may be in neither place where it is looked for.
+            if faults[reference] and (is_first or not _is_still(store, reference, data)):
+                doubted.append(reference)
+        names, must_exist, is_first = tuple(doubted), False, False
     found = tuple(fault for of_model in faults.values() for fault in of_model)
     told = {fault.blob for fault in found}
     return Verified(
@@ -176,13 +177,15 @@ class _Check:
         self.bytes_read = 0
 
     def add(self, manifests: Iterable[Manifest]) -> None:
-        """Look at the blobs of manifests, but at none again that was whole."""
+        """Look at the blobs of manifests, but at none again that was whole, and its base too."""
         blobs = {
             _key(blob): blob
             for manifest in manifests
             for blob in (manifest.config, *manifest.layers)
-            if _key(blob) not in self.seen or _key(blob) in self.damaged
+            if _key(blob) not in self.seen or _key(blob) in self.damaged or self.of_base(blob)
         }
+        for key in blobs:
+            self.bases.pop(key.digest, None)
         self.of_models |= blobs.keys()
         self._add(blobs, as_bases=False)
         coded = bases_of(self._store, blobs.values())

@@ -210,8 +210,8 @@ class _Crowd:
     def _command(self, *arguments: object) -> None:
         code, output, errors = self._run(*arguments)
         if code:
-            told = errors or output
-            _tell(f"{' '.join(map(str, arguments))} exits with {code}: {told[-500:]}")
+            told = f"{output[-300:]} {errors[-300:]}"
+            _tell(f"{' '.join(map(str, arguments))} exits with {code}: {told}")
 
     def _run(self, *arguments: object) -> tuple[int, str, str]:
         return command(*arguments, "--store", self._root)

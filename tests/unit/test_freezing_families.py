@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -207,6 +207,25 @@ def test_a_missing_base_is_found(store: LocalStore) -> None:
     child = layers(store, CHILD)["x"]
     with pytest.raises(BlobDamaged, match=f"its base {digest} is missing"):
         store.exists(child.digest, child.size)
+
+
+def test_a_base_that_goes_because_others_thaw_is_no_fault(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    base = layers(store, "base")["x"].digest
+    remove_models(["base"], store=store)
+    check_digest = LocalStore.check_digest
+
+    def racing(self: LocalStore, digest: Digest, *arguments: Any) -> None:
+        if digest == base:
+            thaw_models([CHILD], store=store)
+            collect_garbage(store, older_than=0)
+        check_digest(self, digest, *arguments)
+
+    monkeypatch.setattr(LocalStore, "check_digest", racing)
+    assert verify_models([Reference.parse(CHILD)], store=store).faults == ()
+    assert not store.has(base)
 
 
 def test_a_damaged_base_is_found_in_what_is_coded_by_it(store: LocalStore) -> None:

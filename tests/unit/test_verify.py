@@ -539,6 +539,16 @@ def test_what_was_missing_for_a_moment_is_looked_for_again(
     assert verified.bytes_read == sum(blob.size for blob in store.resolve(NAME).blobs)
 
 
+def test_a_blob_that_is_elsewhere_for_a_moment_is_no_fault(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    path, away = blob_of(store, PLAIN), tmp_path / "away"
+    count = len(store.resolve(NAME).blobs)
+    changing({0: lambda: path.rename(away), count: lambda: away.rename(path)})
+    verified = verify_models(store=store, jobs=1)
+    assert (verified.faults, verified.damaged) == ((), ())
+
+
 def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
