@@ -76,8 +76,10 @@ class StoreUsage:
     """Blobs that manifests reach."""
     without_sharing: int
     """Bytes that they would take if every name had its own."""
+    bases: Space
+    """Blobs that no manifest reaches, and by which some are coded that one does."""
     unreferenced: Space
-    """Blobs that no manifest reaches: garbage, if no process is about to use them."""
+    """Other blobs that no manifest reaches: garbage, if no process is about to use them."""
     foreign: Space
     """Files among the blobs that are none, such as unfinished downloads of Ollama's."""
     manifests: Space
@@ -91,8 +93,9 @@ class StoreUsage:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        spaces = (self.referenced, self.unreferenced, self.foreign, self.manifests)
-        return sum(item.size for item in (*spaces, self.temporary, self.quarantine, self.caches))
+        blobs = (self.referenced, self.bases, self.unreferenced, self.foreign)
+        others = (self.manifests, self.temporary, self.quarantine, self.caches)
+        return sum(space.size for space in blobs + others)
 
     @property
     def dedup_ratio(self) -> float | None:
@@ -102,7 +105,8 @@ class StoreUsage:
     @property
     def hot(self) -> int:
         """Bytes of blobs that are files of their own."""
-        return self.referenced.size + self.unreferenced.size - self.cold.size
+        every = self.referenced.size + self.bases.size + self.unreferenced.size
+        return every - self.cold.size
 
     @property
     def saved_share(self) -> float | None:
@@ -156,15 +160,23 @@ class _Measuring:
             digest = _digest_of(path, status)
             if digest is not None and digest not in self._sizes:  # else it is the same file
                 self._cold[digest] = self._cold.get(digest, 0) + status.st_size
-        self._saved = sum(map(self._saving, self._cold.keys() - self._sizes.keys()))
+        self._saved = 0
+        self._bases: set[Digest] = set()
+        for digest in self._cold:
+            self._look_at(digest)
         for digest, size in self._cold.items():
             self._sizes[digest] = self._sizes.get(digest, 0) + size
 
-    def _saving(self, digest: Digest) -> int:
+    def _look_at(self, digest: Digest) -> None:
+        """Note what a cold blob saves, and what it needs."""
         try:
-            return self._store.cold.open(digest).size - self._cold[digest]
+            blob = self._store.cold.open(digest)
         except BlobstoreError:  # told of a model that needs it
-            return 0
+            return
+        if digest not in self._sizes:
+            self._saved += blob.size - self._cold[digest]
+        if blob.base is not None and digest in self._uses:
+            self._bases.add(blob.base)
 
     def result(self, chosen: Sequence[Entry]) -> StoreUsage:
         layout = self._store.layout
@@ -184,7 +196,8 @@ class _Measuring:
             without_sharing=sum(
                 self._sizes.get(digest, 0) * count for digest, count in self._uses.items()
             ),
-            unreferenced=self._space(self._sizes.keys() - self._uses.keys()),
+            bases=self._space(self._bases - self._uses.keys()),
+            unreferenced=self._space(self._sizes.keys() - self._uses.keys() - self._bases),
             foreign=_total(self._foreign),
             manifests=_space_of(layout.manifests),
             temporary=_space_of(layout.temporary),

@@ -21,6 +21,7 @@ Order = Literal["name", "size", "unique"]
 
 _HEADINGS = ("NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS")
 _SPACES = {
+    "bases": "blobs that no model has, by which some of models are coded",
     "unreferenced": 'blobs that no model needs, for "blobstore gc" to free',
     "foreign": "files among the blobs that are none",
     "temporary": "temporary files",

@@ -19,6 +19,7 @@ from blobstore.naming import remove_models
 from blobstore.repair import repair_models
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
+from blobstore.usage import Space, measure_usage
 from blobstore.verify import verify_models
 from tests.frozen import COUNT, flip, flip_in_place, forms_of, layer, layers, put, tuned, weights
 from tests.models import add_blobs
@@ -191,6 +192,18 @@ def test_a_damaged_base_of_what_is_garbage_stops_no_collection(store: LocalStore
     assert collect_garbage(store, older_than=1000).blobs == ()  # for what is coded by them is young
     assert store.cold.has(child)
     assert len(collect_garbage(store, older_than=0).blobs) == 4
+
+
+def test_usage_tells_bases_that_no_model_has_from_garbage(store: LocalStore) -> None:
+    freeze_models([CHILD], store=store, base="base")
+    sizes = [layers(store, "base")[key].size for key in BASE]
+    assert measure_usage(store=store).bases == Space()
+    remove_models(["base"], store=store)
+    usage = measure_usage(store=store)
+    assert (usage.bases, usage.unreferenced) == (Space(2, sum(sizes)), Space())
+    thaw_models([CHILD], store=store)
+    usage = measure_usage(store=store)
+    assert (usage.bases.files, usage.unreferenced.files) == (0, 2)
 
 
 def test_a_missing_base_is_found(store: LocalStore) -> None:
