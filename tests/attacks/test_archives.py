@@ -9,17 +9,28 @@ import random
 import shutil
 import struct
 import tracemalloc
+import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+import zstandard
 
 from blobstore.archive.container import ColdBlob
+from blobstore.archive.entropy import Method
 from blobstore.archive.members import PREFIX, Kind, Member
 from blobstore.archive.table import PREFIX as COLD_PREFIX
-from blobstore.archive.table import Chunk, Part, Stored, Table, encode_table
+from blobstore.archive.table import (
+    Base,
+    Chunk,
+    Part,
+    Stored,
+    StoredFactors,
+    Table,
+    encode_table,
+)
 from blobstore.digest import Digest
-from blobstore.errors import ArchiveDamaged, StoreError
+from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
 from blobstore.extraction import check_archive, unpack_archive
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -386,3 +397,74 @@ def test_rejects_planes_that_belong_to_nothing(target: LocalStore) -> None:
     digest = Digest.of(b"blob")
     data = COLD_PREFIX + b"blob" + encode_table(Table(digest, 4, None, [Part(4)], [chunk]))
     assert "check sum" in refused(hostile(cold_member(data, digest, 4)), target)
+
+
+def padded_archive(padding: int, names: int) -> bytes:
+    """Return an archive of one manifest, most of it spaces, that has many names."""
+    manifest, config = model_of({})
+    manifest += b" " * padding
+    members = [raw(manifest, Kind.MANIFEST), raw(config)]
+    return archive(members, [manifest, config], [(f"h/n/m:{n:05}", 0) for n in range(names)])
+
+
+def test_a_manifest_of_many_names_takes_its_memory_once(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.bsar"
+    path.write_bytes(padded_archive(4 << 20, 30))
+    tracemalloc.start()
+    try:
+        assert len(check_archive(path, jobs=1).references) == 30
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_of_many_names_needs_room_for_each(
+    target: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hostile.bsar"
+    path.write_bytes(padded_archive(1 << 20, 30))
+    usage = shutil.disk_usage(tmp_path)._replace(free=20 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match="not enough space"):
+        unpack_archive(path, store=target)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("h/n/Foo:a", "h/n/foo:b"), ("h/N/m:a", "h/n/m:b"), ("H/n/m:a", "h/n/x:b")],
+    ids=["model", "namespace", "host"],
+)
+def test_names_that_no_store_can_have_together_leave_none(
+    target: LocalStore, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    parts = Parts(model_archive({"a": b"blob"}))
+    parts.names = [(name, 0) for name in names]
+    path = tmp_path / "hostile.bsar"
+    path.write_bytes(parts.data())
+    with pytest.raises(NameConflict, match="differ in case only"):
+        unpack_archive(path, store=target)
+
+
+def test_factors_that_become_much_more_than_their_parts_take_little_memory(tmp_path: Path) -> None:
+    rows, count = 1 << 16, 30
+    left = zstandard.compress(bytes(64 * rows), 19)
+    sides = [(Method.ZSTD, len(left)), (Method.RAW, 64)]
+    factors = struct.pack("<BII64x", 64, rows, 1)
+    factors += b"".join(struct.pack("<BI", *side) for side in sides) + left + bytes(64)
+    base, blob = bytes(2 * rows), bytes(2 * rows * count)
+    plane = struct.pack("<BBBBBI", 0, 1, 1, 1, 0, 0)  # no element differs
+    chunk = Chunk(zlib.crc32(base + plane), 37, (Stored(Method.RAW, len(plane)),))
+    stored = StoredFactors(zlib.crc32(factors), len(factors))
+    parts = [Part(len(base), 2, len(base), base_begin=0, factors=stored)] * count
+    identity = Base(Digest.of(base), len(base))
+    table = Table(Digest.of(blob), len(blob), identity, parts, [chunk] * count)
+    delta = COLD_PREFIX + (factors + plane) * count + encode_table(table)
+    member, _ = cold_member(delta, Digest.of(blob), len(blob))
+    path = tmp_path / "hostile.bsar"
+    path.write_bytes(hostile((raw(base), base), (member._replace(kind=Kind.DELTA, base=2), delta)))
+    tracemalloc.start()
+    try:
+        check_archive(path, jobs=1)
+        assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    finally:
+        tracemalloc.stop()

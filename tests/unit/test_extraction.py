@@ -263,6 +263,23 @@ def test_a_full_disk_leaves_no_name(
         assert nothing_left(store)
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_name_that_cannot_be_had_gives_the_others_back(
+    path: Path, store: LocalStore, *, is_new: bool
+) -> None:
+    put(store, "other", {"x": 50})
+    if not is_new:
+        put(store, "base", {"x": 51})
+    before = {item: store.read_manifest(item) for item in store.references()}
+    inside = store.layout.manifest(Reference.parse("tuned")) / "folder"  # in the manifest's place
+    inside.mkdir(parents=True)
+
+    with pytest.raises(StoreError, match="failed"):
+        unpack_archive(path, store=store, force=True)
+    assert {item: store.read_manifest(item) for item in store.references()} == before
+    assert inside.is_dir()
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_an_interrupt_leaves_nothing(path: Path, store: LocalStore, jobs: int) -> None:
     def stop(what: str, done: int, total: int) -> None:

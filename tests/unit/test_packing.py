@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore import turns
 from blobstore.archive.base import BaseBlob
 from blobstore.archive.bundle import Bundle
 from blobstore.archive.members import Kind
@@ -23,10 +24,12 @@ from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
     ModelNotFound,
+    NameConflict,
     StoreError,
     UsageError,
 )
 from blobstore.extraction import check_archive
+from blobstore.files import write_all
 from blobstore.freezing import freeze_models
 from blobstore.gathering import gather_blobs
 from blobstore.manifests.reference import Reference
@@ -44,6 +47,8 @@ from tests.models import add_blobs, dense_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from typing_extensions import Buffer
 
 CHILDREN = ("one", "two", "three")
 EVERYONE = ("base", *CHILDREN)
@@ -250,6 +255,22 @@ def test_what_a_codec_spoils_is_no_archive(
     assert left(path) == []
 
 
+def test_what_a_disk_spoils_is_no_archive(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = noise(9000)
+    add_blobs(store, "odd", {"n": data})
+
+    def spoiled(descriptor: int, written: Buffer) -> None:
+        spoils = written == data
+        write_all(descriptor, bytes(9000) if spoils else written)
+
+    monkeypatch.setattr(turns, "write_all", spoiled)
+    with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
+        pack_models(["odd"], path, store=store)
+    assert left(path) == []
+
+
 def test_a_missing_blob_fails_all(store: LocalStore, path: Path) -> None:
     Path(store.layout.blob(layers(store, "two")["l1"].digest)).unlink()
     with pytest.raises(BlobMissing, match="two:latest: layer 'l1'"):
@@ -268,6 +289,26 @@ def test_a_file_that_is_there_stays_unless_it_may_be_replaced(
     check_archive(path)
     with pytest.raises(BlobstoreError, match="exists already"):
         pack_models(["base"], path.parent, store=store, overwrite=True)
+
+
+def test_a_file_that_comes_meanwhile_stays(store: LocalStore, path: Path) -> None:
+    def come(what: str, done: int, total: int) -> None:
+        path.write_bytes(b"mine")
+
+    with pytest.raises(BlobstoreError, match="exists already"):
+        pack_models(["base"], path, store=store, progress=come)
+    assert path.read_bytes() == b"mine"
+    assert left(path) == [path.name]
+
+
+def test_names_that_no_store_can_have_together_are_refused(store: LocalStore, path: Path) -> None:
+    folder = store.layout.manifest(Reference.parse("base")).parent
+    shutil.copy(folder / "latest", folder / "LATEST")  # as another program may
+    with pytest.raises(NameConflict, match="differ in case only"):
+        pack_models(["base", "base:LATEST"], path, store=store)
+    with pytest.raises(NameConflict, match="differ in case only"):
+        pack_models(["base", "Base:x"], path, store=store)
+    assert left(path) == []
 
 
 def test_an_interrupt_leaves_nothing(store: LocalStore, path: Path) -> None:
