@@ -44,7 +44,6 @@ _AHEAD: Final = 16
 """Batches that are begun before the first of them is waited for."""
 _PIECE: Final = 1 << 22
 """Bytes, about, of the pieces in which a whole blob is given out."""
-
 _STARTS: Final = 2
 """Parts whose start is kept, for the next chunk of them."""
 

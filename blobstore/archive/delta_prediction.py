@@ -84,7 +84,8 @@ def unpack(stored: memoryview, elements: int) -> Factors:
     try:
         rank, rows, columns = _HEAD.unpack_from(stored)
         fits = rows * columns == elements and max(rows, columns) <= MAX_SIDE
-        if not 1 <= rank <= MAX_RANK or not fits:
+        # Of no higher rank than a matrix can have: so they take no more memory than that does.
+        if not 1 <= rank <= min(MAX_RANK, rows, columns) or not fits:
             raise ColdDamaged(
                 f"factors of rank {rank}, {rows} by {columns}, for {elements} elements"
             )

@@ -149,11 +149,12 @@ def test_flipped_bits_raise_no_other_error() -> None:
     [
         (some_factors(1, 40, 51), "rank 1, 40 by 51, for 2000"),
         (some_factors(65, 40, 50), "rank 65"),
+        (some_factors(3, 1000, 2), "rank 3, 1000 by 2, for 2000"),
         (some_factors(2, 40, 50)._replace(exponents=(-20, -9)), "not exact"),
         (some_factors(1, 40, 50)._replace(exponents=(-101,)), "not exact"),
         (some_factors(1, 40, 50)._replace(exponents=(61,)), "not exact"),
     ],
-    ids=["shape", "rank", "too far apart", "too small", "too large"],
+    ids=["shape", "rank", "more than it has", "too far apart", "too small", "too large"],
 )
 def test_refuses_factors_that_do_not_fit(factors: Factors, message: str) -> None:
     with pytest.raises(ColdDamaged, match=message):
