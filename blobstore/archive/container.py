@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_BATCH: Final = 1 << 20
+_BATCH: Final = 1 << 22
 """Bytes, about, that a thread is given at a time."""
 _AHEAD: Final = 16
 """Batches that are begun before the first of them is waited for."""

@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]
 
-_ELEMENTS: Final = 1 << 17
-"""Elements of a chunk, about: so many symbols are one block of a coder."""
-_LEAST_CHUNK: Final = 1 << 18
-"""Bytes of a chunk, about, of elements of one byte."""
+_CHUNKS: Final = {1: 1 << 19, 2: 1 << 20, 4: 1 << 19, 8: 1 << 20}
+"""Bytes of a chunk, about, by the width of its elements.
+
+With fewer, threads wait for the interpreter's lock more than they work; with more of 32-bit floats, two
+kinds of them share a code.
+"""
 _GRAIN: Final = 1 << 12
 """Bytes that chunks are whole numbers of, but for the last."""
 _CHOSEN_FOR: Final = 32
@@ -142,7 +144,7 @@ def _part(run: Run) -> Part:
     width = width_of(run.dtype)
     if not run.size or run.size % width:
         raise UsageError(f"a run of {run.size} bytes has no whole elements of {width} bytes")
-    wanted = max(_ELEMENTS * width, _LEAST_CHUNK)
+    wanted = _CHUNKS[width]
     if run.base_begin is not None:
         wanted = MAX_CHUNK
     count = max((run.size + wanted // 2) // wanted, -(-run.size // MAX_CHUNK))

@@ -164,6 +164,7 @@ CODECS: Mapping[str, Codec] = {
     "BitX-like": BitX(),
     "differences, fast": Differences(Effort.FAST),
     "differences, small": Differences(Effort.SMALL),
+    "predicted, fast": Predicted(Effort.FAST),
     "predicted, small": Predicted(Effort.SMALL),
 }
 _PEERS = (CODECS["zstd 3, no base"], CODECS["BitX-like"])
