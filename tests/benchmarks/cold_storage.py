@@ -24,7 +24,8 @@ _PANELS = {
 def main() -> None:
     """Print all tables, and draw the plot."""
     options = arguments(__doc__)
-    panels = {"bf16, alone": cold.tables(options)["bf16"]}
+    alone = cold.tables(options)["bf16"]
+    panels = {"bf16, alone": [point for point in alone if "," not in point.codec]}
     pairs = cold_family.tables(options)
     panels |= {title: pairs[name] for name, title in _PANELS.items()}
     frozen.tables(options)

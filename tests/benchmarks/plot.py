@@ -28,28 +28,28 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
     import matplotlib as mpl  # type: ignore[import-not-found, unused-ignore]
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "blobstore"
+    mpl.rcParams |= {"svg.hashsalt": "blobstore", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt  # type: ignore[import-not-found, unused-ignore]
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False)
-    for axis, (title, points) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = plt.subplots(-(-len(panels) // 2), 2, figsize=(10, 7), squeeze=False)
+    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
         axis.set_title(title, fontsize=10)
-        axis.set_xscale("log")
-        axis.set_xlabel("decoded, GB/s of a thread")
-        axis.margins(0.25, 0.12)
-        axis.grid(visible=True, which="both", linewidth=0.3)
-        for point in points:
+        axis.set_xlim(0, 1.3 * max(point.decode for point in points))
+        axis.set_xlabel("decoded, GB/s of a thread", fontsize=8)
+        axis.set_ylabel("stored for each byte", fontsize=8)
+        axis.margins(y=0.15)
+        axis.grid(visible=True, linewidth=0.3)
+        for number, point in enumerate(sorted(points, key=lambda point: point.decode)):
             color = _OURS if point.is_ours else _PEERS
             axis.plot(point.decode, point.ratio, "o", color=color)
             axis.annotate(
                 point.codec,
                 (point.decode, point.ratio),
-                xytext=(4, 4),
+                xytext=(4, 5 if number % 2 else -11),  # neighbours would hide each other's
                 textcoords="offset points",
                 fontsize=7,
                 color=color,
             )
-    axes[0][0].set_ylabel("stored for each byte")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
