@@ -213,7 +213,8 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except ArchiveDamaged as error:
-        raise error.at(f"archive {quoted(path)}") from None
+        message = f"archive {quoted(path)}: {error}; copy it again from where it was packed"
+        raise ArchiveDamaged(message) from None
 
 
 def check_case(references: Iterable[Reference]) -> None:

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from blobstore.crew import check_jobs
 from blobstore.deviation import Deviation, WorstGroup, relative_error, snr_db
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.mapping import Region
 from blobstore.pairs import pair_tensors
@@ -203,9 +204,7 @@ def compare_models(
             quantized; or the models have no tensor in common.
         UsageError: ``jobs`` is below 1.
     """
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     if isinstance(reference, str):
         reference = Reference.parse(reference)
     if isinstance(base, str):

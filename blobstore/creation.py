@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.conversion import Conversion
-from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
+from blobstore.crew import check_jobs
+from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.layerfile import blob_buffers, blob_size
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -112,9 +113,7 @@ def create(
     started = time.monotonic()
     if isinstance(reference, str):
         reference = Reference.parse(reference)
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     request = Quantize(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
     )

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.crew import check_jobs
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
@@ -121,9 +122,7 @@ def diff_models(
         BlobMissing, BlobDamaged, InvalidManifest: a model is not whole.
         UsageError: ``jobs`` is below 1.
     """
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     names = [Reference.parse(name) if isinstance(name, str) else name for name in (ours, theirs)]
     store = store or LocalStore()
     models = [(name, store.resolve(name)) for name in names]

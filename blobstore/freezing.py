@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from blobstore.choosing import Chosen, Need
 from blobstore.coding import Level
+from blobstore.crew import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.files import sync_folder
 from blobstore.making import BLOCK, Made, Maker, blocks
@@ -123,9 +124,7 @@ def freeze_models(
     if level not in get_args(Level):
         message = f"level must be fast or small, got {quoted(level)}"
         raise UsageError(message)
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     if not references and older_than is None:
         message = "name the models to be frozen, or say how old they must be"
         raise UsageError(message)

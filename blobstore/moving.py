@@ -16,7 +16,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from blobstore.errors import BlobstoreError
+from blobstore.crew import Stopped
 from blobstore.files import make_folders
 from blobstore.progress import Meter
 
@@ -39,10 +39,6 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-
-
-class Stopped(BlobstoreError):
-    """What goes on is to end at once."""
 
 
 class Moving:

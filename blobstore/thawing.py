@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.crew import check_jobs
 from blobstore.digest import Digester
-from blobstore.errors import BlobDamaged, BlobMissing, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.files import sync_folder, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
@@ -75,9 +76,7 @@ def thaw_models(
         UsageError: ``jobs`` is below 1.
     """
     started = time.monotonic()
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     store = store or LocalStore()
     names = [
         Reference.parse(reference) if isinstance(reference, str) else reference

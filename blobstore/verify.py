@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore import strictjson
 from blobstore.contents import COMPANIONS, read_contents
+from blobstore.crew import check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -111,9 +112,7 @@ def verify_models(
         UsageError: ``jobs`` is below 1, or ``rate`` not above 0, or given where nothing is hashed.
     """
     started = time.monotonic()
-    if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+    check_jobs(jobs)
     if quick and rate is not None:
         message = "a rate means nothing for a quick look, which reads next to nothing"
         raise UsageError(message)

@@ -470,3 +470,10 @@ def test_factors_that_become_much_more_than_their_parts_take_little_memory(tmp_p
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_an_archive_that_is_cut_short_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "cut.bsar"
+    path.write_bytes(model_archive({"a": b"blob"})[:-5])
+    with pytest.raises(ArchiveDamaged, match=r"archive '.*cut\.bsar': .*; copy it again from"):
+        check_archive(path)

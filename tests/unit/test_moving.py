@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore import moving
+from blobstore.crew import Stopped
 from blobstore.moving import Moving
 from blobstore.store.local import LocalStore
 
@@ -75,7 +76,7 @@ def test_an_error_stops_the_others(store: LocalStore) -> None:
     with Moving(store, None, 0) as work:
         with pytest.raises(ValueError, match="three"):
             work.run([1, 2, 3], make, lambda item: item, lambda _: None, 1)
-        with pytest.raises(moving.Stopped):
+        with pytest.raises(Stopped):
             work.tell(1, "more")
 
 
