@@ -9,25 +9,23 @@ Blobs that are cold are this process's own either way: threads decode them strai
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zlib_ng.zlib_ng import crc32  # which lets other threads run
 
+from blobstore.decoding import Decoding, Wanted
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.files import read_ahead
 from blobstore.mapping import Region
 from blobstore.progress import Meter
 from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.digest import Digest
     from blobstore.progress import Progress
-    from blobstore.store.cold import ColdBlob
     from blobstore.store.local import LocalStore
 
 Read = Literal["mmap", "pread"]
@@ -37,8 +35,6 @@ _REQUEST = 4 << 20
 """Bytes of one request for data that is not in memory yet."""
 _REQUESTS = 8
 """Requests at a time: one alone leaves a disk idle between two."""
-_DECODED = 16 << 20
-"""Bytes of a cold blob that a thread decodes at a time: chunks at both ends are decoded twice."""
 _POPULATING_THREADS = 2
 """More would not come by what is in the page cache any faster."""
 
@@ -164,29 +160,14 @@ class Residence:
     def _decode(self, frozen: set[int], region: Region) -> None:
         """Decode blobs that are cold; those that have been thawed since are mapped, or read."""
         meter = self._meter(frozen)
-        cold: dict[int, ColdBlob] = {}
-        with contextlib.ExitStack() as making:
-            digests = [self._blobs[slot][0] for slot in sorted(frozen)]
-            layout = self._store.layout
-            making.enter_context(_reading_ahead(map(layout.cold_blob, digests)))
-            for slot in sorted(frozen):
-                try:
-                    cold[slot] = self._store.cold.open(*self._blobs[slot])
-                except BlobMissing:
-                    self._store.bring_blob(*self._blobs[slot], slot, region)
-            bases = dict.fromkeys(blob.base for blob in cold.values() if blob.base is not None)
-            making.enter_context(_reading_ahead(map(layout.blob, bases)))
-            rooms = {
-                slot: making.enter_context(region.making(slot, blob.size))
-                for slot, blob in cold.items()
-            }
-
-            def decode(request: tuple[int, int, int]) -> None:
-                slot, begin, end = request
-                cold[slot].read_into(begin, rooms[slot][begin:end])
-                meter.add(end - begin, "decoding")
-
-            _all(decode, self._requests(set(cold), _DECODED), os.cpu_count() or 1)
+        decoding = Decoding(
+            self._store,
+            region,
+            past_cache=self._is_read,
+            tell=lambda count: meter.add(count, "decoding"),
+        )
+        for slot in decoding.run([Wanted(slot, *self._blobs[slot]) for slot in sorted(frozen)]):
+            self._store.bring_blob(*self._blobs[slot], slot, region)
         self._absent -= frozen
         self._cold -= frozen
 
@@ -246,12 +227,12 @@ class Residence:
 
         _all(populate, self._requests(cold), _REQUESTS if uncached else _POPULATING_THREADS)
 
-    def _requests(self, slots: set[int], length: int = _REQUEST) -> list[tuple[int, int, int]]:
+    def _requests(self, slots: set[int]) -> list[tuple[int, int, int]]:
         """Return the requests for all bytes of some blobs."""
         return [
-            (slot, begin, min(begin + length, self._blobs[slot][1]))
+            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
             for slot in sorted(slots)
-            for begin in range(0, self._blobs[slot][1], length)
+            for begin in range(0, self._blobs[slot][1], _REQUEST)
         ]
 
     def _meter(self, slots: set[int]) -> Meter:
@@ -273,26 +254,6 @@ def check_reading(read: str, prefetch: str | None) -> None:
     if prefetch is not None and read == "pread":
         message = "prefetch is for mapped blobs; read='pread' reads them at once"
         raise UsageError(message)
-
-
-@contextlib.contextmanager
-def _reading_ahead(paths: Iterable[str]) -> Iterator[None]:
-    """Have the disk read files while others are decoded, in that order."""
-    is_over = threading.Event()
-
-    def read() -> None:
-        for path in paths:
-            if is_over.is_set():
-                return
-            read_ahead(path)
-
-    reader = threading.Thread(target=read, name="blobstore")
-    reader.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        reader.join()
 
 
 def _all(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:

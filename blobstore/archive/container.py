@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from blobstore.archive.delta_prediction import Factors
     from blobstore.archive.layout import Layout
     from blobstore.archive.table import Chunk, Part
+    from blobstore.archive.windowed import FileBytes
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -53,8 +54,8 @@ class _Piece(NamedTuple):
 
     entry: Chunk
     layout: Layout
-    stored: tuple[int, int]
-    """Where its planes begin and end in the file."""
+    stored: memoryview
+    """Its planes."""
     size: int
     """Of the chunk."""
     skipped: int
@@ -67,17 +68,28 @@ class _Piece(NamedTuple):
     """What it starts from, and its offset there."""
 
 
+class Cut(NamedTuple):
+    """Some chunks that follow each other, and where their planes are."""
+
+    begin: int
+    """The first of their bytes in the blob."""
+    end: int
+    stored_begin: int
+    """The first byte of their planes in the file."""
+    stored_end: int
+
+
 class ColdBlob:
     """A cold blob in memory, usually mapped; ``table`` is what it says of itself."""
 
-    def __init__(self, data: Buffer) -> None:
-        """Read the table.
+    def __init__(self, data: Buffer, source: FileBytes | None = None) -> None:
+        """Read the table, from ``source`` if that has the file's bytes too, and sooner.
 
         Raises:
             ColdDamaged: the file is cut short, altered, or breaks the format.
         """
         self._data = memoryview(data).cast("B").toreadonly()
-        self.table = decode_table(self._data)
+        self.table = decode_table(self._data if source is None else source)
         """What the file says of itself."""
         self._base: BaseBlob | None = None
         self._starts: dict[int, Start] = {}
@@ -120,14 +132,56 @@ class ColdBlob:
             raise ColdDamaged(f"the base {self.table.digest} is itself a delta")
         return BaseBlob(Base(self.table.digest, self.size), self.read_into)
 
-    def read_into(self, out: Buffer, begin: int = 0, *, executor: Executor | None = None) -> None:
+    def cuts(self, limit: int, stored_limit: int) -> Iterator[Cut]:
+        """Yield runs of whole chunks that make up the blob.
+
+        None has more than ``limit`` bytes, or planes of more than ``stored_limit``, unless it has one
+        chunk. Planes of chunks that a part has from another are not told of.
+        """
+        cut: Cut | None = None
+        for begin, end, stored_begin, stored_end in self._chunk_places():
+            if cut is None:
+                cut = Cut(begin, end, stored_begin, stored_end)
+            elif end - cut.begin > limit or stored_end - cut.stored_begin > stored_limit:
+                yield cut
+                cut = Cut(begin, end, stored_begin, stored_end)
+            else:
+                cut = cut._replace(end=end, stored_end=stored_end)
+        if cut is not None:
+            yield cut
+
+    def _chunk_places(self) -> Iterator[Cut]:
+        at = len(PREFIX)
+        for part, begin, first in zip(
+            self.table.parts, self._begins, self._first_chunks, strict=False
+        ):
+            for number in range(-(-part.size // part.chunk_size)):
+                start = at
+                if part.same_as is None:
+                    start = self._stored_at[first + number]
+                    at = start + sum(
+                        plane.size for plane in self.table.chunks[first + number].planes
+                    )
+                chunk = begin + number * part.chunk_size
+                yield Cut(chunk, min(chunk + part.chunk_size, begin + part.size), start, at)
+
+    def read_into(
+        self,
+        out: Buffer,
+        begin: int = 0,
+        *,
+        source: FileBytes | None = None,
+        executor: Executor | None = None,
+    ) -> None:
         """Write the bytes of the blob from ``begin`` on into all of ``out``, each chunk checked.
+
+        Planes are taken from ``source``, if that has the file's bytes too, and sooner.
 
         Raises:
             ColdDamaged: a chunk of them is damaged, or the base is missing.
             UsageError: the blob has no such bytes.
         """
-        for _ in self._filled(_as_bytes(out), begin, executor):
+        for _ in self._filled(_as_bytes(out), begin, executor, source):
             pass
 
     def decode_into(self, out: Buffer, *, executor: Executor | None = None) -> None:
@@ -185,13 +239,19 @@ class ColdBlob:
         if found != wanted:
             raise ColdDamaged(f"a cold blob decodes to {found}, and says that it is {wanted}")
 
-    def _filled(self, out: Bytes, begin: int, executor: Executor | None) -> Iterator[Bytes]:
+    def _filled(
+        self,
+        out: Bytes,
+        begin: int,
+        executor: Executor | None,
+        source: FileBytes | None = None,
+    ) -> Iterator[Bytes]:
         """Begin to fill ``out``, and return an iterator of its parts as they have been written."""
         if begin < 0 or begin + len(out) > self.size:
             raise UsageError(
                 f"bytes {begin} to {begin + len(out)} are wanted of a blob of {self.size}"
             )
-        pieces = self._pieces(out, begin)
+        pieces = self._pieces(out, begin, self._data if source is None else source)
         if executor is None:
             return map(self._write, pieces)
         batches = _batches(pieces)
@@ -216,7 +276,7 @@ class ColdBlob:
         finally:
             wait([future for future, _ in running if not future.cancel()])  # they write to ``out``
 
-    def _pieces(self, out: Bytes, begin: int) -> Iterator[_Piece]:
+    def _pieces(self, out: Bytes, begin: int, data: FileBytes) -> Iterator[_Piece]:
         """Yield what to write into ``out``."""
         number = bisect_right(self._begins, begin) - 1
         done = 0
@@ -224,7 +284,7 @@ class ColdBlob:
         while done < len(out):
             part = self.table.parts[number]
             offset = begin + done - self._begins[number]
-            source = number if part.same_as is None else part.same_as
+            origin = number if part.same_as is None else part.same_as
             for chunk in range(offset // part.chunk_size, -(-part.size // part.chunk_size)):
                 start = chunk * part.chunk_size
                 size = min(part.chunk_size, part.size - start)
@@ -232,13 +292,20 @@ class ColdBlob:
                 if not len(target):
                     return
                 is_direct = len(target) == size and (address + done) % part.width == 0
-                yield self._piece(source, chunk, size, offset - start, target, is_direct)
+                yield self._piece(data, origin, chunk, size, offset - start, target, is_direct)
                 done += len(target)
                 offset += len(target)
             number += 1
 
     def _piece(
-        self, number: int, chunk: int, size: int, skipped: int, target: Bytes, is_direct: bool
+        self,
+        data: FileBytes,
+        number: int,
+        chunk: int,
+        size: int,
+        skipped: int,
+        target: Bytes,
+        is_direct: bool,
     ) -> _Piece:
         part = self.table.parts[number]
         index = self._first_chunks[number] + chunk
@@ -247,7 +314,7 @@ class ColdBlob:
         if layout is None:  # the table was checked
             raise ColdDamaged(f"layout {entry.layout} is unknown")
         begin = self._stored_at[index]
-        stored = begin, begin + sum(plane.size for plane in entry.planes)
+        stored = data[begin : begin + sum(plane.size for plane in entry.planes)]
         start = None
         if layout.needs_base:
             start = self._start(number, layout), chunk * part.chunk_size
@@ -291,8 +358,7 @@ class ColdBlob:
             start, offset = piece.start
             base = start.read(offset, piece.size)
         target = piece.target if piece.is_direct else scratch("chunk", piece.size)
-        stored = self._data[slice(*piece.stored)]
-        decode_chunk(piece.entry, piece.layout, stored, target, base)
+        decode_chunk(piece.entry, piece.layout, piece.stored, target, base)
         if not piece.is_direct:
             np.copyto(piece.target, target[piece.skipped :][: len(piece.target)])
         return piece.target

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Final
 
+    from blobstore.archive.windowed import FileBytes
+
 MAGIC: Final = b"\x8fBSCOLD"
 VERSION: Final = 1
 PREFIX: Final = MAGIC + bytes([VERSION])
@@ -120,7 +122,7 @@ def encode_table(table: Table) -> bytes:
     return content + _FOOTER.pack(len(content), _seal(content), _END)
 
 
-def decode_table(data: memoryview) -> Table:
+def decode_table(data: FileBytes) -> Table:
     """Return the table of a file.
 
     Raises:
@@ -163,7 +165,7 @@ def chunk_elements(part: Part, number: int) -> int:
     return min(part.chunk_size, part.size - number * part.chunk_size) // part.width
 
 
-def _content(data: memoryview) -> tuple[memoryview, int]:
+def _content(data: FileBytes) -> tuple[memoryview, int]:
     """Return the table without its footer, and where it begins."""
     start = bytes(data[: len(PREFIX)])
     if start[: len(MAGIC)] != MAGIC[: len(start)]:

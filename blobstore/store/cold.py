@@ -12,7 +12,6 @@ What is decoded has been checked chunk by chunk; who must know that it is the ve
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import stat
@@ -23,14 +22,12 @@ from blobstore.digest import Digest, Digester
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
-    BlobstoreError,
     ColdDamaged,
     InvalidDigest,
     StoreError,
 )
-from blobstore.files import open_regular
-from blobstore.mapping import mapped
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
+from blobstore.store.cold_file import ColdFile
 from blobstore.store.hot import ADVICE
 from blobstore.text import quoted
 
@@ -39,16 +36,20 @@ if TYPE_CHECKING:
 
     from blobstore.archive.base import BaseBlob
     from blobstore.archive.container import ColdBlob as Container
+    from blobstore.archive.container import Cut
+    from blobstore.archive.windowed import FileBytes
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
     Given = Callable[[Digest, int], Iterator[BaseBlob]]
     """Gives the forms of the base of a digest and a size, each when it is wanted."""
 
+    Read = Callable[[ColdFile], FileBytes | None]
+    """Gives the bytes of a file, of which its ends were read if they are not in memory yet."""
+
 _IMPORTING = Lock()
 """Threads that import numpy at once may find half of it."""
 _PIECE = 1 << 22
-_GONE = {errno.ENOENT, errno.ENOTDIR}
 
 State = tuple[int, ...]
 """What tells a file from another, or from itself after a change of its bytes."""
@@ -57,15 +58,19 @@ State = tuple[int, ...]
 class ColdBlob:
     """An open cold blob, whose file is closed when nobody holds this. Threads may share it."""
 
-    def __init__(self, path: str, digest: Digest, given: Given) -> None:
+    def __init__(self, path: str, digest: Digest, given: Given, read: Read | None = None) -> None:
         """Open the cold blob of ``digest`` at ``path``; ``given`` gives the forms of its base.
+
+        With ``read`` its file stays open for :meth:`fetch`.
 
         Raises:
             BlobMissing: there is none.
             BlobDamaged: it is no cold blob, or not that one.
             StoreError: it cannot be read.
         """
-        data = _mapped(path)
+        file = ColdFile(path)
+        if read is None:
+            file.close()
         with _IMPORTING:
             from blobstore.archive.container import ColdBlob as Opened  # brings numpy
 
@@ -75,12 +80,12 @@ class ColdBlob:
         self.base_size = 0
         """Bytes of that."""
         self._path = path
-        self._data = data
+        self._file = file
         self._given = given
-        self.stored = len(data)
+        self.stored = file.size
         """Bytes of its file."""
         with self._explained():
-            self.container: Container = Opened(data)
+            self.container: Container = Opened(file.data, read and read(file))
             table = self.container.table
             if table.digest != digest:
                 raise ColdDamaged(f"it is that of {table.digest}")
@@ -94,8 +99,20 @@ class ColdBlob:
         """What other forms there are; None if nobody has asked yet."""
         self._lock = Lock()
 
-    def read_into(self, begin: int, buffer: memoryview) -> None:
+    def fetch(self, cut: Cut, memory: memoryview) -> FileBytes:
+        """Read what a cut of the container is decoded from; see :meth:`ColdFile.read`.
+
+        Raises:
+            BlobDamaged: the file has become shorter.
+            StoreError: it cannot be read.
+        """
+        with self._explained():
+            return self._file.read(cut.stored_begin, cut.stored_end, memory)
+
+    def read_into(self, begin: int, buffer: memoryview, source: FileBytes | None = None) -> None:
         """Fill ``buffer`` with bytes of the blob from ``begin`` on.
+
+        They are decoded from ``source``, if that has the file's bytes in memory already.
 
         Raises:
             BlobDamaged: it cannot be decoded, ends before, or its base is not whole.
@@ -108,7 +125,7 @@ class ColdBlob:
             # Each chunk is checked: what is decoded by other bytes than the base's is no success.
             for container in self._all_ways():
                 try:
-                    container.read_into(buffer, begin)
+                    container.read_into(buffer, begin, source=source)
                 except ColdDamaged as error:
                     failure = failure or error
                 else:
@@ -179,7 +196,7 @@ class ColdBlob:
                 raise
             if form is not None:
                 # One that is in use keeps its base: other threads decode by that.
-                container = type(self.container)(self._data) if number else self.container
+                container = type(self.container)(self._file.data) if number else self.container
                 container.give_base(form)
                 self._ways.append(container)
 
@@ -211,8 +228,10 @@ class ColdShelf:
         """Tell whether there is a file in the place of a cold blob."""
         return os.path.lexists(self._layout.cold_blob(digest))
 
-    def open(self, digest: Digest, size: int | None = None) -> ColdBlob:
+    def open(self, digest: Digest, size: int | None = None, read: Read | None = None) -> ColdBlob:
         """Open the cold form of a blob, of ``size`` bytes if that is given.
+
+        ``read`` is that of :class:`ColdBlob`.
 
         Raises:
             BlobMissing: there is none.
@@ -220,7 +239,7 @@ class ColdShelf:
             StoreError: it cannot be read.
         """
         path = self._layout.cold_blob(digest)
-        blob = ColdBlob(path, digest, self._given)
+        blob = ColdBlob(path, digest, self._given, read)
         if size is not None and blob.size != size:
             raise BlobDamaged(
                 f"cold blob {quoted(path)} is damaged: it is of a blob of {blob.size} bytes, expected "
@@ -301,24 +320,3 @@ def file_state(path: str) -> State | None:
     except OSError:
         return None
     return state_of(status) if stat.S_ISREG(status.st_mode) else None
-
-
-def _mapped(path: str) -> memoryview:
-    """Map the file of a cold blob."""
-    try:
-        descriptor, size = open_regular(path, follow=False)
-        try:
-            return mapped(descriptor, size)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno in _GONE:
-            message = f"cold blob {quoted(path)} is missing"
-            raise BlobMissing(message) from None
-        if error.errno != errno.ELOOP:
-            message = f"cold blob {quoted(path)} cannot be read: {error.strerror}"
-            raise StoreError(message) from error
-    except BlobstoreError:
-        pass
-    message = f"cold blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
-    raise BlobDamaged(message)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from blobstore import residence
 from blobstore.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.freezing import freeze_models
@@ -230,9 +229,7 @@ def test_unknown_ways_are_wrong_arguments(
         Residence("m", store, [], read=read, prefetch=prefetch)
 
 
-def test_cold_blobs_are_decoded_in_parts_by_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cold_blobs_are_decoded_beside_those_that_are_mapped(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     put(store, "a", {"x": 1, "y": 2, "z": 3})
     freeze_models(["a"], store=store)
@@ -240,7 +237,6 @@ def test_cold_blobs_are_decoded_in_parts_by_threads(
     thaw_models(["b"], store=store)
     assert forms_of(store, "a") == {"x": "cold", "y": "hot", "z": "cold"}
     blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
-    monkeypatch.setattr(residence, "_DECODED", 10_000)
     told: list[tuple[int, int]] = []
     for options in ({}, {"read": "pread"}, {"prefetch": "read"}, {"is_writable": True}):
         home = Residence(

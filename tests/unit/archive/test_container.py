@@ -17,6 +17,7 @@ from blobstore.archive.delta_fit import fit
 from blobstore.archive.delta_prediction import pack
 from blobstore.archive.outline import Run, outline, with_equals
 from blobstore.archive.table import Base, encode_table
+from blobstore.archive.windowed import Window, Windowed
 from blobstore.digest import Digest
 from blobstore.errors import ColdDamaged, UsageError
 from blobstore.tensor import DType
@@ -270,3 +271,45 @@ def test_rejects_factors_that_were_altered() -> None:
 
     with pytest.raises(ColdDamaged, match="factors of a part are not what"):
         back.decode_into(bytearray(len(blob)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "stored_limit"), [(1, 1), (1 << 20, 1 << 19), (1 << 40, 1 << 40)]
+)
+def test_cuts_are_whole_chunks_that_make_up_the_blob(limit: int, stored_limit: int) -> None:
+    blob = ColdBlob(COLD)
+    cuts = list(blob.cuts(limit, stored_limit))
+    assert [cut.begin for cut in cuts] == [0, *(cut.end for cut in cuts[:-1])]
+    assert cuts[-1].end == len(BLOB)
+    assert len(cuts) == {1: len(blob.table.chunks), 1 << 40: 1}.get(limit, len(cuts))
+    out = bytearray(len(BLOB))
+    for begin, end, stored_begin, stored_end in cuts:
+        assert limit == 1 or (end - begin <= limit and stored_end - stored_begin <= stored_limit)
+        window = Window(stored_begin, memoryview(COLD)[stored_begin:stored_end])
+        rest = bytearray(len(COLD))  # nothing else is looked at
+        blob.read_into(memoryview(out)[begin:end], begin, source=Windowed(memoryview(rest), window))
+    assert out == BLOB
+
+
+def test_cuts_do_not_tell_of_planes_that_a_part_has_from_another() -> None:
+    data = weights(DType.BF16, 600_000)
+    runs = with_equals([Run(len(data), DType.BF16), Run(len(data), DType.BF16)], data * 2)
+    blob = ColdBlob(cold(data * 2, runs=runs))
+    assert blob.table.parts[1].same_as == 0
+    cuts = list(blob.cuts(len(data), 1 << 40))
+    assert [cut.stored_end - cut.stored_begin for cut in cuts if cut.begin >= len(data)] == [0]
+    assert sum(cut.stored_end - cut.stored_begin for cut in cuts) == sum(
+        plane.size for chunk in blob.table.chunks for plane in chunk.planes
+    )
+
+
+def test_an_empty_blob_has_no_cuts() -> None:
+    assert list(ColdBlob(cold(b"", runs=[])).cuts(1, 1)) == []
+
+
+def test_the_table_is_read_from_other_memory() -> None:
+    nothing = bytearray(len(COLD))
+    source = Windowed(memoryview(nothing), Window(0, memoryview(COLD)))
+    assert ColdBlob(nothing, source).table == ColdBlob(COLD).table
+    with pytest.raises(ColdDamaged):
+        ColdBlob(COLD, Windowed(memoryview(nothing)))

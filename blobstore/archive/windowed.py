@@ -1,0 +1,34 @@
+"""A file that is mapped, parts of which were read into other memory too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Window(NamedTuple):
+    """A part of a file in memory."""
+
+    begin: int
+    """Its offset in the file."""
+    data: memoryview
+
+
+class Windowed:
+    """The bytes of a file, taken from windows where one has all that is wanted at once."""
+
+    def __init__(self, data: memoryview, *windows: Window) -> None:
+        self._data = data
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        begin, end, _ = wanted.indices(len(self._data))
+        for first, data in self._windows:
+            if first <= begin and end <= first + len(data):
+                return data[begin - first : end - first]
+        return self._data[begin:end]
+
+
+FileBytes = memoryview | Windowed

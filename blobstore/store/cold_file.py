@@ -1,0 +1,127 @@
+"""The file of a cold blob: mapped, and read into other memory where it is not in the page cache yet."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+
+from blobstore.archive.windowed import Window, Windowed
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
+from blobstore.files import open_regular
+from blobstore.mapping import Region
+from blobstore.store.hot import ADVICE
+from blobstore.text import quoted
+
+_START = mmap.PAGESIZE
+_END = 16 * mmap.PAGESIZE
+"""Bytes at the end of a large file that are read first: most tables have fewer."""
+_GONE = {errno.ENOENT, errno.ENOTDIR}
+
+
+def room_for(size: int) -> int:
+    """Return how many bytes memory needs for some bytes of a file, for pages are read whole."""
+    return (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
+
+
+class ColdFile:
+    """A file, whose descriptor is closed when nobody holds this."""
+
+    def __init__(self, path: str) -> None:
+        """Map the file at ``path``.
+
+        Raises:
+            BlobMissing: there is none.
+            BlobDamaged: it is a link, folder or device.
+            StoreError: it cannot be read.
+        """
+        try:
+            self._descriptor, self.size = open_regular(path, follow=False)
+            self.close = weakref.finalize(self, os.close, self._descriptor)
+            self._region = Region([self.size])
+            self._region.map(0, self._descriptor, self.size)
+        except OSError as error:
+            raise _explained(path, error) from None
+        except BlobstoreError:
+            raise _not_a_file(path) from None
+        self.data = memoryview(self._region.memory)[: self.size]
+        """All of it, mapped."""
+
+    def is_cached(self) -> bool:
+        """Tell whether most of it is in the page cache."""
+        return not self.size or self._region.is_cached(0, self.size)
+
+    def fits(self, memory: memoryview) -> bool:
+        """Tell whether all of it can be read into memory."""
+        return room_for(self.size) <= len(memory)
+
+    def pass_cache(self) -> None:
+        """From now on leave no copy of what is read in the page cache, where that is possible."""
+        with contextlib.suppress(OSError):
+            self._set_direct(getattr(os, "O_DIRECT", 0))
+
+    def read(self, begin: int, end: int, memory: memoryview) -> Windowed:
+        """Read the bytes from ``begin`` to ``end``; return all, of which these are in ``memory``.
+
+        ``memory`` begins at a page and has the size that :func:`room_for` tells, or more.
+
+        Raises:
+            ColdDamaged: the file has become shorter.
+            OSError: it cannot be read.
+        """
+        return Windowed(self.data, self._window(begin, end, memory))
+
+    def read_ends(self, memory: memoryview) -> Windowed:
+        """Read where the file tells what it is, or all of it if that fits.
+
+        There is room for the ends in 64 KiB and a page. Otherwise as :meth:`read`.
+        """
+        if self.fits(memory):
+            return self.read(0, self.size, memory)
+        start = self._window(0, _START, memory)
+        end = self._window(max(self.size - _END, 0), self.size, memory[_START:])
+        return Windowed(self.data, start, end)
+
+    def _window(self, begin: int, end: int, memory: memoryview) -> Window:
+        first = begin - begin % mmap.PAGESIZE
+        wanted = end - first
+        room = memory[: -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE]
+        done = 0
+        while done < wanted:
+            count = self._read(room[done:], first + done)
+            if not count:
+                message = f"it ended at byte {first + done} of {self.size} while it was read"
+                raise ColdDamaged(message)
+            done += count
+        return Window(first, room[:wanted].toreadonly())
+
+    def _read(self, room: memoryview, begin: int) -> int:
+        try:
+            return os.preadv(self._descriptor, [room], begin)
+        except OSError as error:
+            # Some file systems tell only now that they cannot pass the cache.
+            if error.errno != errno.EINVAL:
+                raise
+        self._set_direct(0)
+        return os.preadv(self._descriptor, [room], begin)
+
+    def _set_direct(self, flag: int) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | flag)
+
+
+def _explained(path: str, error: OSError) -> BlobMissing | BlobDamaged | StoreError:
+    if error.errno in _GONE:
+        return BlobMissing(f"cold blob {quoted(path)} is missing")
+    if error.errno == errno.ELOOP:
+        return _not_a_file(path)
+    return StoreError(f"cold blob {quoted(path)} cannot be read: {error.strerror}")
+
+
+def _not_a_file(path: str) -> BlobDamaged:
+    return BlobDamaged(
+        f"cold blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+    )

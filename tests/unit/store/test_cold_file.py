@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
+from blobstore.mapping import Region
+from blobstore.store.cold_file import ColdFile, room_for
+from tests.page_cache import dropped
+
+DATA = os.urandom(40 * mmap.PAGESIZE + 123)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    return path
+
+
+def memory(size: int) -> memoryview:
+    region = Region([size], filled=True)
+    return region.room(0, 0, size)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def test_is_mapped(path: Path) -> None:
+    file = ColdFile(str(path))
+    assert file.size == len(DATA)
+    assert file.data.readonly
+    assert file.data == DATA
+
+
+def test_the_map_outlives_the_descriptor(path: Path) -> None:
+    before = descriptors()
+    files = [ColdFile(str(path)) for _ in range(3)]
+    assert descriptors() == before + 3
+    files[0].close()
+    files[0].close()
+    assert descriptors() == before + 2
+    data = files.pop().data
+    assert descriptors() == before + 1
+    assert data == files[0].data == DATA
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 1), (1, 5000), (4096, 8192), (4095, 8193), (100_000, len(DATA)), (0, 0)]
+)
+def test_what_is_read_is_taken_from_there(
+    path: Path, begin: int, end: int, is_direct: bool
+) -> None:
+    file = ColdFile(str(path))
+    if is_direct:
+        dropped(path)
+        file.pass_cache()
+    room = memory(room_for(end - begin))
+    source = file.read(begin, end, room)
+    assert len(source) == len(DATA)
+    assert source[begin:end] == DATA[begin:end]
+    room[:] = bytes(len(room))
+    assert bytes(source[begin:end]) == bytes(end - begin)
+    around = slice(max(begin - 5000, 0), end + 5000)
+    assert source[around] == DATA[around]
+
+
+def test_all_is_read_where_there_is_room(path: Path) -> None:
+    file = ColdFile(str(path))
+    room = memory(room_for(len(DATA)))
+    assert file.fits(room)
+    assert not file.fits(room[:-1])
+    source = file.read_ends(room)
+    assert source[:] == DATA
+    room[:] = bytes(len(room))
+    assert bytes(source[:]) == bytes(len(DATA))
+
+
+@pytest.mark.parametrize("size", [len(DATA), 20 * mmap.PAGESIZE, 10_000])
+def test_the_ends_are_read_where_there_is_none(path: Path, size: int) -> None:
+    os.truncate(path, size)
+    file = ColdFile(str(path))
+    room = memory(18 * mmap.PAGESIZE)
+    source = file.read_ends(room[: room_for(size) - 1] if size == 10_000 else room)
+    assert source[:] == DATA[:size]
+    assert source[:8] == DATA[:8]
+    assert source[-9000:] == DATA[:size][-9000:]
+    room[:] = bytes(len(room))
+    assert bytes(source[:8]) == bytes(8)
+    assert bytes(source[-5000:]) == bytes(5000)
+
+
+def test_past_the_page_cache_nothing_is_left_there(path: Path) -> None:
+    if not dropped(path):
+        pytest.skip("the file system keeps its files in memory")
+    file = ColdFile(str(path))
+    assert not file.is_cached()
+    file.pass_cache()
+    assert file.read(0, len(DATA), memory(room_for(len(DATA))))[:] == DATA
+    assert not file.is_cached()
+    other = ColdFile(str(path))
+    assert other.read(0, len(DATA), memory(room_for(len(DATA))))[:] == DATA
+    assert other.is_cached()
+
+
+def test_is_read_where_the_cache_cannot_be_passed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+    refused: list[int] = []
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if not refused:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return read(descriptor, buffers, offset)
+
+    file = ColdFile(str(path))
+    file.pass_cache()
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert file.read(5, 20_000, memory(room_for(20_000)))[5:20_000] == DATA[5:20_000]
+    assert refused
+    monkeypatch.delattr(os, "O_DIRECT")
+    ColdFile(str(path)).pass_cache()
+
+
+def test_a_file_that_became_shorter_is_damaged(path: Path) -> None:
+    file = ColdFile(str(path))
+    os.truncate(path, 5000)
+    assert file.read(0, 5000, memory(room_for(5000)))[:5000] == DATA[:5000]
+    with pytest.raises(ColdDamaged, match=f"it ended at byte 5000 of {len(DATA)} while it was"):
+        file.read(4097, 5001, memory(room_for(5000)))
+
+
+def test_what_is_no_file_is_told(path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for wrong in (link, tmp_path):
+        with pytest.raises(BlobDamaged, match="it is a link, folder or device and not a file"):
+            ColdFile(str(wrong))
+    for gone in (tmp_path / "nothing", path / "below"):
+        with pytest.raises(BlobMissing, match="is missing"):
+            ColdFile(str(gone))
+    with pytest.raises(StoreError, match="cannot be read: File name too long"):
+        ColdFile(str(tmp_path / ("x" * 300)))

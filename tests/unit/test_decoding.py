@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from blobstore import decoding
+from blobstore.decoding import Decoding, Wanted
+from blobstore.digest import Digest
+from blobstore.errors import BlobDamaged
+from blobstore.freezing import freeze_models
+from blobstore.mapping import Region
+from blobstore.store.cold_file import ColdFile
+from blobstore.store.local import LocalStore
+from tests.frozen import flip, layer, layers, tuned, weights
+from tests.models import add_blobs
+from tests.page_cache import dropped
+
+BLOBS = {
+    "small": layer("small", weights(1)),
+    "whole": layer("whole", weights(2, 1 << 20)),
+    "large": layer("large", weights(3, 5 << 20)),
+    "fine": layer("fine", tuned(4, of=5, count=2 << 20)),
+    "tiny": layer("tiny", weights(6, 8000)),
+}
+"""One of each kind: read with others, at once, in cuts, and by a base."""
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    store = LocalStore(tmp_path_factory.mktemp("decoding") / "store")
+    add_blobs(store, "base", {"fine": layer("fine", weights(5, 2 << 20))})
+    add_blobs(store, "m", BLOBS)
+    freeze_models(["m"], store=store, base="base")
+    assert store.cold.open(layers(store, "m")["fine"].digest).base is not None
+    return store
+
+
+def chill(store: LocalStore, names: list[str]) -> None:
+    for name in names:
+        dropped(store.layout.cold_blob(layers(store, "m")[name].digest))
+
+
+def decode(
+    store: LocalStore, names: list[str], *, past_cache: bool = False
+) -> tuple[Region, list[int], list[int]]:
+    """Decode blobs; return the memory, the slots of those that were not cold, and the bytes told of."""
+    found = [layers(store, "m")[name] for name in names]
+    region = Region([item.size for item in found])
+    told: list[int] = []
+    missing = Decoding(store, region, past_cache=past_cache, tell=told.append).run(
+        [Wanted(slot, item.digest, item.size) for slot, item in enumerate(found)]
+    )
+    return region, missing, told
+
+
+def content(region: Region, slot: int, size: int) -> bytes:
+    begin = region.offsets[slot]
+    return bytes(memoryview(region.memory)[begin : begin + size])
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_blobs_of_every_size_come_back(
+    frozen: LocalStore, past_cache: bool, is_cached: bool
+) -> None:
+    names = list(BLOBS)
+    if not is_cached:
+        chill(frozen, names)
+    region, missing, told = decode(frozen, names, past_cache=past_cache)
+    for slot, name in enumerate(names):
+        assert content(region, slot, len(BLOBS[name])) == BLOBS[name], name
+    assert missing == []
+    assert sum(told) == sum(map(len, BLOBS.values()))
+    assert region.present == set(range(len(names)))
+
+
+def test_large_blobs_leave_the_page_cache_alone_if_they_are_to(frozen: LocalStore) -> None:
+    path = frozen.layout.cold_blob(layers(frozen, "m")["large"].digest)
+    for past_cache in (True, False):
+        if not dropped(path):
+            pytest.skip("the file system keeps its files in memory")
+        decode(frozen, ["large"], past_cache=past_cache)
+        assert ColdFile(path).is_cached() is not past_cache
+
+
+def test_blobs_that_were_thawed_are_told(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "m", {name: BLOBS[name] for name in ("whole", "small", "tiny")})
+    freeze_models(["m"], store=store)
+    names = ["whole", "small", "tiny"]
+    for name in ("whole", "tiny"):
+        Path(store.layout.cold_blob(layers(store, "m")[name].digest)).unlink()
+    region, missing, _ = decode(store, names)
+    assert sorted(missing) == [0, 2]
+    assert content(region, 1, len(BLOBS["small"])) == BLOBS["small"]
+
+
+@pytest.mark.parametrize("name", ["small", "whole", "large"])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_damage_is_told_and_ends_the_work(tmp_path: Path, name: str, is_cached: bool) -> None:
+    store = LocalStore(tmp_path / "store")
+    names = ["small", "whole", "large"]
+    add_blobs(store, "m", {name: BLOBS[name] for name in names})
+    freeze_models(["m"], store=store)
+    path = store.layout.cold_blob(layers(store, "m")[name].digest)
+    flip(path, 20_000)
+    if not is_cached:
+        chill(store, names)
+    gc.collect()  # of tests before
+    before = threading.active_count(), len(os.listdir("/dev/fd"))
+    with pytest.raises(BlobDamaged, match=f"{Path(path).name}.*check sum"):
+        decode(store, names)
+    assert (threading.active_count(), len(os.listdir("/dev/fd"))) == before
+
+
+def test_no_descriptor_stays_open(frozen: LocalStore) -> None:
+    before = len(os.listdir("/dev/fd"))
+    chill(frozen, list(BLOBS))
+    region, _, _ = decode(frozen, list(BLOBS))
+    assert len(os.listdir("/dev/fd")) == before
+    assert region.present
+
+
+def test_more_blobs_than_buffers_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_REQUESTS", 2)
+    monkeypatch.setattr(decoding, "_BUFFERS", 4)
+    monkeypatch.setattr(decoding, "_SMALL", 20_000)
+    monkeypatch.setattr(decoding, "_TOGETHER", 3)
+    store = LocalStore(tmp_path / "store")
+    add_blobs(
+        store,
+        "m",
+        {f"t{number}": layer(f"t{number}", weights(number)) for number in range(20)}
+        | {f"s{number}": layer(f"s{number}", weights(number, 8000)) for number in range(10)}
+        | {f"l{number}": layer(f"l{number}", weights(number, 4 << 20)) for number in range(2)},
+    )
+    freeze_models(["m"], store=store)
+    names = list(layers(store, "m"))
+    chill(store, names)
+    region, _, _ = decode(store, names)
+    for slot, name in enumerate(names):
+        item = layers(store, "m")[name]
+        assert Digest.of(content(region, slot, item.size)) == item.digest
