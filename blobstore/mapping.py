@@ -113,7 +113,8 @@ class Region:
         if not self._is_filled and _mmap(address, length, both, flags, -1, 0) == _MAP_FAILED:
             message = f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}"
             raise BlobstoreError(message)
-        _madvise(address, length, _MADV_HUGEPAGE)
+        # The last would be whole though the bytes end amid it: as much again for blobs of two and a bit.
+        _madvise(address, size - size % _LARGE_PAGE, _MADV_HUGEPAGE)
         yield memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         if not self._is_filled and self._protection != both:
             _mprotect(address, length, self._protection)

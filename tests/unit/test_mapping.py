@@ -277,3 +277,27 @@ def test_what_was_not_made_to_its_end_is_not_there() -> None:
     with pytest.raises(ValueError, match="half"), region.making(0, PAGE):
         raise ValueError("half")
     assert region.present == set()
+
+
+def test_what_was_made_takes_no_more_memory_than_it_has_bytes() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[always]" in setting.read_text():
+        pytest.skip("the system decides for itself where it gives large pages")
+
+    size = LARGE + PAGE
+
+    def taken() -> int:
+        region = Region([size] * 20)
+        before = anonymous_memory()
+        for slot in range(20):
+            with region.making(slot, size) as room:
+                room[:] = bytes(size)
+        return anonymous_memory() - before
+
+    assert 19 * size < int(sandbox.call(taken)) < 24 * size
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
