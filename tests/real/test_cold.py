@@ -31,6 +31,15 @@ FILES = [
 ]
 
 
+OTHERS = [
+    ("facenet-pytorch==2.6.0", "facenet_pytorch/data/*.pt", 3),
+    ("lpips==0.1.4", "lpips/weights/*/*.pth", 6),
+    ("chgnet==0.4.2", "chgnet/pretrained/*/*.pth.tar", 3),
+    ("pocketnet==0.3.0", "pocketnet/weights/*.pt", 5),
+    ("silero-vad==6.2.3", "silero_vad/data/*", 1),
+]
+
+
 def frozen(blob: bytes, level: Level = Level.FAST) -> bytes:
     written = io.BytesIO()
     runs = with_equals(outline(blob, len(blob)), blob)
@@ -52,6 +61,16 @@ def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
     blob = path.read_bytes()
 
     assert len(frozen(blob, level)) < 0.96 * len(blob)
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize(("pin", "places", "least"), OTHERS)
+def test_whatever_else_there_is_comes_back(pin: str, places: str, least: int, level: Level) -> None:
+    paths = [path for path in package(pin).glob(places) if path.is_file()]
+    assert len(paths) >= least
+    for path in paths:
+        blob = path.read_bytes()
+        assert len(frozen(blob, level)) < len(blob) + 1000
 
 
 @pytest.mark.parametrize(
