@@ -112,11 +112,10 @@ class Decoding:
             _threads(os.cpu_count() or 1) as decoders,
             _threads(1) as alone,
         ):
-            asides = []
-            for begin in range(0, len(small), _TOGETHER):
-                some = small[begin : begin + _TOGETHER]
-                asking = readers.submit(self._ask_for, some)
-                asides.append(alone.submit(self._decode_small, some, asking))
+            asides = [
+                alone.submit(self._decode_small, some, readers.submit(self._ask_for, some))
+                for some in _batches(small)
+            ]
             decoding: deque[Future[None]] = deque()
             for slot, opening in self._openings(large, readers):
                 try:
@@ -133,10 +132,6 @@ class Decoding:
             missing += chain.from_iterable(aside.result() for aside in asides)
         return missing
 
-    def _ask_for(self, wanted: Sequence[Wanted]) -> None:
-        for blob in wanted:
-            read_ahead(self._store.layout.cold_blob(blob.digest))
-
     @contextlib.contextmanager
     def _files_closed(self) -> Iterator[None]:
         try:
@@ -144,6 +139,10 @@ class Decoding:
         finally:
             for close in self._closings:
                 close()
+
+    def _ask_for(self, wanted: Sequence[Wanted]) -> None:
+        for blob in wanted:
+            read_ahead(self._store.layout.cold_blob(blob.digest))
 
     def _decode_small(self, wanted: Sequence[Wanted], asking: Future[None]) -> list[int]:
         """Decode blobs that were asked for; return the slots of those that are not cold any more."""
@@ -240,6 +239,10 @@ class Decoding:
             if memory is not None:
                 self._free.put(memory)
         self._tell(len(room))
+
+
+def _batches(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
+    return [wanted[begin : begin + _TOGETHER] for begin in range(0, len(wanted), _TOGETHER)]
 
 
 @contextlib.contextmanager
