@@ -11,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import chain
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.errors import BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.files import read_ahead
 from blobstore.mapping import Region
 from blobstore.store.cold_file import room_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.archive.windowed import FileBytes
     from blobstore.digest import Digest
@@ -101,22 +101,27 @@ class Decoding:
             BlobDamaged: one of them is not whole, or its base is not.
             StoreError: one cannot be read.
         """
+        if len(wanted) == 1 and wanted[0].size <= (_SMALL if self._past_cache else _REQUEST):
+            # One that is read and decoded at once either way: threads would only have to start.
+            self._ask_for(wanted)
+            return self._decode_here(wanted)
         small = [blob for blob in wanted if blob.size <= _SMALL]
         large = [blob for blob in wanted if blob.size > _SMALL]
         missing: list[int] = []
+        asides: list[Future[list[int]]] = []
+        decoding: deque[Future[None]] = deque()
         # Threads end before the memory that they write to is closed to writing.
         with (
             contextlib.ExitStack() as making,
             self._files_closed(),
+            _waited_for(chain(asides, decoding)),
             _threads(_REQUESTS) as readers,
             _threads(os.cpu_count() or 1) as decoders,
             _threads(1) as alone,
         ):
-            asides = [
-                alone.submit(self._decode_small, some, readers.submit(self._ask_for, some))
-                for some in _batches(small)
-            ]
-            decoding: deque[Future[None]] = deque()
+            for some in _batches(small):
+                asking = readers.submit(self._ask_for, some)
+                asides.append(alone.submit(self._decode_small, some, asking))
             for slot, opening in self._openings(large, readers):
                 try:
                     opened = opening.result()
@@ -145,17 +150,23 @@ class Decoding:
             read_ahead(self._store.layout.cold_blob(blob.digest))
 
     def _decode_small(self, wanted: Sequence[Wanted], asking: Future[None]) -> list[int]:
-        """Decode blobs that were asked for; return the slots of those that are not cold any more."""
         asking.result()
+        return self._decode_here(wanted)
+
+    def _decode_here(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Decode blobs that were asked for; return the slots of those that are not cold any more."""
         missing = []
-        for slot, digest, size in wanted:
-            try:
-                blob = self._store.cold.open(digest, size)
-            except BlobMissing:
-                missing.append(slot)
-                continue
-            self._ask_for_base(blob)
-            with self._region.making(slot, size) as room:
+        with contextlib.ExitStack() as making:
+            rooms = []
+            for slot, digest, size in wanted:
+                try:
+                    blob = self._store.cold.open(digest, size)
+                except BlobMissing:
+                    missing.append(slot)
+                    continue
+                self._ask_for_base(blob)
+                rooms.append((blob, making.enter_context(self._region.making(slot, size))))
+            for blob, room in rooms:
                 self._decode(blob, 0, room)
         return missing
 
@@ -235,6 +246,9 @@ class Decoding:
         """Decode bytes from ``begin`` on into ``room``, and give back the buffer of the source."""
         try:
             blob.read_into(begin, room, source.result() if isinstance(source, Future) else source)
+        except BlobDamaged:
+            # Since it was opened it may have been thawed, or frozen another way, and its base removed.
+            self._store.read_into(blob.digest, blob.size, begin, room)
         finally:
             if memory is not None:
                 self._free.put(memory)
@@ -243,6 +257,22 @@ class Decoding:
 
 def _batches(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
     return [wanted[begin : begin + _TOGETHER] for begin in range(0, len(wanted), _TOGETHER)]
+
+
+@contextlib.contextmanager
+def _waited_for(works: Iterable[Future[Any]]) -> Iterator[None]:
+    """Let what was begun end, though Ctrl-C comes again when threads are waited for.
+
+    Otherwise they would write to memory that is closed to that when the blobs are wanted again, and
+    close it when others write to it.
+    """
+    try:
+        yield
+    finally:
+        for work in works:
+            while not work.done():
+                with contextlib.suppress(KeyboardInterrupt, CancelledError):
+                    work.exception()
 
 
 @contextlib.contextmanager

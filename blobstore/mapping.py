@@ -114,7 +114,9 @@ class Region:
             message = f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}"
             raise BlobstoreError(message)
         # The last would be whole though the bytes end amid it: as much again for blobs of two and a bit.
-        _madvise(address, size - size % _LARGE_PAGE, _MADV_HUGEPAGE)
+        # Small ones lie side by side, and those that are filled at once share large pages.
+        large = size if size < _LARGE_PAGE else size - size % _LARGE_PAGE
+        _madvise(address, large, _MADV_HUGEPAGE)
         yield memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         if not self._is_filled and self._protection != both:
             _mprotect(address, length, self._protection)

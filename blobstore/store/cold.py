@@ -49,6 +49,13 @@ if TYPE_CHECKING:
 
 _IMPORTING = Lock()
 """Threads that import numpy at once may find half of it."""
+if hasattr(os, "register_at_fork"):
+    # A process that is forked from among such threads would wait for them, and has none.
+    os.register_at_fork(
+        before=_IMPORTING.acquire,
+        after_in_parent=_IMPORTING.release,
+        after_in_child=_IMPORTING.release,
+    )
 _PIECE = 1 << 22
 
 State = tuple[int, ...]

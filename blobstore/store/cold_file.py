@@ -37,16 +37,24 @@ class ColdFile:
             BlobMissing: there is none.
             BlobDamaged: it is a link, folder or device.
             StoreError: it cannot be read.
+            BlobstoreError: the process may not have the addresses.
         """
         try:
             self._descriptor, self.size = open_regular(path, follow=False)
-            self.close = weakref.finalize(self, os.close, self._descriptor)
-            self._region = Region([self.size])
-            self._region.map(0, self._descriptor, self.size)
         except OSError as error:
             raise _explained(path, error) from None
         except BlobstoreError:
             raise _not_a_file(path) from None
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self._region = Region([self.size])
+            self._region.map(0, self._descriptor, self.size)
+        except OSError as error:
+            self.close()
+            raise _explained(path, error) from None
+        except BlobstoreError:
+            self.close()  # who keeps the error keeps this
+            raise
         self.data = memoryview(self._region.memory)[: self.size]
         """All of it, mapped."""
 

@@ -1,17 +1,22 @@
 """All of cold storage: codecs alone, codecs beside a base, a store with a family, and a plot of them.
 
-It takes half an hour, most of it for training; --folder keeps what was trained. The plot is drawn where
+It takes a quarter of an hour, most of it for training; --folder keeps what was trained. The plot is drawn where
 matplotlib is installed, as it is by `pip install --group bench .`, which brings the peers too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.benchmarks import cold, cold_family, frozen
-from tests.benchmarks.common import arguments
+from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.plot import draw
+
+if TYPE_CHECKING:
+    import argparse
 
 _PLOT = Path("docs/cold-storage.svg")
 _PANELS = {
@@ -24,6 +29,13 @@ _PANELS = {
 def main() -> None:
     """Print all tables, and draw the plot."""
     options = arguments(__doc__)
+    with contextlib.ExitStack() as made:
+        if options.folder is None:  # one for all tables, or what they share would be trained twice
+            options.folder = made.enter_context(workspace(None))
+        _print_all(options)
+
+
+def _print_all(options: argparse.Namespace) -> None:
     alone = cold.tables(options)["bf16"]
     panels = {"bf16, alone": [point for point in alone if "," not in point.codec]}
     pairs = cold_family.tables(options)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +19,15 @@ from blobstore.freezing import freeze_models
 from blobstore.mapping import Region
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
+from blobstore.thawing import thaw_models
 from tests.frozen import flip, layer, layers, tuned, weights
 from tests.models import add_blobs
 from tests.page_cache import dropped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+    from types import FrameType
 
 BLOBS = {
     "small": layer("small", weights(1)),
@@ -87,6 +97,28 @@ def test_large_blobs_leave_the_page_cache_alone_if_they_are_to(frozen: LocalStor
         assert ColdFile(path).is_cached() is not past_cache
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("name", ["small", "whole"])
+def test_one_blob_alone_is_decoded_by_the_thread_that_wants_it(
+    frozen: LocalStore, name: str, is_cached: bool
+) -> None:
+    if not is_cached:
+        chill(frozen, [name])
+    item = layers(frozen, "m")[name]
+    threads: list[threading.Thread] = []
+    region = Region([item.size])
+    work = Decoding(
+        frozen,
+        region,
+        past_cache=False,
+        tell=lambda _: threads.append(threading.current_thread()),
+    )
+    assert work.run([Wanted(0, item.digest, item.size)]) == []
+    assert content(region, 0, item.size) == BLOBS[name]
+    assert threads == [threading.main_thread()]
+    assert region.present == {0}
+
+
 def test_blobs_that_were_thawed_are_told(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     add_blobs(store, "m", {name: BLOBS[name] for name in ("whole", "small", "tiny")})
@@ -147,3 +179,67 @@ def test_more_blobs_than_buffers_are_decoded(
     for slot, name in enumerate(names):
         item = layers(store, "m")[name]
         assert Digest.of(content(region, slot, item.size)) == item.digest
+
+
+@pytest.mark.parametrize("count", [20_000, 2 << 20])
+@pytest.mark.parametrize("is_frozen_again", [False, True])
+def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
+    tmp_path: Path, count: int, is_frozen_again: bool
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "base", {"fine": layer("fine", weights(5, count))})
+    add_blobs(store, "m", {"fine": layer("fine", tuned(4, of=5, count=count))})
+    freeze_models(["m"], store=store, base="base")
+    fine, base = layers(store, "m")["fine"], layers(store, "base")["fine"]
+
+    class Changing(Region):
+        @contextlib.contextmanager
+        def making(self, slot: int, size: int) -> Iterator[memoryview]:
+            """Give memory for a blob that was opened by now, whose base goes."""
+            assert store.cold.open(fine.digest).base == base.digest
+            thaw_models(["m"], store=store)
+            for path in (store.layout.blob(base.digest), store.layout.base_blob(base.digest)):
+                Path(path).unlink(missing_ok=True)
+            if is_frozen_again:
+                freeze_models(["m"], store=store, find_base=False)
+            with super().making(slot, size) as room:
+                yield room
+
+    region = Changing([fine.size])
+    work = Decoding(store, region, past_cache=False, tell=lambda _: None)
+    assert work.run([Wanted(0, fine.digest, fine.size)]) == []
+    assert Digest.of(content(region, 0, fine.size)) == fine.digest
+    assert store.is_cold(fine.digest) is is_frozen_again
+
+
+def test_ctrl_c_again_does_not_leave_threads_at_work() -> None:
+    is_interrupted, is_ending, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not ThreadPoolExecutor.shutdown.__code__:
+            frame = frame.f_back
+        if frame is not None:  # the main thread waits for the other
+            is_interrupted.set()
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        is_ending.wait()
+        while not is_interrupted.wait(0.01):
+            os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1_000_000))
+        is_done.set()
+
+    works: list[Future[None]] = []
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            decoding._waited_for(works),
+            decoding._threads(1) as pool,
+        ):
+            works.append(pool.submit(work))
+            is_ending.set()
+            raise ValueError
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert is_done.is_set()

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import mmap
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -295,6 +298,22 @@ def test_what_was_made_takes_no_more_memory_than_it_has_bytes() -> None:
         return anonymous_memory() - before
 
     assert 19 * size < int(sandbox.call(taken)) < 24 * size
+
+
+def test_small_blobs_that_are_made_at_once_share_large_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the system has no large pages")
+    size = 16 * PAGE
+    region = Region([size] * 100)
+    with contextlib.ExitStack() as making:
+        rooms = [making.enter_context(region.making(slot, size)) for slot in range(100)]
+        first, last = (ctypes.addressof(ctypes.c_char.from_buffer(rooms[at])) for at in (0, -1))
+        maps = Path("/proc/self/smaps").read_text()
+    found = re.findall(r"^(\w+)-(\w+) .*\n(?:[A-Z].*\n)*?VmFlags: (.*)$", maps, re.MULTILINE)
+    (flags,) = (
+        flags for begin, end, flags in found if int(begin, 16) <= first <= last < int(end, 16)
+    )
+    assert "hg" in flags.split()
 
 
 def anonymous_memory() -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,11 @@ import pytest
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
 from blobstore.mapping import Region
+from blobstore.store import cold
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
+from tests import sandbox
 from tests.frozen import flip, layer, layers, put, weights
 
 if TYPE_CHECKING:
@@ -223,3 +227,24 @@ def test_files_without_a_name_are_made_where_there_is_no_memfd(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert described(store, digest) == DATA
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no forks")
+def test_a_fork_waits_for_threads_that_import_the_codecs(store: LocalStore, digest: Digest) -> None:
+    is_held, is_forking = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cold._IMPORTING:
+            is_held.set()
+            is_forking.wait()
+
+    def read() -> bool:
+        signal.alarm(60)  # that it waits for ever shall be no reason to wait for ever
+        return into(store, digest) == DATA
+
+    os.register_at_fork(before=is_forking.set)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    assert sandbox.call(read) == "True"
+    holder.join()

@@ -3,13 +3,15 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
 from blobstore.mapping import Region
 from blobstore.store.cold_file import ColdFile, room_for
+from tests import sandbox
 from tests.page_cache import dropped
 
 DATA = os.urandom(40 * mmap.PAGESIZE + 123)
@@ -149,3 +151,17 @@ def test_what_is_no_file_is_told(path: Path, tmp_path: Path) -> None:
             ColdFile(str(gone))
     with pytest.raises(StoreError, match="cannot be read: File name too long"):
         ColdFile(str(tmp_path / ("x" * 300)))
+
+
+def test_a_file_for_which_there_are_no_addresses_is_not_called_damaged(path: Path) -> None:
+    def open_it() -> str:
+        before = descriptors()
+        try:
+            ColdFile(str(path))
+        except BlobstoreError as error:  # who keeps it shall not keep the file open
+            return f"{type(error).__name__}: {error}; {descriptors() - before} stay open"
+        return "opened"
+
+    outcome = sandbox.call(open_it, limits={resource.RLIMIT_AS: 2**20})
+    assert outcome.startswith("BlobstoreError: cannot reserve ")
+    assert outcome.endswith("; 0 stay open")
