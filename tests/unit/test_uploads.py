@@ -14,10 +14,12 @@ import torch
 import blobstore
 from blobstore import frameworks, opened
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
+from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.torch_device import TorchLane
 from blobstore.store.local import LocalStore
 from blobstore.uploads import uploaded
+from tests.frozen import forms_of, layer, weights
 from tests.models import (
     add_blobs,
     blob,
@@ -90,6 +92,20 @@ def test_all_tensors_arrive(device: str, store: LocalStore, read: str, verify: s
     with open_on(device, store, read=read, verify=verify) as model:
         check(model.state_dict(), device)
         assert list(model.state_dict()) == list(model)
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_frozen_tensors_are_decoded_on_their_way(device: str, tmp_path: Path, read: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    data = {"small": weights(1), "large": weights(2, 5 << 20)}
+    add_blobs(store, "m", {name: layer(name, numbers) for name, numbers in data.items()})
+    freeze_models(["m"], store=store)
+    with open_on(device, store, read=read) as model:
+        found = model.state_dict()
+    for name, tensor in found.items():
+        assert tensor.device.type == device
+        assert tensor.cpu().view(torch.uint8).numpy().tobytes() == data[name]
+    assert set(forms_of(store, "m").values()) == {"cold"}
 
 
 def test_tensors_are_chosen_by_prefix(device: str, store: LocalStore) -> None:
