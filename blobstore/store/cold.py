@@ -49,13 +49,12 @@ if TYPE_CHECKING:
 
 _IMPORTING = Lock()
 """Threads that import numpy at once may find half of it."""
-if hasattr(os, "register_at_fork"):
-    # A process that is forked from among such threads would wait for them, and has none.
-    os.register_at_fork(
-        before=_IMPORTING.acquire,
-        after_in_parent=_IMPORTING.release,
-        after_in_child=_IMPORTING.release,
-    )
+# A process that is forked from among such threads would wait for them, and has none.
+os.register_at_fork(
+    before=_IMPORTING.acquire,
+    after_in_parent=_IMPORTING.release,
+    after_in_child=_IMPORTING.release,
+)
 _PIECE = 1 << 22
 
 State = tuple[int, ...]
@@ -63,12 +62,12 @@ State = tuple[int, ...]
 
 
 class ColdBlob:
-    """An open cold blob, whose file is closed when nobody holds this. Threads may share it."""
+    """A cold blob whose file is mapped. Threads may share it."""
 
     def __init__(self, path: str, digest: Digest, given: Given, read: Read | None = None) -> None:
         """Open the cold blob of ``digest`` at ``path``; ``given`` gives the forms of its base.
 
-        With ``read`` its file stays open for :meth:`fetch`.
+        With ``read`` its file stays open for :meth:`fetch`, until nobody holds this or ``read`` closes it.
 
         Raises:
             BlobMissing: there is none.

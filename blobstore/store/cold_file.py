@@ -67,7 +67,10 @@ class ColdFile:
         return room_for(self.size) <= len(memory)
 
     def pass_cache(self) -> None:
-        """From now on leave no copy of what is read in the page cache, where that is possible."""
+        """From now on leave no copy of what is read in the page cache, where that is possible.
+
+        Threads share the descriptor, so the flag is set once, and not for each read.
+        """
         with contextlib.suppress(OSError):
             self._set_direct(getattr(os, "O_DIRECT", 0))
 

@@ -229,7 +229,6 @@ def test_files_without_a_name_are_made_where_there_is_no_memfd(
     assert described(store, digest) == DATA
 
 
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no forks")
 def test_a_fork_waits_for_threads_that_import_the_codecs(store: LocalStore, digest: Digest) -> None:
     is_held, is_forking = threading.Event(), threading.Event()
 
