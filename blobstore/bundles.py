@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.archive.bundle import Bundle
 from blobstore.archive.members import Kind
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular
+from blobstore.core.mmap import mapped
 from blobstore.errors import (
     ArchiveDamaged,
     BlobstoreError,
@@ -24,12 +27,9 @@ from blobstore.errors import (
     NameConflict,
     NotFound,
 )
-from blobstore.files import open_regular
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.mapping import mapped
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 
-from blobstore.files import read_exactly, write_all
+from blobstore.core.files import read_exactly, write_all
 
 _FICLONERANGE = 0x4020940D
 """Linux's request: descriptor, offset, length and the offset in the file that is to share them."""

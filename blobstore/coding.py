@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from blobstore.archive.base import BaseBlob
     from blobstore.archive.factoring import Known
     from blobstore.archive.outline import Run
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.likeness import Piece
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore

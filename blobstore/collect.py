@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.files import read_regular, sync_folder
 from blobstore.errors import BlobstoreError, InvalidDigest, UsageError
-from blobstore.files import read_regular, sync_folder
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.marks import Marks
 from blobstore.store.cold import Bases

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blobstore.crew import check_jobs
+from blobstore.core.mmap import Region
+from blobstore.core.progress import Meter
+from blobstore.core.workers import check_jobs
 from blobstore.deviation import Deviation, WorstGroup, relative_error, snr_db
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.mapping import Region
 from blobstore.pairs import pair_tensors
-from blobstore.progress import Meter
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
 from blobstore.unpacking import plain_pieces, rows_at_once
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from blobstore.core.progress import Progress
     from blobstore.pairs import Pair, Part
-    from blobstore.progress import Progress
 
     Array = np.ndarray[Any, Any]
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.quantize.metadata import described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
-from blobstore.tensor import DType
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.quantize.formats import QuantFormat

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource
 from blobstore.quantize.recipes import Copied, Decoded, Prequantized
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Buffer
 
+    from blobstore.core.tensor import DType
     from blobstore.quantize.recipes import Quantized, Recipe
-    from blobstore.tensor import DType
 
     Array = np.ndarray[Any, Any]
     Read = Callable[[str, memoryview], Iterator[memoryview]]

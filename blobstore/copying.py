@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError
-from blobstore.progress import Meter
 from blobstore.safetensors.writer import write_safetensors
 from blobstore.sources.open import open_source
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
 
 _METADATA = {"format": "pt"}
 """Without it, transformers loads no file."""

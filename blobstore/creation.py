@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.conversion import Conversion
-from blobstore.crew import check_jobs
+from blobstore.core.escape import printable
+from blobstore.core.progress import Meter
+from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.layerfile import blob_buffers, blob_size
 from blobstore.manifests import media_types
@@ -26,23 +28,21 @@ from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.planning import Quantize, plan_source
-from blobstore.progress import Meter
 from blobstore.quantize.recipes import Copied, Prequantized
 from blobstore.small_layers import config_bytes, small_layers
 from blobstore.sources.open import open_source
 from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
-from blobstore.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.plan import BlobPlan, ExpertForm
     from blobstore.planning import ModelPlan
-    from blobstore.progress import Progress
     from blobstore.quantize.policy import PolicyName
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Ingest, Ingested

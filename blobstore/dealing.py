@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UsageError
-from blobstore.tensor import DTYPES, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

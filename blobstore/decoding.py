@@ -16,16 +16,16 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.files import read_ahead
+from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.files import read_ahead
-from blobstore.mapping import Region
 from blobstore.store.cold_file import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.archive.windowed import FileBytes
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.store.cold import ColdBlob
     from blobstore.store.cold_file import ColdFile
     from blobstore.store.local import LocalStore

@@ -14,23 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.crew import check_jobs
+from blobstore.core.progress import Meter
+from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.pairs import Pair, source_tensors
-from blobstore.progress import Meter
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.pairs import Part
-    from blobstore.progress import Progress
 
 _BUFFER_SIZE = 1 << 20
 

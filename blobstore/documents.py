@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, Damaged, InvalidManifest, TensorNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

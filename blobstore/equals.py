@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.coding import Level
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.likeness import Kind, Piece, Print
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore

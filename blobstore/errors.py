@@ -1,7 +1,7 @@
 """Every exception that blobstore raises on purpose, under one root.
 
 A message is one line, complete in itself: what is wrong, where, and what to do. Text that comes
-from a file passes through :func:`blobstore.text.quoted` before it enters a message. The classes
+from a file passes through :func:`blobstore.core.escape.quoted` before it enters a message. The classes
 carry the exit code of the command line, so that scripts and library users see the same distinction.
 """
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.bundles import check_case, layers_by_blob, open_bundle
-from blobstore.crew import Crew, check_jobs
+from blobstore.core.escape import quoted
+from blobstore.core.files import write_file
+from blobstore.core.workers import Crew, check_jobs
 from blobstore.errors import ArchiveDamaged, BlobstoreError, NameTaken, StoreError
-from blobstore.files import write_file
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.bundles import BundledModel, ModelBundle
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
     from blobstore.store.ingest import Ingest, Ingested
 
 

@@ -21,12 +21,12 @@ from blobstore.shards import SHARD_SIZE, divided, file_names, index, index_name,
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.folder import Component, FolderContents, FolderTensor
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.shards import WeightFile
     from blobstore.store.local import LocalStore
-    from blobstore.tensor import TensorSpec
 
 
 class Link(NamedTuple):

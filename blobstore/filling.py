@@ -20,25 +20,25 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import sync_folder, write_all
+from blobstore.core.mmap import Region
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobDamaged, BlobstoreError
-from blobstore.files import sync_folder, write_all
-from blobstore.mapping import Region
-from blobstore.progress import Meter
 from blobstore.store.blobs import ADVICE
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
+    from blobstore.core.progress import Progress
+    from blobstore.core.tensor import TensorSpec
     from blobstore.folder import FolderTensor
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.progress import Progress
     from blobstore.shards import WeightFile
     from blobstore.store.local import LocalStore
-    from blobstore.tensor import TensorSpec
 
 
 def write_weights(

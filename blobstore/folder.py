@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.contents import read_contents
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.manifests import media_types
@@ -23,8 +25,6 @@ from blobstore.quantize.recipes import BIAS, SCALE
 from blobstore.safetensors.writer import in_file_order
 from blobstore.shards import divided, file_names, index, index_name, weight_file
 from blobstore.stacks import read_stacks
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

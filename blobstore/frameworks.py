@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
-from blobstore.tensor import DType
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.quantize.formats import QuantFormat
-    from blobstore.tensor import TensorSpec
 
 FloatName = Literal["bfloat16", "float16", "float32"]
 NAMES: dict[DType, FloatName] = {

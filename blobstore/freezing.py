@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from blobstore.choosing import Chosen, Need
 from blobstore.coding import Level
-from blobstore.crew import check_jobs
+from blobstore.core.escape import quoted
+from blobstore.core.files import sync_folder
+from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
-from blobstore.files import sync_folder
 from blobstore.making import BLOCK, Made, Maker, blocks
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
@@ -25,15 +26,14 @@ from blobstore.store.cold import Bases, file_state
 from blobstore.store.forms import pin
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.progress import Progress
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
 """What becomes of a blob: it is frozen now; it was; or it stays hot, and why."""
@@ -171,7 +171,7 @@ class _Freezing:
 
     def estimate(self, progress: Progress | None) -> None:
         """Tell what would be, from samples of the blobs."""
-        from blobstore.progress import Meter
+        from blobstore.core.progress import Meter
 
         total = sum(blob.size for blob in self.blobs.values())
         meter = Meter(progress, total)

@@ -13,17 +13,17 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.coding import Blob, Coding
+from blobstore.core.escape import quoted
 from blobstore.equals import Equals
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.relatives import Relatives
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.coding import Level
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular, read_exactly
 from blobstore.errors import (
     BlobstoreError,
     CheckpointRefused,
@@ -18,7 +20,6 @@ from blobstore.errors import (
     SourceError,
     SourceNotFound,
 )
-from blobstore.files import open_regular, read_exactly
 from blobstore.sources.checkpoint import Checkpoint
 from blobstore.sources.pickle_vm.machine import scan
 from blobstore.sources.torch_container import ZIP_STARTS, other_kind
@@ -26,13 +27,12 @@ from blobstore.sources.torch_legacy import LEGACY_PICKLES, is_legacy
 from blobstore.sources.torch_storages import MAX_PICKLE_SIZE
 from blobstore.sources.torch_zip import read_pickle
 from blobstore.sources.zip_entries import read_entries
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.torch_tree import Subtree
-    from blobstore.tensor import TensorSpec
 
 _MAX_PICKLES = 64
 

@@ -21,22 +21,22 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from blobstore.cloning import clone_data
+from blobstore.core.escape import quoted
+from blobstore.core.gc_pause import collector_paused
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.farm import lay_out_farm
 from blobstore.filling import building, free_target, write_new, write_weights
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.memory import collector_paused
 from blobstore.quantize.mlx_form import mlx_config
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from blobstore.core.progress import Progress
     from blobstore.farm import FarmLayout, Gathered, Link, Relabelled
-    from blobstore.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from blobstore.catalog import Entry
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
 

@@ -15,7 +15,7 @@ from blobstore.verification import Verify, check_level, reads_headers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
     from blobstore.residence import Prefetch, Read
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]

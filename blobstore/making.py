@@ -13,8 +13,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.coding import Blob, Coding
+from blobstore.core.files import write_all
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.files import write_all
 from blobstore.relatives import LEAST_GAIN
 from blobstore.store.bases import WholeBases, forms_of_base
 from blobstore.store.cold import ColdBlob, file_state
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from blobstore.archive.base import BaseBlob
     from blobstore.coding import Level
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.moving import Moving
     from blobstore.store.cold import State

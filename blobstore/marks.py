@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
-from blobstore.files import read_regular
 from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

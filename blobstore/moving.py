@@ -16,17 +16,17 @@ import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from blobstore.crew import Stopped
-from blobstore.files import make_folders
-from blobstore.progress import Meter
+from blobstore.core.files import make_folders
+from blobstore.core.progress import Meter
+from blobstore.core.workers import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import Self
 
-    from blobstore.digest import Digest
-    from blobstore.progress import Progress
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.store.local import LocalStore
 
 _BATCH = 64

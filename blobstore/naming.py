@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.catalog import read_catalog, read_entries
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import (
     InvalidManifest,
     NameConflict,
@@ -25,7 +26,6 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

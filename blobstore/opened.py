@@ -13,6 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from blobstore.contents import at_layer
+from blobstore.core.escape import quoted
+from blobstore.core.gc_pause import collector_paused
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.dealing import dealt
 from blobstore.documents import Documents
 from blobstore.errors import (
@@ -22,15 +26,11 @@ from blobstore.errors import (
 )
 from blobstore.frameworks import checked_dtype, converter, dequantizer, has_lane, lane_to
 from blobstore.manifests import media_types
-from blobstore.mapping import Region
-from blobstore.memory import collector_paused
 from blobstore.packed_weights import PackedWeights
 from blobstore.parts import Parts
 from blobstore.places import find_places, write_index
 from blobstore.residence import Residence
 from blobstore.slices import Stored, read_part, view_part
-from blobstore.tensor import DTYPES, TensorSpec, TensorView
-from blobstore.text import quoted
 from blobstore.uploads import uploaded
 from blobstore.verification import check_blobs, check_level
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
-    from blobstore.cuts import Cut, Index
+    from blobstore.core.progress import Progress
+    from blobstore.core.slicing import Cut, Index
     from blobstore.frameworks import Lane
     from blobstore.manifests.reference import Reference
     from blobstore.parts import Plan, TensorSlice
     from blobstore.places import Place
-    from blobstore.progress import Progress
     from blobstore.store.local import LocalStore
 
 Framework = Literal["numpy", "torch", "mlx"]

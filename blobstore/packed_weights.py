@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.contents import COMPANIONS
-from blobstore.cuts import cut
+from blobstore.core.escape import quoted
+from blobstore.core.slicing import cut
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
-from blobstore.tensor import DTYPES, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.cuts import Cut, Index
+    from blobstore.core.slicing import Cut, Index
     from blobstore.frameworks import Dequantize, FloatName
     from blobstore.places import Place
     from blobstore.quantize.formats import QuantFormat

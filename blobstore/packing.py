@@ -24,8 +24,11 @@ from blobstore.archive.members import PREFIX, Contents, Kind, Member, encode_con
 from blobstore.archive.outline import outline, with_equals
 from blobstore.bundles import check_case
 from blobstore.coding import Blob, Coding, Level
-from blobstore.crew import Crew, check_jobs
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import replacing, write_all
+from blobstore.core.mmap import mapped
+from blobstore.core.workers import Crew, check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -35,20 +38,17 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
-from blobstore.files import replacing, write_all
 from blobstore.gathering import SMALLEST, gather_blobs, gather_models
 from blobstore.manifests.reference import Reference
-from blobstore.mapping import mapped
 from blobstore.relatives import LEAST_GAIN
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 from blobstore.turns import Entry, Line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from blobstore.core.progress import Progress
     from blobstore.gathering import GatheredBlob, GatheredModel
-    from blobstore.progress import Progress
 
 _PIECE = 16 << 20
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}

@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import read_contents
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
 from blobstore.manifests import media_types
 from blobstore.stacks import read_stacks
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from blobstore.cuts import cut
+from blobstore.core.escape import quoted
+from blobstore.core.slicing import cut
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import TensorNotFound, UsageError
-from blobstore.tensor import DTYPES, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
-    from blobstore.cuts import Cut, Index
+    from blobstore.core.slicing import Cut, Index
     from blobstore.frameworks import Dequantize
     from blobstore.packed_weights import PackedWeights
     from blobstore.places import Place

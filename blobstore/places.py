@@ -17,20 +17,20 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import COMPANIONS, at_layer, only_tensor, read_contents, tensors_of
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
+from blobstore.core.gc_pause import collector_paused
+from blobstore.core.tensor import DTYPES
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.memory import collector_paused
 from blobstore.safetensors.header import Header
-from blobstore.tensor import DTYPES
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from blobstore.core.mmap import Region
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.mapping import Region
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantize.metadata import describe
 from blobstore.quantize.recipes import (
@@ -26,8 +28,6 @@ from blobstore.quantize.recipes import (
     Prequantized,
     Quantized,
 )
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.escape import quoted
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan
 from blobstore.quantize import gpt_oss
@@ -14,7 +15,6 @@ from blobstore.quantize.policy import Policy, parse_override
 from blobstore.quantize.prequantized import recognise
 from blobstore.quantize.recipes import Prequantized, Quantized
 from blobstore.quantize.stated import StatedQuantization
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

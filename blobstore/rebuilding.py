@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blobstore.conversion import Conversion
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
 from blobstore.layerfile import blob_buffers, blob_header, blob_size
 from blobstore.plan import EXPERT_FORMS
@@ -26,7 +27,6 @@ from blobstore.quantize.policy import POLICIES
 from blobstore.small_layers import config_bytes, file_layers, stacks_bytes
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import os
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.plan import BlobPlan
     from blobstore.planning import ModelPlan
-    from blobstore.progress import Progress
     from blobstore.sources.base import TensorSource
 
 Key = tuple["Digest", int]

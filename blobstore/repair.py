@@ -16,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import make_folders, write_all
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, ModelNotFound
-from blobstore.files import make_folders, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
-from blobstore.progress import Meter
 from blobstore.rebuilding import OwnOrigin, StoreOrigin, open_origin
 from blobstore.restoring import restore_manifests
 from blobstore.store.forms import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_cold_aside, put_in_place
-from blobstore.text import quoted
 from blobstore.verify import verify_models
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.progress import Progress
     from blobstore.rebuilding import Candidate, Key, Origin
     from blobstore.restoring import Restored
     from blobstore.verify import Fault, Verified

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zlib_ng.zlib_ng import crc32  # which lets other threads run
 
+from blobstore.core.escape import quoted
+from blobstore.core.mmap import Region
+from blobstore.core.progress import Meter
 from blobstore.decoding import Decoding, Wanted
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.mapping import Region
-from blobstore.progress import Meter
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from blobstore.digest import Digest
-    from blobstore.progress import Progress
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.store.local import LocalStore
 
 Read = Literal["mmap", "pread"]

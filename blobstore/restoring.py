@@ -11,8 +11,8 @@ import contextlib
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.files import write_file
 from blobstore.errors import BlobstoreError, InvalidManifest
-from blobstore.files import write_file
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
 from blobstore.store.quarantine import keep_copy

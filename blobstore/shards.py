@@ -12,7 +12,7 @@ from blobstore.safetensors.header import encode_header
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in one file, unless a single tensor is larger."""

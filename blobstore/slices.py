@@ -12,16 +12,16 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.cuts import runs
+from blobstore.core.escape import quoted
+from blobstore.core.slicing import runs
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from blobstore.cuts import Cut, Runs
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.slicing import Cut, Runs
     from blobstore.store.local import LocalStore
 
 _REQUEST = 4 << 20
@@ -79,7 +79,7 @@ def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview,
     Raises:
         BlobMissing, BlobDamaged: the blob is not whole.
         StoreError: it cannot be read.
-        UsageError: as :func:`~blobstore.cuts.runs`.
+        UsageError: as :func:`~blobstore.core.slicing.runs`.
     """
     spec = TensorSpec(stored.spec.name, stored.spec.dtype, part.shape)
     where = runs(stored.spec, part)

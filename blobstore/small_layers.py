@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_regular
 from blobstore.errors import DamagedSource
-from blobstore.files import read_regular
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig
 from blobstore.plan import stacks
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.plan import BlobPlan
     from blobstore.sources.base import SourceFile, TensorSource
 

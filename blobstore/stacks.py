@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
 from blobstore.errors import BlobDamaged
 from blobstore.manifests import media_types
 

@@ -12,10 +12,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.crew import check_jobs
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import sync_folder, write_all
+from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.files import sync_folder, write_all
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
@@ -23,15 +24,14 @@ from blobstore.store.cold import Bases, file_state
 from blobstore.store.forms import link_base
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.progress import Progress
     from blobstore.store.cold import State
 
 

@@ -18,16 +18,16 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError
-from blobstore.progress import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from concurrent.futures import Future
 
+    from blobstore.core.progress import Progress
+    from blobstore.core.tensor import TensorSpec
     from blobstore.frameworks import Lane, Move, Staging
-    from blobstore.progress import Progress
-    from blobstore.tensor import TensorSpec
 
     Read = Callable[[int, int, memoryview], None]
     _Flight = tuple["_Job", Future[Any]]

@@ -10,10 +10,10 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from blobstore.crew import Stopped
-from blobstore.digest import Digest, Digester
-from blobstore.files import write_all
-from blobstore.mapping import mapped
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.files import write_all
+from blobstore.core.mmap import mapped
+from blobstore.core.workers import Stopped
 
 if TYPE_CHECKING:
     from typing import Self

@@ -6,16 +6,16 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from blobstore.tensor import DTYPES, TensorSpec
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.transfer import Part, transferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from blobstore.core.progress import Progress
     from blobstore.frameworks import Dequantize, Lane
     from blobstore.packed_weights import PackedWeights
     from blobstore.places import Place
-    from blobstore.progress import Progress
 
 
 def uploaded(

@@ -10,21 +10,21 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
 
 from blobstore.contents import at_layer
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.places import find_places, indexed_places
 from blobstore.store.check import damaged_blobs
 from blobstore.store.verified import VerifiedBlobs
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.places import Places
-    from blobstore.progress import Progress
     from blobstore.store.local import LocalStore
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]

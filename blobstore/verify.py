@@ -15,9 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore import strictjson
 from blobstore.contents import COMPANIONS, read_contents
-from blobstore.crew import check_jobs
+from blobstore.core import strict_json as strictjson
+from blobstore.core.escape import quoted
+from blobstore.core.workers import Pace, check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -27,24 +28,22 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.pace import Pace
 from blobstore.stacks import read_stacks
 from blobstore.store.blobs import ADVICE
 from blobstore.store.check import bases_of, damaged_blobs
 from blobstore.store.local import LocalStore
 from blobstore.store.verified import VerifiedBlobs
-from blobstore.text import quoted
 from blobstore.verification import IndexedNames, name_fault, tensor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.contents import Contents
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

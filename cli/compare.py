@@ -18,8 +18,8 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -140,7 +140,7 @@ def _free_target(file: str) -> Path:
 
 
 def _write_page(target: Path, compared: Comparison) -> None:
-    from blobstore.files import write_file
+    from blobstore.core.files import write_file
 
     try:
         write_file(target, [page(compared).encode()])

@@ -6,7 +6,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option
-from blobstore.text import printable
+from blobstore.core.escape import printable
 
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")

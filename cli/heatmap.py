@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.text import MAX_SHOWN, printable
+from blobstore.core.escape import MAX_SHOWN, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,8 +8,8 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option
+from blobstore.core.escape import printable, quoted
 from blobstore.errors import CheckpointRefused
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
-from blobstore.text import printable
+from blobstore.core.escape import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

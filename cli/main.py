@@ -18,8 +18,8 @@ import click
 
 from blobstore.cli.options import expect_json, wants_json
 from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, ModelNotFound
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ from blobstore.cli.options import (
     suggesting_names,
     wait_option,
 )
-from blobstore.text import printable, quoted
+from blobstore.core.escape import printable, quoted
 
 if TYPE_CHECKING:
     from blobstore.coding import Level

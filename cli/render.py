@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from blobstore.core.escape import MAX_SHOWN, printable
 from blobstore.errors import BlobstoreError
-from blobstore.text import MAX_SHOWN, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
 
 _MAX_WIDTH = 80
 """A longer cell shifts the rest of its row; it does not widen its column."""

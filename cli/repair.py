@@ -17,8 +17,8 @@ from blobstore.cli.options import (
     wait_option,
 )
 from blobstore.cli.verify import fault_line
+from blobstore.core.escape import quoted
 from blobstore.errors import Damaged, NotFound
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from pathlib import Path

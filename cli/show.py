@@ -12,14 +12,14 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged, NotFound
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from blobstore.contents import Contents, StoredTensor
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference

@@ -18,8 +18,8 @@ from blobstore.cli.options import (
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
+    from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
-    from blobstore.progress import Progress
     from blobstore.store.local import LocalStore
 
 

@@ -14,7 +14,7 @@ from blobstore.cli.options import (
     store_option,
     wait_option,
 )
-from blobstore.text import printable
+from blobstore.core.escape import printable
 
 if TYPE_CHECKING:
     from blobstore.extraction import CheckedArchive, Unpacked

@@ -16,8 +16,8 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
+from blobstore.core.escape import printable, quoted
 from blobstore.errors import Damaged, NotFound
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from blobstore import strictjson
-from blobstore.digest import Digest
+from blobstore.core import strict_json as strictjson
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import LAYERS_DIGEST, Manifest
-from blobstore.text import quoted
 
 MAX_CONFIG_SIZE: Final = 2**20
 """Bytes; a larger config is none of ours, and says nothing of the layers."""

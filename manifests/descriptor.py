@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import InvalidDigest, InvalidManifest
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from blobstore import strictjson
-from blobstore.digest import Digest
+from blobstore.core import strict_json as strictjson
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor, split_plain, text_field, wrong_type
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

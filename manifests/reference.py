@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from blobstore.core.escape import quoted
 from blobstore.errors import InvalidReference
-from blobstore.text import quoted
 
 DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"

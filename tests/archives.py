@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.archive.bundle import Bundle
 from blobstore.archive.members import PREFIX, Contents, Kind, Member, encode_contents
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest

@@ -14,7 +14,7 @@ from blobstore.inspection import inspect_checkpoint
 from blobstore.sources.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 
 def serve() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from blobstore.archive.encoding import encode
 from blobstore.archive.outline import outline
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

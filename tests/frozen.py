@@ -14,7 +14,7 @@ from tests.models import add_blobs, blob
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.sources.meta import MetaFolder
-from blobstore.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
-from blobstore.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from blobstore.mapping import is_cached
+from blobstore.core.mmap import is_cached
 
 if TYPE_CHECKING:
     from pathlib import Path

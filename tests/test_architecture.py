@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blobstore", "manifests", "cli")
 LINKS = {"blobstore/manifests": "../manifests", "blobstore/cli": "../cli"}
-MAX_LINES = 400
+MAX_LINES = 600
 PICKLES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 # What an import may not cost: frameworks, terminals, networks, event loops.
 HEAVY = {

@@ -11,7 +11,7 @@ from blobstore.archive.delta import as_elements
 from blobstore.archive.delta_prediction import Prediction
 from blobstore.archive.scratch import scratch
 from blobstore.archive.table import Base
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.archive.delta_prediction import Factors
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

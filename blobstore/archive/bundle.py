@@ -15,7 +15,7 @@ from blobstore.archive.base import BaseBlob
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.members import PREFIX, Kind, decode_contents
 from blobstore.archive.table import Base
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
 from blobstore.errors import ArchiveDamaged, ColdDamaged
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.archive.layout import Layout
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -22,7 +22,7 @@ from blobstore.archive.delta_prediction import can_predict, unpack
 from blobstore.archive.layouts import layout_of, predicted_type
 from blobstore.archive.scratch import scratch
 from blobstore.archive.table import PREFIX, Base, decode_table
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
 from blobstore.errors import ColdDamaged, UsageError
 
 if TYPE_CHECKING:

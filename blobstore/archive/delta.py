@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.archive.delta_groups import Groups
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
     Array = np.ndarray[Any, Any]
 

@@ -22,7 +22,7 @@ from blobstore.archive.delta_prediction import (
     pack,
     quantized,
 )
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

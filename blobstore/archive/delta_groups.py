@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from blobstore.archive.scratch import scratch
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 
 if TYPE_CHECKING:
     from typing import Final

@@ -19,8 +19,8 @@ import numpy as np
 
 from blobstore.archive.entropy import decode_plane, encode_plane
 from blobstore.archive.scratch import scratch
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 
 if TYPE_CHECKING:
     from typing import Final

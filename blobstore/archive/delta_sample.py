@@ -18,7 +18,7 @@ from blobstore.archive.delta_segments import bits_of
 if TYPE_CHECKING:
     from typing import Final
 
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
     Array = np.ndarray[Any, Any]
 

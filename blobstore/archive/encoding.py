@@ -31,7 +31,7 @@ from blobstore.archive.table import (
     Table,
     encode_table,
 )
-from blobstore.digest import Digester
+from blobstore.core.digest import Digester
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from blobstore.archive.delta_prediction import Factors
     from blobstore.archive.outline import Run
     from blobstore.archive.table import Chunk
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]

@@ -22,7 +22,7 @@ from blobstore.archive.encoding import encode
 from blobstore.archive.layouts import width_of
 from blobstore.archive.outline import Run, split
 from blobstore.archive.table import MAX_FACTORS
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

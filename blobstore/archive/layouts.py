@@ -10,7 +10,7 @@ import numpy as np
 from blobstore.archive import delta, floats
 from blobstore.archive.bytewise import bytewise, whole
 from blobstore.archive.layout import Layout
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

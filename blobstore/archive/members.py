@@ -12,9 +12,9 @@ import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
 from blobstore.errors import ArchiveDamaged
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

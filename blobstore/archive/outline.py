@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
 
 class Run(NamedTuple):

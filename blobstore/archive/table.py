@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.archive.entropy import Method
 from blobstore.archive.layouts import WIDTHS, layout_of
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_weights import Weights, naming_of
 from blobstore.integrations.model_files import (
@@ -31,7 +32,6 @@ from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.loader import open_model
 from blobstore.quantize.mlx_form import exported_config, mlx_config
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

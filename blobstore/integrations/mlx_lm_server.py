@@ -23,11 +23,11 @@ from urllib.parse import unquote
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
 from blobstore.integrations.server_command import Asked, run_server
 from blobstore.manifests.reference import Reference
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import argparse

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import COMPANIONS
+from blobstore.core.tensor import TensorSpec
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.mlx_form import joined_experts, mlx_name
 from blobstore.quantize.recipes import BIAS
-from blobstore.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

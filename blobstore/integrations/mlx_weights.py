@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from blobstore.contents import COMPANIONS
+from blobstore.core.gc_pause import collector_paused
 from blobstore.integrations.mlx_names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
-from blobstore.memory import collector_paused
 from blobstore.quantize import gpt_oss
 from blobstore.quantize.mlx_form import mlx_name
 from blobstore.quantize.recipes import SCALE
@@ -19,9 +19,9 @@ from blobstore.safetensors.mlx import as_mlx, copied
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from blobstore.core.tensor import DType, TensorSpec
     from blobstore.loader import Model
     from blobstore.store.local import LocalStore
-    from blobstore.tensor import DType, TensorSpec
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

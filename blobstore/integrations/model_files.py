@@ -11,16 +11,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from blobstore.core.escape import printable, quoted
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.folder import small_files
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.core.progress import Progress
     from blobstore.documents import Documents
     from blobstore.loader import Model, Verify
-    from blobstore.progress import Progress
     from blobstore.residence import Prefetch, Read
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")

@@ -7,10 +7,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from blobstore.core.escape import printable
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.residence import Prefetch, Read
 from blobstore.store.local import LocalStore
-from blobstore.text import printable
 from blobstore.verification import Verify
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.contents import read_contents
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged
 from blobstore.quantize import gpt_oss
 from blobstore.quantize.stated import StatedQuantization
 from blobstore.stacks import read_stacks
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

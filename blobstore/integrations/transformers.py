@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from blobstore.core.escape import quoted
 from blobstore.documents import Documents
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.model_files import (
@@ -36,7 +37,6 @@ from blobstore.loader import open_model
 from blobstore.quantize.mlx_form import exported_config
 from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.local import LocalStore
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

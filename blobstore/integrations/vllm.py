@@ -12,7 +12,9 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.frameworks import NAMES
 from blobstore.integrations.model_files import decoded, folder_of_files
@@ -21,8 +23,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.quantize.mlx_form import exported_config
 from blobstore.residence import Prefetch, Read
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType
-from blobstore.text import quoted
 from blobstore.verification import Verify
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
+from blobstore.core.escape import printable, quoted
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
 from blobstore.integrations.source_names import (
@@ -30,7 +31,6 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.integrations.vllm import Settings, check_types
 from blobstore.integrations.vllm_writes import Offered, Watch
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

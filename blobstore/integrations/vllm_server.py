@@ -12,10 +12,10 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.server_command import Asked, run_server
 from blobstore.integrations.vllm import engine_options
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

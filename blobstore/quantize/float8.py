@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
-from blobstore.tensor import DType
 
 if TYPE_CHECKING:
     from typing import Final

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
-from blobstore.tensor import DType
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

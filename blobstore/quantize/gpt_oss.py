@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantize.formats import FORMATS, WORD_BITS
 from blobstore.quantize.stated import StatedQuantization
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,18 +10,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged
 from blobstore.quantize.formats import FORMATS, WORD_BITS
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
-from blobstore.tensor import DType
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import NoReturn
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.quantize.formats import QuantFormat
-    from blobstore.tensor import TensorSpec
 
 TYPE, GROUP_SIZE = "quant_type", "group_size"
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)

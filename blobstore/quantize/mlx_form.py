@@ -12,16 +12,16 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, UnsupportedSource
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantize.stated import StatedQuantization
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.quantize.formats import QuantFormat
-    from blobstore.tensor import TensorSpec
 
 _SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
 _KEYS = ("quantization", "quantization_config", "compression_config")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantize.formats import FORMATS, WORD_BITS
 from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE, Copied, Prequantized
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection

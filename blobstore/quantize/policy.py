@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantize.formats import FORMATS, check_group_size, parse_format
 from blobstore.quantize.rules import (
@@ -31,15 +33,13 @@ from blobstore.quantize.rules import (
     UNIFORM,
     Architecture,
 )
-from blobstore.tensor import DType
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.quantize.formats import QuantFormat
     from blobstore.quantize.rules import DenseLayers, Rule, Width
-    from blobstore.tensor import TensorSpec
 
 PolicyName = Literal["recommended", "uniform"]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)

@@ -23,6 +23,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantize.packed import (
     check_matrix,
     fail,
@@ -34,8 +36,6 @@ from blobstore.quantize.packed import (
 )
 from blobstore.quantize.recipes import SCALE, Copied, Decoded, Prequantized
 from blobstore.quantize.stated import StatedQuantization
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

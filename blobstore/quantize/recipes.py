@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.tensor import DType, TensorSpec
+from blobstore.core.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import UnsupportedSource
 from blobstore.quantize.formats import FORMATS
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular, read_exactly
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import TensorView
 from blobstore.errors import InvalidHeader, TensorNotFound
-from blobstore.files import open_regular, read_exactly
-from blobstore.mapping import Region
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header, parse_start
-from blobstore.tensor import TensorView
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

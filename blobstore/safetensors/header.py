@@ -15,10 +15,10 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
+from blobstore.core.escape import printable, quoted
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
-from blobstore.tensor import DTYPES, DType, TensorSpec
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

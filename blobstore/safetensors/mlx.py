@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.numpy import as_array
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import mmap

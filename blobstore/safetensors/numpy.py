@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     import mmap

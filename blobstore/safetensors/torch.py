@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blobstore.core.escape import printable, quoted
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     import mmap

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blobstore.core.escape import printable
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.torch import check_device, empty_tensor
-from blobstore.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 _cuda: Any = torch.cuda  # parts of it have no types
 

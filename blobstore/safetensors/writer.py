@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.files import replacing, write_all
+from blobstore.core.files import replacing, write_all
 from blobstore.safetensors.header import encode_header
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 
 def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:

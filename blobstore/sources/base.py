@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 KEPT_FILES = (
     "*.json",

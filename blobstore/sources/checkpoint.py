@@ -8,6 +8,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular
+from blobstore.core.gc_pause import collector_paused
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import TensorView
 from blobstore.errors import (
     BlobstoreError,
     CheckpointRefused,
@@ -16,24 +21,19 @@ from blobstore.errors import (
     SourceNotFound,
     TensorNotFound,
 )
-from blobstore.files import open_regular
-from blobstore.mapping import Region
-from blobstore.memory import collector_paused
 from blobstore.sources import torch_tree
 from blobstore.sources.torch_container import open_container
 from blobstore.sources.torch_storages import StorageReader
 from blobstore.sources.torch_tensors import TensorReader, UnreadableTensor
-from blobstore.tensor import TensorView
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Self
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.pickle_vm.machine import Result
     from blobstore.sources.torch_tensors import StridedTensor
     from blobstore.sources.torch_tree import Subtree
-    from blobstore.tensor import TensorSpec
 
 _MAX_GROWTH = 16
 """How many times the file its tensors may be: views that repeat their elements take no room in it."""

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from blobstore.core.escape import printable, quoted
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
-from blobstore.progress import Meter
 from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"

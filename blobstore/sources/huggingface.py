@@ -14,8 +14,9 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
-from blobstore.files import read_regular
 from blobstore.sources.base import MAX_FILE_DEPTH
 from blobstore.sources.kept import files_of, is_kept, is_part
 from blobstore.sources.sharded import (
@@ -25,14 +26,13 @@ from blobstore.sources.sharded import (
     add_indexed,
     read_weight_map,
 )
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceFile
-    from blobstore.tensor import TensorSpec
 
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),

@@ -6,9 +6,9 @@ import fnmatch
 import re
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.base import KEPT_FILES, SourceFile
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,21 +11,21 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import DamagedSource
 from blobstore.sources.base import SourceFile
 from blobstore.sources.kept import files_of, is_kept, is_part
 from blobstore.sources.meta_layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta_params import PARAMS_FILE, Params, make_config, notices
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.meta_bytes import Shard
     from blobstore.sources.meta_layout import Joined
-    from blobstore.tensor import TensorSpec
 
 _SHARD = re.compile(r"consolidated\.[0-9]+\.pth", re.ASCII)
 _CONFIG = "config.json"

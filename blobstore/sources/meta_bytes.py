@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from blobstore.core.escape import quoted
 from blobstore.errors import DamagedSource
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.meta_layout import Joined
-    from blobstore.tensor import TensorSpec
 
     Array = np.ndarray[Any, Any]
 

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.meta_params import DTYPE_NAMES, PARAMS_FILE, Measured
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

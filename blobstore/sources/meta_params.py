@@ -10,16 +10,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
-from blobstore.files import read_regular
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.tensor import DType
+    from blobstore.core.tensor import DType
 
 PARAMS_FILE = "params.json"
 _MAX_PARAMS_SIZE = 2**20

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular
 from blobstore.errors import BlobstoreError, DamagedSource, InvalidHeader, SourceError
-from blobstore.files import open_regular
 from blobstore.safetensors.file import read_header
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 
 class SafetensorsShard:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_regular
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
-from blobstore.files import read_regular
 from blobstore.sources.checkpoint import Checkpoint
 from blobstore.sources.safetensors import SafetensorsShard
-from blobstore.tensor import TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

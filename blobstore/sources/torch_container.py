@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from blobstore.core.files import read_exactly
 from blobstore.errors import CheckpointRefused
-from blobstore.files import read_exactly
 from blobstore.sources.torch_legacy import LegacyStream, is_legacy
 from blobstore.sources.torch_zip import ZipCheckpoint
 

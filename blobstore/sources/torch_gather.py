@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import as_array, as_bytes
-from blobstore.tensor import DType
 
 if TYPE_CHECKING:
     from blobstore.sources.torch_tensors import Storage, StridedTensor

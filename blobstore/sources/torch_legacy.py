@@ -10,13 +10,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_exactly
 from blobstore.errors import CheckpointRefused
-from blobstore.files import read_exactly
 from blobstore.sources.pickle_vm.machine import Result, run
 from blobstore.sources.pickle_vm.state import CutShort
 from blobstore.sources.torch_storages import MAX_PICKLE_SIZE
 from blobstore.sources.zip_entries import ZipEntry
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DTYPES as BY_NAME
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm.globals import DTYPES, STORAGES, Use
 from blobstore.sources.pickle_vm.values import Global, Persistent, Reduced
-from blobstore.tensor import DTYPES as BY_NAME
-from blobstore.tensor import DType, TensorSpec
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.escape import quoted
 from blobstore.errors import CheckpointRefused, UsageError
 from blobstore.sources.pickle_vm.globals import Use
 from blobstore.sources.pickle_vm.values import Items, Key, Record, Reduced
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
 from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
 from blobstore.sources.pickle_vm.machine import run
 from blobstore.sources.torch_storages import MAX_PICKLE_SIZE
 from blobstore.sources.zip_entries import read_entries, read_small_entry
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -11,9 +11,9 @@ from collections import Counter
 from struct import Struct, iter_unpack
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_exactly
 from blobstore.errors import DamagedSource, UnsupportedSource
-from blobstore.files import read_exactly
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

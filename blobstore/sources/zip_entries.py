@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zlib_ng.zlib_ng import crc32  # at a tenth of the cost of the standard library's
 
+from blobstore.core.escape import quoted
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.zip_directory import (
     DEFLATED,
@@ -30,7 +31,6 @@ from blobstore.sources.zip_directory import (
     read_whole,
     widen,
 )
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

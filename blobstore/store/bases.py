@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.store.cold import file_state
 from blobstore.store.hot import ADVICE
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.archive.base import BaseBlob
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import ColdBlob, State
     from blobstore.store.layout import Layout

@@ -13,20 +13,20 @@ import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
-from blobstore.files import read_exactly, write_all
 from blobstore.safetensors.header import Header
 from blobstore.store.bases import forms_of_base
 from blobstore.store.cold import ColdShelf
 from blobstore.store.hot import ADVICE, HotShelf
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from blobstore.archive.base import BaseBlob
-    from blobstore.mapping import Region
+    from blobstore.core.mmap import Region
     from blobstore.store.layout import Layout
 
 __all__ = ["ADVICE", "BlobReader"]

@@ -8,16 +8,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobMissing, BlobstoreError
-from blobstore.progress import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
+    from blobstore.core.progress import Progress
+    from blobstore.core.workers import Pace
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.pace import Pace
-    from blobstore.progress import Progress
     from blobstore.store.local import LocalStore
     from blobstore.store.verified import VerifiedBlobs
 

@@ -18,7 +18,8 @@ import stat
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quoted
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -29,7 +30,6 @@ from blobstore.errors import (
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.hot import ADVICE
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping

@@ -10,11 +10,11 @@ import os
 import weakref
 
 from blobstore.archive.windowed import Window, Windowed
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular
+from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
-from blobstore.files import open_regular
-from blobstore.mapping import Region
 from blobstore.store.hot import ADVICE
-from blobstore.text import quoted
 
 _START = mmap.PAGESIZE
 _END = 16 * mmap.PAGESIZE

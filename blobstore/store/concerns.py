@@ -6,7 +6,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from blobstore.text import quoted
+from blobstore.core.escape import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

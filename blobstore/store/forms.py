@@ -7,14 +7,14 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
+from blobstore.core.files import make_folders, sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.files import make_folders, sync_folder
 from blobstore.store.cold import file_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import State
     from blobstore.store.layout import Layout

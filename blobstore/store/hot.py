@@ -12,17 +12,17 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_past_cache
+from blobstore.core.mmap import is_cached, mapped
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
-from blobstore.files import read_past_cache
-from blobstore.mapping import is_cached, mapped
 from blobstore.safetensors.file import read_header
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from blobstore.digest import Digest
-    from blobstore.mapping import Region
+    from blobstore.core.digest import Digest
+    from blobstore.core.mmap import Region
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 

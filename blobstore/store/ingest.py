@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.files import sync_folder, write_all
 from blobstore.errors import BlobstoreError, DamagedSource
-from blobstore.files import sync_folder, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection

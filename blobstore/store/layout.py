@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
+from blobstore.core.files import make_folders, read_regular, sync_folder, write_file
 from blobstore.errors import (
     BlobstoreError,
     InvalidManifest,
@@ -15,19 +17,17 @@ from blobstore.errors import (
     NameConflict,
     StoreError,
 )
-from blobstore.files import make_folders, read_regular, sync_folder, write_file
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Exists, Ingest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import WAIT, Locks
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
 

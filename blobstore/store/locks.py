@@ -20,10 +20,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import StoreBusy, StoreError
-from blobstore.files import read_exactly, write_all
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,8 +12,8 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest
-from blobstore.files import make_folders, sync_folder, write_file
+from blobstore.core.digest import Digest
+from blobstore.core.files import make_folders, sync_folder, write_file
 from blobstore.store.forms import link_base
 
 if TYPE_CHECKING:

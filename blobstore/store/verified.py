@@ -23,9 +23,9 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.files import open_regular, read_exactly, write_file
 from blobstore.errors import BlobstoreError, Damaged
-from blobstore.files import open_regular, read_exactly, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -29,7 +29,7 @@ from blobstore.archive.table import (
     Table,
     encode_table,
 )
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
 from blobstore.extraction import check_archive, unpack_archive
 from blobstore.manifests import media_types

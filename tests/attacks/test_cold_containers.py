@@ -29,9 +29,9 @@ from blobstore.archive.table import (
     decode_table,
     encode_table,
 )
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 from tests.cold import cold, noise, safetensors, weights
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore

@@ -21,10 +21,10 @@ import zstandard
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.encoding import encode
 from blobstore.archive.outline import Run
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
-from blobstore.tensor import DType
 from tests.benchmarks.common import arguments
 from tests.benchmarks.plot import Point
 from tests.real.packages import package

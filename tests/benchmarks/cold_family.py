@@ -20,9 +20,9 @@ from blobstore.archive.delta_fit import fit
 from blobstore.archive.delta_prediction import Prediction, pack, unpack
 from blobstore.archive.encoding import encode
 from blobstore.archive.outline import Run
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes
-from blobstore.tensor import DType
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.fine_tunes import pairs
 from tests.benchmarks.plot import Point

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from blobstore.collect import collect_garbage
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import blobstore
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import (
     GIB,
     arguments,

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import blobstore
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import GIB, arguments, rounds, table, timed, warm, workspace
 
 if TYPE_CHECKING:

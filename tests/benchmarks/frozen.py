@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 import blobstore
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.freezing import freeze_models
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from blobstore.thawing import thaw_models
 from tests.benchmarks.common import (
     GIB,

@@ -26,9 +26,9 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
 import blobstore
-from blobstore.mapping import Region
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import (
     GIB,
     arguments,

@@ -10,8 +10,8 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.open import compare
 

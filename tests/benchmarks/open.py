@@ -16,8 +16,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 import blobstore
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import (
     arguments,
     private_memory,

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 import blobstore
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.quantize import reference
 from blobstore.quantize import torch as torch_engine
 from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import BF16, as_bytes
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import (
     GIB,
     arguments,

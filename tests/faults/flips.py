@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import Findings, layers

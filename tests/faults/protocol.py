@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Lease
 from tests.faults.invariants import Expected, bases_of, check_model, check_store, layers

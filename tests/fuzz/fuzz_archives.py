@@ -33,7 +33,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.archive.bundle import Bundle
     from blobstore.archive.members import PREFIX
     from blobstore.bundles import open_bundle
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.errors import ArchiveDamaged
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]

@@ -13,9 +13,9 @@ from blobstore.archive.choice import Level
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.encoding import encode
 from blobstore.archive.outline import outline, with_equals
+from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
-from blobstore.tensor import DType
 from tests.cold import safetensors
 from tests.real.packages import package
 

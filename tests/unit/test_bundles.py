@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.archive.members import Kind
 from blobstore.bundles import layers_by_blob, open_bundle
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.check import MAX_CONFIG_SIZE

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.catalog import read_catalog, read_entries
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from blobstore.cloning import clone_data
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
-from blobstore.tensor import DType, TensorSpec
 from tests.reflinks import BLOCK, share_blocks
 
 DATA = bytes(range(251)) * 80

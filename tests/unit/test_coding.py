@@ -6,7 +6,7 @@ import pytest
 
 from blobstore.archive.container import ColdBlob
 from blobstore.coding import Blob, Coding
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing
 from blobstore.store.local import LocalStore
 from tests.frozen import COUNT, layer, tuned, weights

@@ -11,9 +11,9 @@ import pytest
 import blobstore
 from blobstore import collect, marks
 from blobstore.collect import collect_garbage
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.files import read_regular
 from blobstore.errors import InvalidManifest, StoreBusy, StoreError, UsageError
-from blobstore.files import read_regular
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases

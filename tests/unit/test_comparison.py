@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from blobstore.comparison import Comparison, TensorError, _Work, compare_models
+from blobstore.core.progress import Meter
 from blobstore.creation import create
 from blobstore.deviation import WorstGroup
 from blobstore.errors import (
@@ -22,7 +23,6 @@ from blobstore.errors import (
 from blobstore.loader import open_model
 from blobstore.manifests.reference import Reference
 from blobstore.pairs import pair_tensors
-from blobstore.progress import Meter
 from blobstore.store.local import LocalStore
 from tests.models import Arrays, add_blobs, blob, dense_tensors, write_folder
 

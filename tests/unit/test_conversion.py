@@ -9,12 +9,12 @@ import pytest
 
 from blobstore import conversion
 from blobstore.conversion import Conversion
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
 from blobstore.quantize import reference
 from blobstore.quantize.float8 import decode
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized, Recipe
-from blobstore.tensor import DType, TensorSpec
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from blobstore.core.digest import Digest
     from blobstore.difference import Difference
-    from blobstore.digest import Digest
 
 LAYER = "model.layers.0.mlp"
 

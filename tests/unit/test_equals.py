@@ -24,7 +24,7 @@ from tests.models import Arrays, add_blobs, blob, write_folder
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.freezing import Frozen
     from blobstore.plan import ExpertForm
 

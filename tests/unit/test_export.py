@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import blobstore
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.creation import create
-from blobstore.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -34,7 +35,6 @@ from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from tests.frozen import put, weights
 from tests.models import (
     Arrays,

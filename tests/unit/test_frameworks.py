@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.frameworks import (
     FLOATS,
@@ -14,7 +15,6 @@ from blobstore.frameworks import (
     original_dtype,
 )
 from blobstore.quantize.formats import FORMATS
-from blobstore.tensor import DType, TensorSpec
 
 
 @pytest.mark.parametrize("dtype", NAMES)

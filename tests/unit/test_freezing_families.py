@@ -27,7 +27,7 @@ from tests.models import add_blobs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.cold import ColdBlob
 

@@ -7,7 +7,8 @@ import pytest
 
 from blobstore.archive.base import BaseBlob
 from blobstore.archive.outline import Run
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound
 from blobstore.freezing import freeze_models
 from blobstore.gathering import gather_blobs, gather_models
@@ -17,7 +18,6 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.naming import remove_models
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType
 from blobstore.thawing import thaw_models
 from tests.archives import put_family
 from tests.cold import cold, noise

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import safetensors
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader
 from blobstore.layerfile import blob_buffers, blob_header, blob_size
 from blobstore.plan import BlobPlan
 from blobstore.quantize.recipes import Copied, Recipe
-from blobstore.tensor import DType, TensorSpec
 
 SOURCES = {name: bytes([number] * 6) for number, name in enumerate("abc")}
 

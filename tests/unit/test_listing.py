@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.creation import create
-from blobstore.digest import Digest
 from blobstore.errors import InvalidManifest, StoreError
 from blobstore.listing import list_models
 from blobstore.store.local import LocalStore

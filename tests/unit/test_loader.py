@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import blobstore
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -36,7 +37,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType
 from tests import sandbox
 from tests.damage import blob_path
 from tests.models import (

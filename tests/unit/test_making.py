@@ -15,7 +15,7 @@ from tests.frozen import flip_in_place, forms_of, layer, layers, put, tuned
 from tests.models import add_blobs
 
 if TYPE_CHECKING:
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
 
 CHILD = tuned(10, 1)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore import moving
-from blobstore.crew import Stopped
+from blobstore.core.workers import Stopped
 from blobstore.moving import Moving
 from blobstore.store.local import LocalStore
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.collect import collect_garbage
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,

@@ -18,7 +18,9 @@ from blobstore.archive.members import Kind
 from blobstore.archive.outline import Run
 from blobstore.coding import Coding
 from blobstore.collect import collect_garbage
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.files import write_all
+from blobstore.core.tensor import DType
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -29,14 +31,12 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.extraction import check_archive
-from blobstore.files import write_all
 from blobstore.freezing import freeze_models
 from blobstore.gathering import gather_blobs
 from blobstore.manifests.reference import Reference
 from blobstore.naming import copy_model, remove_models
 from blobstore.packing import pack_models
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType
 from blobstore.thawing import thaw_models
 from tests import sandbox
 from tests.archive_reader import read_archive
@@ -402,7 +402,7 @@ def test_a_full_disk_leaves_nothing_and_no_thread_waiting(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data)
 
-    monkeypatch.setattr("blobstore.files.os.write", full)
+    monkeypatch.setattr("blobstore.core.files.os.write", full)
     with pytest.raises(BlobstoreError, match="cannot write .*No space left on device"):
         pack_models(EVERYONE, path, store=store, jobs=4)
     assert left(path) == []

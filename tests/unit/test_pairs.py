@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from blobstore import strictjson
+from blobstore.core import strict_json as strictjson
 from blobstore.creation import create
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import blobstore
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan, stacks
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.policy import Policy
 from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized, copies
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from blobstore.plan import ExpertForm

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digester
 from blobstore.creation import create
-from blobstore.digest import Digester
 from blobstore.errors import BlobMissing, UnsupportedSource, UsageError
 from blobstore.export import export_model
 from blobstore.manifests.model import layers_digest
@@ -20,7 +20,7 @@ from tests.models import Arrays, dense_tensors, moe_tensors, quantizable_tensors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.rebuilding import Origin
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from blobstore.collect import collect_garbage
+from blobstore.core.digest import Digest
 from blobstore.creation import create
-from blobstore.digest import Digest
 from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
 from blobstore.loader import open_model
 from blobstore.manifests.reference import Reference

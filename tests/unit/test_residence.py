@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.freezing import freeze_models
 from blobstore.residence import _REQUEST, Residence

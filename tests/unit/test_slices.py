@@ -10,15 +10,15 @@ from safetensors.numpy import save_file
 
 import blobstore
 from blobstore import slices
-from blobstore.cuts import cut
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.slicing import cut
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.numpy import as_array
 from blobstore.slices import Stored, read_part, view_part
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from tests import sandbox
 
 if TYPE_CHECKING:

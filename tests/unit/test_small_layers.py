@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.planning import plan_source

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.safetensors.torch_device import TorchLane
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from blobstore.transfer import Part, _Ring, transferred
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore import turns
-from blobstore.crew import Stopped
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.workers import Stopped
 from blobstore.turns import Entry, Line
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import pytest
 import blobstore
 from blobstore import unpacking
 from blobstore.contents import read_contents
+from blobstore.core.mmap import Region
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.mapping import Region
 from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.store.local import LocalStore

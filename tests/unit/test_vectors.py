@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import InvalidManifest, InvalidReference
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest
@@ -20,7 +21,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.quantize import reference
 from blobstore.quantize.formats import FORMATS
 from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header
-from blobstore.tensor import DTYPES, TensorSpec
 
 _FOLDER = Path(__file__).parents[1] / "vectors"
 _BLOBS = json.loads((_FOLDER / "blobs.json").read_text())

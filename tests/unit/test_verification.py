@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
 from blobstore.store import verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified import VerifiedBlobs
-from blobstore.tensor import DType, TensorSpec
 from blobstore.verification import Verify, check_level, reads_headers
 from blobstore.verify import verify_models
 from tests.models import (

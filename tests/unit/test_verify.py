@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from blobstore.collect import collect_garbage
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.workers import Pace
 from blobstore.creation import create
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.pace import Pace
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from blobstore.verify import Fault, verify_models
 from tests.models import dense_tensors, moe_tensors, quantizable_tensors, with_layers, write_folder
 

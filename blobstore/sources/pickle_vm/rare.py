@@ -6,11 +6,11 @@ import re
 import struct
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm import opcodes as op
 from blobstore.sources.pickle_vm.globals import put
 from blobstore.sources.pickle_vm.values import Items, Record, Reduced
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

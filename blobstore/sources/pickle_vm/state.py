@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from blobstore.core.escape import quoted
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm.globals import Use, look_up
 from blobstore.sources.pickle_vm.memo import Memo
 from blobstore.sources.pickle_vm.values import Global, Persistent, Record, Reduced
-from blobstore.text import quoted
 
 _MAX_LINE = 1 << 16
 _MAX_NAME = 1 << 10

@@ -6,9 +6,9 @@ from blobstore.archive.base import BaseBlob
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.outline import Run
 from blobstore.archive.table import Base
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 from tests.cold import cold, noise, weights
 
 DATA = weights(DType.BF16, 300_000)

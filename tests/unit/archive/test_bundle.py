@@ -11,7 +11,7 @@ import pytest
 
 from blobstore.archive.bundle import Bundle
 from blobstore.archive.members import Kind
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged
 from blobstore.store.local import LocalStore
 from tests.archive_reader import read_archive

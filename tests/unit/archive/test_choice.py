@@ -9,7 +9,7 @@ import pytest
 from blobstore.archive import layouts
 from blobstore.archive.choice import Choice, Level
 from blobstore.archive.entropy import Coder
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.cold import noise, text, weights
 
 if TYPE_CHECKING:

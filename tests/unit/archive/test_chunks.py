@@ -12,8 +12,8 @@ from blobstore.archive.delta import Effort
 from blobstore.archive.entropy import Coder, Method
 from blobstore.archive.layouts import BF16, BF16_PAIRS, WHOLE, difference, layout_of
 from blobstore.archive.table import Chunk, Stored
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 from tests.cold import noise, weights
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from blobstore.archive.delta_prediction import pack
 from blobstore.archive.outline import Run, outline, with_equals
 from blobstore.archive.table import Base, encode_table
 from blobstore.archive.windowed import Window, Windowed
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged, UsageError
-from blobstore.tensor import DType
 from tests.cold import cold, cold_with_table, noise, safetensors, weights
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blobstore.archive.delta import Effort, as_elements, decode_chunk, encode_chunk
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 from tests.delta_reader import read_differences
 
 Array = np.ndarray[Any, Any]

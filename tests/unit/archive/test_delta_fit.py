@@ -8,7 +8,7 @@ import pytest
 from blobstore.archive.delta import Effort, as_elements, encode_chunk
 from blobstore.archive.delta_fit import can_fit, fit, is_promising
 from blobstore.archive.delta_prediction import Prediction, pack
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.unit.archive.test_delta import bf16
 
 Array = np.ndarray[Any, Any]

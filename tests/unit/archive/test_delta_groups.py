@@ -14,7 +14,7 @@ from blobstore.archive.delta_groups import (
     has_classes,
     scatter,
 )
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 
 Array = np.ndarray[Any, Any]
 _WIDTHS = {DType.F8_E4M3: "<u1", DType.BF16: "<u2", DType.F16: "<u2", DType.F32: "<u4"}

@@ -14,8 +14,8 @@ from blobstore.archive.delta_prediction import (
     quantized,
     unpack,
 )
+from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from blobstore.tensor import DType
 from tests.unit.archive.test_delta import bf16
 
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,7 @@ import pytest
 
 from blobstore.archive.delta import Effort, encode_chunk
 from blobstore.archive.delta_sample import sampled_gain
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.unit.archive.test_delta import elements_of, fine_tuned
 
 _SOLO_BF16 = 0.66

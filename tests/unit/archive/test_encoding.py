@@ -16,9 +16,9 @@ from blobstore.archive.container import ColdBlob
 from blobstore.archive.encoding import encode
 from blobstore.archive.outline import Run, outline
 from blobstore.archive.table import MAX_CHUNK
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
-from blobstore.tensor import DType
 from tests.cold import TYPES, cold, cold_with_table, noise, safetensors, text, weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from blobstore.archive.choice import Level
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.factoring import Known, estimated, with_factors
 from blobstore.archive.outline import Run
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.adapted import COLUMNS, ROWS, matrix, merged
 from tests.cold import cold, noise, weights
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blobstore.archive import layouts
 from blobstore.archive.delta import Effort
 from blobstore.archive.layouts import WIDTHS, difference, layout_of, suitable, width_of
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.cold import noise, weights
 
 if TYPE_CHECKING:

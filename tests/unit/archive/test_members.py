@@ -15,7 +15,7 @@ from blobstore.archive.members import (
     decode_contents,
     encode_contents,
 )
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged
 from tests.archives import archive, raw
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from blobstore.archive.outline import Run, outline, split, with_equals
-from blobstore.tensor import DType
+from blobstore.core.tensor import DType
 from tests.cold import noise, safetensors, weights
 
 A, B = weights(DType.BF16, 100), weights(DType.F32, 50)

@@ -18,7 +18,7 @@ from blobstore.archive.table import (
     decode_table,
     encode_table,
 )
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import ColdDamaged
 
 RAW, ZSTD = Method.RAW, Method.ZSTD

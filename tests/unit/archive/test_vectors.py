@@ -16,8 +16,8 @@ import pytest
 from blobstore.archive.base import BaseBlob
 from blobstore.archive.container import ColdBlob
 from blobstore.archive.outline import outline
-from blobstore.digest import Digest
-from blobstore.tensor import DType
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from tests.cold import cold, safetensors, weights
 from tests.cold_reader import read_cold
 

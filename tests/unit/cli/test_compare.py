@@ -287,7 +287,7 @@ def test_tells_that_a_page_cannot_be_written(
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("blobstore.files.os.write", full)
+    monkeypatch.setattr("blobstore.core.files.os.write", full)
     result = run("compare", "packed", "base", "--html", tmp_path / "page.html")
 
     assert result.exit_code == 1

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from tests.damage import blob_path, flip, truncate
 from tests.models import dense_tensors, quantizable_tensors, write_folder

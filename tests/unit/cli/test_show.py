@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
-from blobstore.tensor import DType, TensorSpec
 from tests.models import add_blobs, blob, dense_tensors, moe_tensors, with_layers, write_folder
 from tests.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json, run_process

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged
 from blobstore.integrations.source_names import (
     component_prefixes,

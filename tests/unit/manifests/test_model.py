@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore import strictjson
-from blobstore.digest import Digest
+from blobstore.core import strict_json as strictjson
+from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor

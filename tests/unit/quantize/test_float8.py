@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 from blobstore.quantize.float8 import decode
-from blobstore.tensor import DType
 
 Array = np.ndarray[Any, Any]
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 from blobstore.quantize.formats import FORMATS, check_group_size, parse_format
-from blobstore.tensor import DType
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.metadata import describe, described
-from blobstore.tensor import DType, TensorSpec
 
 
 def spec(dtype: DType, *shape: int, name: str = "w") -> TensorSpec:

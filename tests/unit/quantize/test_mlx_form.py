@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.mlx_form import exported_config, joined_experts, mlx_config, mlx_name
-from blobstore.tensor import DType, TensorSpec
 
 INT4, INT8 = FORMATS["int4"], FORMATS["int8"]
 EXPERTS = "model.layers.0.mlp.experts"

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.packed import fp4_blocks, fp4_weight, mlx_weight, mxfp8_weight
-from blobstore.tensor import DType, TensorSpec
 
 U8, U32, F32, BF16, E4M3, E8M0 = (
     DType.U8,

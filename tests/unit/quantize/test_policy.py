@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.policy import POLICIES, Decision, Policy, parse_override
 from blobstore.sources.open import open_source
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from blobstore.quantize.formats import QuantFormat

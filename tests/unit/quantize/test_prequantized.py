@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantize.prequantized import Recognised, recognise
 from blobstore.quantize.recipes import Copied, Decoded, Prequantized, copies
-from blobstore.tensor import DTYPES, DType, TensorSpec
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 MLX = {"quantization": {"group_size": 64, "bits": 4}}

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantize.formats import FORMATS
 from blobstore.quantize.policy import Policy
 from blobstore.quantize.rules import ARCHITECTURES, GENERIC, UNIFORM, Schedule
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

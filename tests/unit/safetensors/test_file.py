@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save, save_file
 
+from blobstore.core.files import open_regular
 from blobstore.errors import BlobstoreError, InvalidHeader, TensorNotFound
-from blobstore.files import open_regular
 from blobstore.safetensors.file import SafetensorsFile, read_header
 from tests.models import dense_tensors
 

@@ -11,6 +11,7 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 from blobstore.safetensors import header as module
 from blobstore.safetensors.header import (
@@ -22,7 +23,6 @@ from blobstore.safetensors.header import (
     parse_header,
     parse_start,
 )
-from blobstore.tensor import DTYPES, DType, TensorSpec
 
 U64 = 2**64 - 1
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

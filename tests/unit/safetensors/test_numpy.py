@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

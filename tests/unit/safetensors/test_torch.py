@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
-from blobstore.mapping import Region
 from blobstore.safetensors.torch import as_tensor
-from blobstore.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.safetensors.torch import copy_to, empty_tensor
 from blobstore.safetensors.torch_device import TorchLane
-from blobstore.tensor import DType, TensorSpec
 from blobstore.transfer import Part, transferred
 
 if TYPE_CHECKING:

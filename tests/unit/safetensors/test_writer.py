@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.writer import in_file_order, write_safetensors
-from blobstore.tensor import DTYPES, DType, TensorSpec
 from tests import sandbox
 from tests.models import dense_tensors
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blobstore.core.progress import Meter
 from blobstore.errors import UsageError
-from blobstore.progress import Meter
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
 from tests.hub_server import HubServer
@@ -54,7 +54,7 @@ _XET = """
 import json, threading
 from types import SimpleNamespace
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
-from blobstore.progress import Meter
+from blobstore.core.progress import Meter
 from blobstore.sources import hub
 steps = []
 file = hub._Listed("model.safetensors", 100, "sha1", "0" * 40)

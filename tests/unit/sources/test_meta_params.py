@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource
-from blobstore.tensor import DTYPES, TensorSpec
 from tests.meta_models import (
     PARAMS,
     WIDTH,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.sources.torch_gather import gathered, swapped
 from blobstore.sources.torch_tensors import Storage, StridedTensor, _measured
 from blobstore.sources.zip_entries import ZipEntry
-from blobstore.tensor import DType, TensorSpec
 from tests.torch_files import TYPES, of_type, raw
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from blobstore.core.tensor import DType
 from blobstore.errors import CheckpointRefused
 from blobstore.sources import torch_legacy
 from blobstore.sources.pickle_vm.machine import run
 from blobstore.sources.pickle_vm.state import CutShort
 from blobstore.sources.torch_legacy import LEGACY_PICKLES, MAGIC, LegacyStream, is_legacy
 from blobstore.sources.torch_tensors import Storage, TensorReader
-from blobstore.tensor import DType
 from tests.checkpoints import (
     VALUES,
     call,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pickle_vm import globals as known
 from blobstore.sources.pickle_vm.machine import run
@@ -23,7 +24,6 @@ from blobstore.sources.torch_tensors import (
     _measured,
 )
 from blobstore.sources.zip_entries import ZipEntry
-from blobstore.tensor import DTYPES, DType, TensorSpec
 from tests.checkpoints import (
     HOOKS,
     call,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from blobstore.core.tensor import DType
 from blobstore.errors import CheckpointRefused
 from blobstore.sources import torch_zip
 from blobstore.sources.torch_tensors import Storage
 from blobstore.sources.torch_zip import ZipCheckpoint
-from blobstore.tensor import DType
 from tests.checkpoints import (
     VALUES,
     call,

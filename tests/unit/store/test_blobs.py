@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.mmap import Region
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
-from blobstore.mapping import Region
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
-from blobstore.tensor import DType, TensorSpec
 from tests import sandbox
 
 if TYPE_CHECKING:

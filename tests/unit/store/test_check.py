@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
+from blobstore.core.workers import Pace
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.pace import Pace
 from blobstore.store import verified
 from blobstore.store.check import damaged_blobs
 from blobstore.store.local import LocalStore

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
-from blobstore.mapping import Region
 from blobstore.store import cold
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
@@ -21,7 +21,7 @@ from tests.frozen import flip, layer, layers, put, weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blobstore.digest import Digest
+    from blobstore.core.digest import Digest
 
 DATA = layer("x", weights(1))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
-from blobstore.mapping import Region
 from blobstore.store.cold_file import ColdFile, room_for
 from tests import sandbox
 from tests.page_cache import dropped

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases

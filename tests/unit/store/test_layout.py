@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.layout import Layout
 

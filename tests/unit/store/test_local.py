@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,

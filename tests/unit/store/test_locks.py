@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 A, B, C = (Digest.of(name) for name in (b"a", b"b", b"c"))
 HOLD = """
 import sys, time
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.store.local import LocalStore
 store = LocalStore(sys.argv[1])
 with getattr(store.locks, sys.argv[2])() as lease:

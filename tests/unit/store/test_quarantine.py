@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
-from blobstore.files import sync_folder
+from blobstore.core.digest import Digest
+from blobstore.core.files import sync_folder
 from blobstore.store.layout import Layout
 from blobstore.store.quarantine import put_in_place
 

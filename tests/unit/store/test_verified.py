@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.digest import Digest
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, StoreError
 from blobstore.store import verified
 from blobstore.store.local import LocalStore

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
-from blobstore.progress import Meter
+from blobstore.core.progress import Meter
 
 
 def test_adds_up_what_was_done_and_says_what() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from blobstore.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester
 from blobstore.errors import InvalidDigest, UsageError
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

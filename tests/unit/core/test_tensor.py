@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.tensor import DTYPES, DType, TensorSpec
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 
 BITS = {
     "BOOL": 8,

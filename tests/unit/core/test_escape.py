@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.text import MAX_SHOWN, printable, quoted
+from blobstore.core.escape import MAX_SHOWN, printable, quoted
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])

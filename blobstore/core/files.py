@@ -10,8 +10,8 @@ import secrets
 import stat
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobstoreError
-from blobstore.files import (
+from blobstore.core.files import (
     make_folders,
     open_regular,
     read_ahead,
@@ -20,7 +19,8 @@ from blobstore.files import (
     write_all,
     write_file,
 )
-from blobstore.mapping import is_cached
+from blobstore.core.mmap import is_cached
+from blobstore.errors import BlobstoreError
 from tests import sandbox
 from tests.page_cache import dropped
 
@@ -173,7 +173,7 @@ def test_makes_folders_by_relative_paths(tmp_path: Path, monkeypatch: pytest.Mon
 HALF = """
 import sys
 from pathlib import Path
-from blobstore.files import replacing, write_all
+from blobstore.core.files import replacing, write_all
 with replacing(Path(sys.argv[1])) as descriptor:
     write_all(descriptor, b"half")
     print("written", flush=True)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.cuts import cut, runs
+from blobstore.core.slicing import cut, runs
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UsageError
-from blobstore.tensor import DType, TensorSpec
 
 
 def spec_of(*shape: int, dtype: DType = DType.U16) -> TensorSpec:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.progress import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from blobstore.progress import Progress
+    from blobstore.core.progress import Progress
+
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -93,3 +95,35 @@ def check_jobs(jobs: int | None) -> None:
     if jobs is not None and jobs < 1:
         message = f"jobs must be at least 1, got {jobs}"
         raise UsageError(message)
+
+
+_CREDIT = 0.1
+"""Seconds that are made up for when the work was slower than allowed."""
+
+
+class Pace:
+    """Slows work down to ``rate`` bytes a second. Threads share it: the rate is that of all."""
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin now.
+
+        Raises:
+            UsageError: ``rate`` is not above 0.
+        """
+        if not rate > 0:
+            message = f"a rate must be above 0 bytes a second, got {rate:g}"
+            raise UsageError(message)
+        self._rate = rate
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until = clock()
+
+    def spend(self, count: int, wait: Callable[[float], object]) -> None:
+        """Take ``count`` bytes, calling ``wait`` with the seconds until they are allowed, if any."""
+        with self._lock:
+            now = self._clock()
+            begin = max(self._paid_until, now - _CREDIT)
+            self._paid_until = begin + count / self._rate
+            debt = self._paid_until - now
+        if debt > 0:
+            wait(debt)

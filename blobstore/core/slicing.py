@@ -6,11 +6,11 @@ import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
+from blobstore.core.escape import printable, quoted
 from blobstore.errors import UsageError
-from blobstore.text import printable, quoted
 
 if TYPE_CHECKING:
-    from blobstore.tensor import TensorSpec
+    from blobstore.core.tensor import TensorSpec
 
 _Item = SupportsIndex | slice | EllipsisType
 Index = _Item | tuple[_Item, ...]

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from blobstore.core.workers import Pace
 from blobstore.errors import UsageError
-from blobstore.pace import Pace
 
 
 class Clock:

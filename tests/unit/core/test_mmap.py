@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.mmap import Region, is_cached
 from blobstore.errors import BlobstoreError
-from blobstore.mapping import Region, is_cached
 from tests import sandbox
 from tests.page_cache import dropped
 
@@ -179,7 +179,7 @@ def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
 def test_populates_without_the_help_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blobstore import mapping
+    from blobstore.core import mmap as mapping
 
     monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", -1)  # as for an old kernel
     region = Region([PAGE * 3])

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from blobstore.memory import collector_paused
+from blobstore.core.gc_pause import collector_paused
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

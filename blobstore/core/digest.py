@@ -6,8 +6,8 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.escape import quoted
 from blobstore.errors import InvalidDigest
-from blobstore.text import quoted
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

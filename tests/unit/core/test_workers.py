@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from blobstore.crew import Crew, Stopped, check_jobs
+from blobstore.core.workers import Crew, Stopped, check_jobs
 from blobstore.errors import UsageError
 
 
