@@ -12,8 +12,6 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.archive.bundle import Bundle
-from blobstore.archive.members import Kind
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quoted
 from blobstore.core.files import open_regular
@@ -30,6 +28,8 @@ from blobstore.errors import (
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,9 +11,9 @@ from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from blobstore.archive.base import BaseBlob
-    from blobstore.archive.factoring import Known
-    from blobstore.archive.outline import Run
+    from blobstore.compression.base import BaseBlob
+    from blobstore.compression.estimate import Known
+    from blobstore.compression.spans import Run
     from blobstore.core.digest import Digest
     from blobstore.likeness import Piece
     from blobstore.safetensors.header import TensorEntry
@@ -42,8 +42,8 @@ class Coding:
     def __init__(
         self, store: LocalStore, blob: Blob, level: Level, base: Blob | None = None
     ) -> None:
-        from blobstore.archive.choice import Level as Effort
-        from blobstore.archive.outline import outline  # brings numpy
+        from blobstore.compression.spans import outline  # brings numpy
+        from blobstore.compression.tuning import Level as Effort
 
         self._digest = blob.digest
         self._level = Effort(level)
@@ -66,9 +66,9 @@ class Coding:
 
     def write(self, write: Callable[..., object], tell: Callable[[int], None]) -> None:
         """Code the blob; ``tell`` gets the bytes that are being coded."""
-        from blobstore.archive.encoding import encode
-        from blobstore.archive.factoring import with_factors
-        from blobstore.archive.outline import with_equals
+        from blobstore.compression.encoder import encode
+        from blobstore.compression.estimate import with_factors
+        from blobstore.compression.spans import with_equals
 
         runs: Sequence[Run] = self._compared
         if self._base is not None:
@@ -83,7 +83,7 @@ class Coding:
 
     def estimate(self) -> int:
         """Return about how many bytes it comes to, from some slices of each tensor; seldom fewer."""
-        from blobstore.archive.factoring import estimated
+        from blobstore.compression.estimate import estimated
 
         return estimated(self._data, self._compared, self._base, self._level, self._known)
 
@@ -147,7 +147,7 @@ class _Compared:
         place = self._place(whole, by_name)
         if place is not None or by_name is not None:
             return [run._replace(base_begin=by_name if place is None else place)]
-        from blobstore.archive.outline import split
+        from blobstore.compression.spans import split
 
         places = [self._place(piece) for piece in slices_of(entry, self._mine.data_start)]
         if all(place is None for place in places):

@@ -15,8 +15,8 @@ from blobstore.core.escape import quoted
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantize.metadata import described
-from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.metadata import described
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quoted
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource
-from blobstore.quantize.recipes import Copied, Decoded, Prequantized
+from blobstore.quantization.recipes import Copied, Decoded, Prequantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.tensor import DType
-    from blobstore.quantize.recipes import Quantized, Recipe
+    from blobstore.quantization.recipes import Quantized, Recipe
 
     Array = np.ndarray[Any, Any]
     Read = Callable[[str, memoryview], Iterator[memoryview]]
@@ -73,7 +73,7 @@ class Conversion:
             yield from map(_reciprocal, pieces) if recipe.is_reciprocal else pieces
 
     def _quantized(self, recipe: Quantized) -> Iterator[Buffer]:
-        from blobstore.quantize.reference import quantize
+        from blobstore.quantization.numpy import quantize
         from blobstore.safetensors.numpy import as_bytes
 
         scales: list[Array] = []
@@ -101,7 +101,7 @@ class Conversion:
                 yield _numbers(piece, recipe.spec.dtype)
 
     def _decoded(self, recipe: Decoded) -> Iterator[Array]:
-        from blobstore.quantize import float8
+        from blobstore.quantization import fp8 as float8
 
         rows, columns = recipe.weight.shape
         height, width = recipe.block
@@ -141,7 +141,7 @@ class Conversion:
 def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
     import numpy as np
 
-    from blobstore.quantize.reference import first_endless
+    from blobstore.quantization.numpy import first_endless
 
     index = first_endless(array)
     if index is not None:

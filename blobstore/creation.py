@@ -28,7 +28,7 @@ from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.places import find_places, write_index
 from blobstore.planning import Quantize, plan_source
-from blobstore.quantize.recipes import Copied, Prequantized
+from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.small_layers import config_bytes, small_layers
 from blobstore.sources.open import open_source
 from blobstore.store.blobs import ADVICE
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.plan import BlobPlan, ExpertForm
     from blobstore.planning import ModelPlan
-    from blobstore.quantize.policy import PolicyName
+    from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Ingest, Ingested
 

@@ -24,7 +24,7 @@ from blobstore.store.cold_file import room_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from blobstore.archive.windowed import FileBytes
+    from blobstore.compression.file_view import FileBytes
     from blobstore.core.digest import Digest
     from blobstore.store.cold import ColdBlob
     from blobstore.store.cold_file import ColdFile

@@ -19,9 +19,9 @@ from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.manifests import media_types
-from blobstore.quantize import gpt_oss
-from blobstore.quantize.mlx_form import exported_config, joined_experts, mlx_name
-from blobstore.quantize.recipes import BIAS, SCALE
+from blobstore.quantization import gpt_oss
+from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
+from blobstore.quantization.recipes import BIAS, SCALE
 from blobstore.safetensors.writer import in_file_order
 from blobstore.shards import divided, file_names, index, index_name, weight_file
 from blobstore.stacks import read_stacks
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from blobstore.contents import Contents, StoredTensor
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import Header
     from blobstore.shards import WeightFile
     from blobstore.store.local import LocalStore

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
 
 FloatName = Literal["bfloat16", "float16", "float32"]
 NAMES: dict[DType, FloatName] = {
@@ -160,7 +160,7 @@ def lane_to(framework: str, device: str) -> Lane | None:
     """
     if not has_lane(framework, device):
         return None
-    from blobstore.safetensors.torch_device import TorchLane
+    from blobstore.safetensors.cuda import TorchLane
 
     return TorchLane(device)
 
@@ -168,13 +168,13 @@ def lane_to(framework: str, device: str) -> Lane | None:
 def dequantizer(framework: str) -> Dequantize:
     """Return what dequantizes the arrays of ``numpy``, ``torch`` or ``mlx``, with their library."""
     if framework == "torch":
-        from blobstore.quantize import torch
+        from blobstore.quantization import torch
 
         return torch.dequantize
     if framework == "mlx":
-        from blobstore.quantize import mlx
+        from blobstore.quantization import mlx
 
         return mlx.dequantize
-    from blobstore.quantize import reference
+    from blobstore.quantization import numpy as reference
 
     return reference.dequantize

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.plan import BlobPlan
-    from blobstore.quantize.recipes import Recipe
+    from blobstore.quantization.recipes import Recipe
 
 
 def blob_header(blob: BlobPlan) -> bytes:

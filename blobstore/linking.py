@@ -28,7 +28,7 @@ from blobstore.farm import lay_out_farm
 from blobstore.filling import building, free_target, write_new, write_weights
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.quantize.mlx_form import mlx_config
+from blobstore.quantization.mlx_layout import mlx_config
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

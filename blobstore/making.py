@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.archive.base import BaseBlob
     from blobstore.coding import Level
+    from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.moving import Moving

@@ -215,7 +215,7 @@ class Model(Documents, Mapping[str, Any]):
         """Type and group size of the quantized weights by name, as their blobs say.
 
         An empty type and 0 where a blob does not say. The types are those of
-        :data:`blobstore.quantize.formats.FORMATS`; whether a weight's shapes agree with its type is
+        :data:`blobstore.quantization.formats.FORMATS`; whether a weight's shapes agree with its type is
         checked when it is dequantized.
         """
         return {name: (kind, group_size) for name, (kind, group_size) in self._quantized.items()}

@@ -10,8 +10,8 @@ from blobstore.core.slicing import cut
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.frameworks import FLOATS, original_dtype
-from blobstore.quantize.metadata import GROUP_SIZE, TYPE, described
-from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.metadata import GROUP_SIZE, TYPE, described
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blobstore.core.slicing import Cut, Index
     from blobstore.frameworks import Dequantize, FloatName
     from blobstore.places import Place
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
 
 
 class PackedPart(NamedTuple):

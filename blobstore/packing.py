@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from blobstore.archive.base import BaseBlob
-from blobstore.archive.choice import Level as Effort
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.encoding import encode
-from blobstore.archive.members import PREFIX, Contents, Kind, Member, encode_contents
-from blobstore.archive.outline import outline, with_equals
 from blobstore.bundles import check_case
 from blobstore.coding import Blob, Coding, Level
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.encoder import encode
+from blobstore.compression.spans import outline, with_equals
+from blobstore.compression.tuning import Level as Effort
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quoted
 from blobstore.core.files import replacing, write_all
@@ -40,6 +39,7 @@ from blobstore.errors import (
 )
 from blobstore.gathering import SMALLEST, gather_blobs, gather_models
 from blobstore.manifests.reference import Reference
+from blobstore.operations.archive.format import PREFIX, Contents, Kind, Member, encode_contents
 from blobstore.relatives import LEAST_GAIN
 from blobstore.store.local import LocalStore
 from blobstore.turns import Entry, Line

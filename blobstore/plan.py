@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from blobstore.core.escape import quoted
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.quantize.metadata import describe
-from blobstore.quantize.recipes import (
+from blobstore.quantization.metadata import describe
+from blobstore.quantization.recipes import (
     BIAS,
     GLOBAL_SCALE,
     SCALE,
@@ -32,8 +32,8 @@ from blobstore.quantize.recipes import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from blobstore.quantize.policy import Policy
-    from blobstore.quantize.recipes import Recipe
+    from blobstore.quantization.policy import Policy
+    from blobstore.quantization.recipes import Recipe
 
 ExpertForm = Literal["packed", "stacked"]
 EXPERT_FORMS: tuple[ExpertForm, ...] = ("packed", "stacked")

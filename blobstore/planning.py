@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quoted
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan
-from blobstore.quantize import gpt_oss
-from blobstore.quantize.formats import FORMATS, parse_format
-from blobstore.quantize.policy import Policy, parse_override
-from blobstore.quantize.prequantized import recognise
-from blobstore.quantize.recipes import Prequantized, Quantized
-from blobstore.quantize.stated import StatedQuantization
+from blobstore.quantization import gpt_oss
+from blobstore.quantization.detect import recognise
+from blobstore.quantization.formats import FORMATS, parse_format
+from blobstore.quantization.policy import Policy, parse_override
+from blobstore.quantization.recipes import Prequantized, Quantized
+from blobstore.quantization.source_config import StatedQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from blobstore.plan import ExpertForm
-    from blobstore.quantize.policy import PolicyName
-    from blobstore.quantize.recipes import Recipe
+    from blobstore.quantization.policy import PolicyName
+    from blobstore.quantization.recipes import Recipe
     from blobstore.sources.base import TensorSource
 
 

@@ -22,8 +22,8 @@ from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
 from blobstore.layerfile import blob_buffers, blob_header, blob_size
 from blobstore.plan import EXPERT_FORMS
 from blobstore.planning import Quantize, plan_source
-from blobstore.quantize.formats import FORMATS
-from blobstore.quantize.policy import POLICIES
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.policy import POLICIES
 from blobstore.small_layers import config_bytes, file_layers, stacks_bytes
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore

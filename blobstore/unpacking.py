@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore.quantize.recipes import BIAS, GLOBAL_SCALE, SCALE
-from blobstore.quantize.reference import dequantize
+from blobstore.quantization.numpy import dequantize
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.numpy import as_array
 
 if TYPE_CHECKING:

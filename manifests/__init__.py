@@ -1,1 +1,1 @@
-"""Names of models, and the manifests that list their layers: pure values, no files."""
+"""Names of models, and the manifests that list their layers. Pure values: no files are opened."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.archive.bundle import Bundle
-from blobstore.archive.members import PREFIX, Contents, Kind, Member, encode_contents
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import PREFIX, Contents, Kind, Member, encode_contents
 from blobstore.packing import pack_models
 from tests.frozen import layer, tuned, weights
 from tests.models import add_blobs

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from blobstore.archive.encoding import encode
-from blobstore.archive.outline import outline
+from blobstore.compression.encoder import encode
+from blobstore.compression.spans import outline
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.archive.table import Table
+    from blobstore.compression.table import Table
 
 _FLOATS: dict[DType, Any] = {
     DType.BF16: ml_dtypes.bfloat16,

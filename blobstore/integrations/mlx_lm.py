@@ -30,7 +30,7 @@ from blobstore.integrations.model_files import (
 )
 from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.loader import open_model
-from blobstore.quantize.mlx_form import exported_config, mlx_config
+from blobstore.quantization.mlx_layout import exported_config, mlx_config
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

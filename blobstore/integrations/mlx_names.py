@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.contents import COMPANIONS
 from blobstore.core.tensor import TensorSpec
-from blobstore.quantize.formats import FORMATS
-from blobstore.quantize.mlx_form import joined_experts, mlx_name
-from blobstore.quantize.recipes import BIAS
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.mlx_layout import joined_experts, mlx_name
+from blobstore.quantization.recipes import BIAS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
 
 
 class Naming(NamedTuple):

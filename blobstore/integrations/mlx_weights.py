@@ -11,9 +11,9 @@ from blobstore.contents import COMPANIONS
 from blobstore.core.gc_pause import collector_paused
 from blobstore.integrations.mlx_names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
-from blobstore.quantize import gpt_oss
-from blobstore.quantize.mlx_form import mlx_name
-from blobstore.quantize.recipes import SCALE
+from blobstore.quantization import gpt_oss
+from blobstore.quantization.mlx_layout import mlx_name
+from blobstore.quantization.recipes import SCALE
 from blobstore.safetensors.mlx import as_mlx, copied
 
 if TYPE_CHECKING:

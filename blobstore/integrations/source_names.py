@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from blobstore.contents import read_contents
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged
-from blobstore.quantize import gpt_oss
-from blobstore.quantize.stated import StatedQuantization
+from blobstore.quantization import gpt_oss
+from blobstore.quantization.source_config import StatedQuantization
 from blobstore.stacks import read_stacks
 
 if TYPE_CHECKING:

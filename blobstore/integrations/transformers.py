@@ -34,7 +34,7 @@ from blobstore.integrations.source_names import (
     stacked_names,
 )
 from blobstore.loader import open_model
-from blobstore.quantize.mlx_form import exported_config
+from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.local import LocalStore
 

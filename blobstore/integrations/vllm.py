@@ -20,7 +20,7 @@ from blobstore.frameworks import NAMES
 from blobstore.integrations.model_files import decoded, folder_of_files
 from blobstore.loader import open_model
 from blobstore.manifests.reference import Reference
-from blobstore.quantize.mlx_form import exported_config
+from blobstore.quantization.mlx_layout import exported_config
 from blobstore.residence import Prefetch, Read
 from blobstore.store.local import LocalStore
 from blobstore.verification import Verify

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.archive.base import BaseBlob
+    from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import Digest
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import ColdBlob, State
@@ -61,7 +61,7 @@ def forms_of_base(store: BlobReader, digest: Digest, size: int) -> Iterator[Base
 
 
 def _openers(store: BlobReader, digest: Digest, size: int) -> list[Callable[[], BaseBlob]]:
-    from blobstore.archive.base import BaseBlob  # brings numpy
+    from blobstore.compression.base import BaseBlob  # brings numpy
 
     def hot() -> BaseBlob:
         return BaseBlob.hot(store.hot.whole(digest, size), digest)

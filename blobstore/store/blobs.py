@@ -25,7 +25,7 @@ from blobstore.store.hot import ADVICE, HotShelf
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from blobstore.archive.base import BaseBlob
+    from blobstore.compression.base import BaseBlob
     from blobstore.core.mmap import Region
     from blobstore.store.layout import Layout
 

@@ -34,10 +34,10 @@ from blobstore.store.hot import ADVICE
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from blobstore.archive.base import BaseBlob
-    from blobstore.archive.container import ColdBlob as Container
-    from blobstore.archive.container import Cut
-    from blobstore.archive.windowed import FileBytes
+    from blobstore.compression.base import BaseBlob
+    from blobstore.compression.decoder import ColdBlob as Container
+    from blobstore.compression.decoder import Cut
+    from blobstore.compression.file_view import FileBytes
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
@@ -78,7 +78,7 @@ class ColdBlob:
         if read is None:
             file.close()
         with _IMPORTING:
-            from blobstore.archive.container import ColdBlob as Opened  # brings numpy
+            from blobstore.compression.decoder import ColdBlob as Opened  # brings numpy
 
         self.digest = digest
         self.base: Digest | None = None

@@ -9,7 +9,7 @@ import mmap
 import os
 import weakref
 
-from blobstore.archive.windowed import Window, Windowed
+from blobstore.compression.file_view import Window, Windowed
 from blobstore.core.escape import quoted
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import Region

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 import zstandard
 
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.entropy import Method
-from blobstore.archive.members import PREFIX, Kind, Member
-from blobstore.archive.table import PREFIX as COLD_PREFIX
-from blobstore.archive.table import (
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.entropy import Method
+from blobstore.compression.table import PREFIX as COLD_PREFIX
+from blobstore.compression.table import (
     Base,
     Chunk,
     Part,
@@ -35,6 +34,7 @@ from blobstore.extraction import check_archive, unpack_archive
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
+from blobstore.operations.archive.format import PREFIX, Kind, Member
 from blobstore.store.local import LocalStore
 from tests.archives import Parts, archive, model_archive, packed_family, raw
 from tests.cold import cold

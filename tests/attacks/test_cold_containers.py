@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from blobstore.archive.base import BaseBlob
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.entropy import Method
-from blobstore.archive.outline import Run, outline, with_equals
-from blobstore.archive.table import (
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.entropy import Method
+from blobstore.compression.spans import Run, outline, with_equals
+from blobstore.compression.table import (
     FOOTER_SIZE,
     PREFIX,
     Base,

@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.encoding import encode
-from blobstore.archive.outline import Run
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.encoder import encode
+from blobstore.compression.spans import Run
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile

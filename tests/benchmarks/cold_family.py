@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import zstandard
 
-from blobstore.archive.choice import Level
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.delta import Effort, decode_chunk, encode_chunk
-from blobstore.archive.delta_fit import fit
-from blobstore.archive.delta_prediction import Prediction, pack, unpack
-from blobstore.archive.encoding import encode
-from blobstore.archive.outline import Run
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.delta.codec import Effort, decode_chunk, encode_chunk
+from blobstore.compression.delta.low_rank import Prediction, pack, unpack
+from blobstore.compression.delta.low_rank_fit import fit
+from blobstore.compression.encoder import encode
+from blobstore.compression.spans import Run
+from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes

@@ -20,9 +20,9 @@ import torch
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.quantize import reference
-from blobstore.quantize import torch as torch_engine
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization import numpy as reference
+from blobstore.quantization import torch as torch_engine
+from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import BF16, as_bytes
 from blobstore.safetensors.writer import write_safetensors
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from blobstore.quantize.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat
 
 _THREADS = 2
 _LAYERS, _HIDDEN, _INTERMEDIATE, _VOCABULARY = 33, 1536, 4096, 32_000

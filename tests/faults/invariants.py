@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blobstore
-from blobstore.archive.base import BaseBlob
-from blobstore.archive.container import ColdBlob
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.decoder import ColdBlob
 from blobstore.errors import ColdDamaged
 from blobstore.store.local import LocalStore
 from tests.faults.known import command

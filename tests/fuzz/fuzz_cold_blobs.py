@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 with atheris.instrument_imports(include=["blobstore"]):
-    from blobstore.archive import chunks
-    from blobstore.archive.base import BaseBlob
-    from blobstore.archive.container import ColdBlob
-    from blobstore.archive.table import FOOTER_SIZE, PREFIX
+    from blobstore.compression import chunks
+    from blobstore.compression.base import BaseBlob
+    from blobstore.compression.decoder import ColdBlob
+    from blobstore.compression.table import FOOTER_SIZE, PREFIX
     from blobstore.errors import ColdDamaged
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=6000"]

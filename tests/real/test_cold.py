@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.archive.choice import Level
-from blobstore.archive.container import ColdBlob
-from blobstore.archive.encoding import encode
-from blobstore.archive.outline import outline, with_equals
+from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.encoder import encode
+from blobstore.compression.spans import outline, with_equals
+from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array

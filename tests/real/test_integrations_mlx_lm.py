@@ -37,7 +37,7 @@ from blobstore.errors import (
 )
 from blobstore.export import export_model
 from blobstore.manifests.reference import Reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization.formats import FORMATS
 from tests.models import blob, write_folder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import blobstore
 from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blobstore.archive.members import Kind
 from blobstore.bundles import layers_by_blob, open_bundle
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, BlobstoreError, ModelNotFound, NotFound
@@ -16,6 +15,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.archive.format import Kind
 from blobstore.store.local import LocalStore
 from tests.archives import Parts, archive, model_archive, packed_family, raw
 

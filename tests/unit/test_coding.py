@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.archive.container import ColdBlob
 from blobstore.coding import Blob, Coding
+from blobstore.compression.decoder import ColdBlob
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing
 from blobstore.store.local import LocalStore

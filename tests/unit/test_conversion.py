@@ -11,10 +11,10 @@ from blobstore import conversion
 from blobstore.conversion import Conversion
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
-from blobstore.quantize import reference
-from blobstore.quantize.float8 import decode
-from blobstore.quantize.formats import FORMATS
-from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized, Recipe
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.fp8 import decode
+from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

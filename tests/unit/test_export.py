@@ -31,8 +31,8 @@ from blobstore.freezing import freeze_models
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.quantize import reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from tests.frozen import put, weights

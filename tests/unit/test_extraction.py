@@ -8,8 +8,6 @@ import pytest
 
 import blobstore
 from blobstore import extraction
-from blobstore.archive.bundle import Bundle
-from blobstore.archive.members import Kind
 from blobstore.collect import collect_garbage
 from blobstore.errors import (
     ArchiveDamaged,
@@ -26,6 +24,8 @@ from blobstore.extraction import check_archive, unpack_archive
 from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
 from blobstore.naming import remove_models
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import Kind
 from blobstore.packing import pack_models
 from blobstore.store.local import LocalStore
 from blobstore.verify import verify_models

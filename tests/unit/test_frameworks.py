@@ -14,7 +14,7 @@ from blobstore.frameworks import (
     lane_to,
     original_dtype,
 )
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization.formats import FORMATS
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -40,14 +40,14 @@ def test_every_framework_has_its_own() -> None:
         "blobstore.safetensors.numpy",
         "blobstore.safetensors.torch",
     ]
-    assert dequantizer("numpy").__module__ == "blobstore.quantize.reference"
-    assert dequantizer("torch").__module__ == "blobstore.quantize.torch"
+    assert dequantizer("numpy").__module__ == "blobstore.quantization.numpy"
+    assert dequantizer("torch").__module__ == "blobstore.quantization.torch"
 
 
 def test_mlx_has_its_own() -> None:
     pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     assert converter("mlx", "cpu").__module__ == "blobstore.safetensors.mlx"
-    assert dequantizer("mlx").__module__ == "blobstore.quantize.mlx"
+    assert dequantizer("mlx").__module__ == "blobstore.quantization.mlx"
 
 
 def test_an_unknown_framework_or_device_is_told() -> None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.archive.base import BaseBlob
-from blobstore.archive.outline import Run
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.spans import Run
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound

@@ -10,7 +10,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader
 from blobstore.layerfile import blob_buffers, blob_header, blob_size
 from blobstore.plan import BlobPlan
-from blobstore.quantize.recipes import Copied, Recipe
+from blobstore.quantization.recipes import Copied, Recipe
 
 SOURCES = {name: bytes([number] * 6) for number, name in enumerate("abc")}
 

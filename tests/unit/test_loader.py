@@ -34,8 +34,8 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.quantize import reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests import sandbox
 from tests.damage import blob_path

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore import turns
-from blobstore.archive.base import BaseBlob
-from blobstore.archive.bundle import Bundle
-from blobstore.archive.members import Kind
-from blobstore.archive.outline import Run
 from blobstore.coding import Coding
 from blobstore.collect import collect_garbage
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.spans import Run
 from blobstore.core.digest import Digest
 from blobstore.core.files import write_all
 from blobstore.core.tensor import DType
@@ -35,6 +33,8 @@ from blobstore.freezing import freeze_models
 from blobstore.gathering import gather_blobs
 from blobstore.manifests.reference import Reference
 from blobstore.naming import copy_model, remove_models
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import Kind
 from blobstore.packing import pack_models
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models

@@ -250,8 +250,8 @@ def test_parts_are_put_on_the_device(store: LocalStore) -> None:
 
 def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
     """Return the plain numbers of a part of a packed weight, by the model's own arithmetic."""
-    from blobstore.quantize import reference
-    from blobstore.quantize.formats import FORMATS
+    from blobstore.quantization import numpy as reference
+    from blobstore.quantization.formats import FORMATS
 
     item, (_, group_size) = FORMATS[tag], model.quantized[UP]
     ends = (UP, f"{UP}_scale", f"{UP}_qbias")

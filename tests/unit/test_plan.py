@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.plan import BlobPlan, plan, stacks
-from blobstore.quantize.formats import FORMATS
-from blobstore.quantize.policy import Policy
-from blobstore.quantize.recipes import Copied, Decoded, Prequantized, Quantized, copies
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.policy import Policy
+from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, copies
 
 if TYPE_CHECKING:
     from blobstore.plan import ExpertForm

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
-from blobstore.safetensors.torch_device import TorchLane
+from blobstore.safetensors.cuda import TorchLane
 from blobstore.store.local import LocalStore
 from blobstore.transfer import Part, _Ring, transferred
 

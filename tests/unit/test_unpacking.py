@@ -11,8 +11,8 @@ from blobstore.contents import read_contents
 from blobstore.core.mmap import Region
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.quantize import reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from blobstore.unpacking import plain_pieces
 from tests.models import add_blobs, blob, quantizable_tensors, write_folder

@@ -18,8 +18,8 @@ from blobstore.errors import InvalidManifest, InvalidReference
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.quantize import reference
-from blobstore.quantize.formats import FORMATS
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header
 
 _FOLDER = Path(__file__).parents[1] / "vectors"

@@ -1,0 +1,191 @@
+"""The order in which the differences of a chunk are coded: by the size of the number they start from.
+
+An update of one size is many units in the last place of a small weight and few of a large one, so
+how far differences spread is told by the exponent of the number that they start from, which the
+decoder has. Elements are put into classes by that exponent, and the differences of a class are
+coded together: each of its blocks has one narrow distribution.
+
+Sorting is what costs, so it is not elements that are sorted but pairs of neighbours, by both their
+classes: half as many keys, half as many moves. In the sorted pairs the first elements of a class
+are one run, the second ones a run for each class of the first; slices bring a class together.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blobstore.compression.scratch import scratch
+from blobstore.core.tensor import DType
+
+if TYPE_CHECKING:
+    from typing import Final
+
+    Array = np.ndarray[Any, Any]
+
+MAX_CLASSES: Final = 16
+"""Classes at most, for two of them are a key of eight bits."""
+_EXPONENTS: Final = {
+    DType.F8_E4M3: (3, 0xF),
+    DType.F8_E4M3FNUZ: (3, 0xF),
+    DType.F8_E5M2: (2, 0x1F),
+    DType.F8_E5M2FNUZ: (2, 0x1F),
+    DType.F16: (10, 0x1F),
+    DType.BF16: (7, 0xFF),
+    DType.F32: (23, 0xFF),
+}
+"""Where the exponent of a type begins, and its bits."""
+_PAIRS: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("<u2"),
+    2: np.dtype("<u4"),
+    4: np.dtype("<u8"),
+}
+_ALL: Final = 0xFF
+"""The mask of an exponent of eight bits, which a byte is already."""
+_SAMPLE: Final = 1 << 13
+_TOP: Final = 0.99
+"""The part of a tensor above which exponents are too rare for a class."""
+
+
+class Classes(NamedTuple):
+    """Exponents from ``first`` on are a class each, but those at the ends hold all beyond them."""
+
+    first: int
+    many: int
+
+
+class Groups(NamedTuple):
+    """How the elements of a chunk become runs of one class."""
+
+    order: Array
+    """The pairs in order of their keys."""
+    runs: list[tuple[int, int]]
+    """Starts and ends in the first elements of the sorted pairs and then the second, by classes."""
+    sizes: list[int]
+    """Elements in each class."""
+
+
+def has_classes(dtype: DType) -> bool:
+    """Tell whether elements of ``dtype`` can be told apart by an exponent."""
+    return dtype in _EXPONENTS
+
+
+def exponent_bits(dtype: DType) -> int:
+    """Return how many bits the exponents of a type with classes have."""
+    return _EXPONENTS[dtype][1].bit_length()
+
+
+def choose_classes(base: Array, dtype: DType, many: int) -> Classes:
+    """Return classes that tell apart all numbers but the largest hundredth and the smallest ones."""
+    exponents = _exponents(base[:: max(len(base) // _SAMPLE, 1)], dtype)
+    totals = np.bincount(exponents, minlength=1).cumsum()
+    top = int(np.searchsorted(totals, _TOP * totals[-1]))
+    return Classes(max(top - many + 1, 0), min(many, top + 1))
+
+
+def exponents_of(base: Array, dtype: DType) -> Array:
+    """Return the exponent of every element."""
+    return _exponents(base, dtype).copy()
+
+
+def classes_of(base: Array, dtype: DType, classes: Classes) -> Array:
+    """Return the class of every element."""
+    return _classes(base, dtype, classes).copy()
+
+
+def group(base: Array, dtype: DType, classes: Classes) -> Groups:
+    """Return the groups of an even number of elements."""
+    keys = _keys(_classes(base, dtype, classes))
+    order = keys.argsort(kind="stable")
+    bounds = keys.searchsorted(_probes(classes.many), sorter=order).tolist()
+    bounds.append(len(keys))
+    return Groups(order, *_runs(bounds, classes.many))
+
+
+@cache
+def _probes(many: int) -> Array:
+    return np.array([one << 4 | two for one in range(many) for two in range(many)], np.uint8)
+
+
+def _runs(bounds: list[int], many: int) -> tuple[list[tuple[int, int]], list[int]]:
+    runs = []
+    sizes = []
+    half = bounds[-1]
+    for number in range(many):
+        start, end = bounds[number * many], bounds[(number + 1) * many]
+        runs.append((start, end))
+        size = end - start
+        for place in range(number, many * many, many):
+            start, end = bounds[place], bounds[place + 1]
+            if start != end:
+                runs.append((half + start, half + end))
+                size += end - start
+        sizes.append(size)
+    return runs, sizes
+
+
+def gather(elements: Array, groups: Groups, out: Array) -> None:
+    """Write ``elements`` to ``out`` class by class."""
+    pair = _PAIRS[elements.itemsize]
+    pairs = scratch("delta sorted", elements.nbytes).view(pair)
+    elements.view(pair).take(groups.order, out=pairs, mode="wrap")
+    lanes = scratch("delta lanes", elements.nbytes).view(elements.dtype)
+    first, second = lanes.reshape(2, -1)
+    np.copyto(first, pairs, casting="unsafe")
+    np.right_shift(pairs, 8 * elements.itemsize, out=pairs)
+    np.copyto(second, pairs, casting="unsafe")
+    target, source = out.data, lanes.data  # slices of these are faster than those of arrays
+    at = 0
+    for start, end in groups.runs:
+        last = at + end - start
+        target[at:last] = source[start:end]
+        at = last
+
+
+def scatter(stream: Array, groups: Groups, out: Array) -> None:
+    """Undo :func:`gather`."""
+    lanes = scratch("delta lanes", stream.nbytes).view(stream.dtype)
+    target, source = lanes.data, stream.data
+    at = 0
+    for start, end in groups.runs:
+        last = at + end - start
+        target[start:end] = source[at:last]
+        at = last
+    first, second = lanes.reshape(2, -1)
+    pair = _PAIRS[stream.itemsize]
+    pairs = scratch("delta sorted", stream.nbytes).view(pair)
+    np.copyto(pairs, second)
+    np.left_shift(pairs, 8 * stream.itemsize, out=pairs)
+    np.bitwise_or(pairs, first, out=pairs)
+    out.view(pair)[groups.order] = pairs
+
+
+def _keys(classes: Array) -> Array:
+    """Return the classes of each pair as one number, the first of them uppermost."""
+    pairs = classes.view("<u2")
+    np.multiply(pairs, 0x1001, out=pairs)
+    np.right_shift(pairs, 8, out=pairs)
+    keys = scratch("delta keys", len(pairs))
+    np.copyto(keys, pairs, casting="unsafe")
+    return keys
+
+
+def _classes(base: Array, dtype: DType, classes: Classes) -> Array:
+    exponents = _exponents(base, dtype)
+    # Bounds of the array's own type: with others numpy compares many times slower.
+    first, last = np.uint8(classes.first), np.uint8(classes.first + classes.many - 1)
+    exponents.clip(first, last, out=exponents)
+    return np.subtract(exponents, first, out=exponents)
+
+
+def _exponents(base: Array, dtype: DType) -> Array:
+    shift, mask = _EXPONENTS[dtype]
+    shifted = scratch("delta shifted", base.nbytes).view(base.dtype)
+    exponents = scratch("delta exponents", len(base))
+    np.right_shift(base, shift, out=shifted)
+    np.copyto(exponents, shifted, casting="unsafe")  # keeps the lowest eight bits
+    if mask != _ALL:
+        np.bitwise_and(exponents, mask, out=exponents)
+    return exponents

@@ -1,0 +1,229 @@
+"""A tensor predicted from its base and a product of two narrow matrices.
+
+What fine-tuning adds to a matrix is often nearly of low rank: of a merged adapter by construction,
+of the first some hundred steps of a whole model by what was measured. The factors are small
+integers times powers of two. Every partial sum of their product is a multiple of the least power
+and under 2**24 of it, so float32 has it exactly: in any order, with fused multiplication or without,
+on every machine. One addition to the base and one rounding follow, of which IEEE 754 leaves nothing
+open. Numbers that processors may treat in ways of their own (subnormal ones, infinities, what is
+no number) are predicted to stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blobstore.compression.entropy import decode_plane, encode_plane
+from blobstore.compression.scratch import scratch
+from blobstore.core.tensor import DType
+from blobstore.errors import ColdDamaged
+
+if TYPE_CHECKING:
+    from typing import Final
+
+    Array = np.ndarray[Any, Any]
+
+MAX_RANK: Final = 64
+MAX_SIDE: Final = 1 << 20
+"""Rows or columns at most: a short file may declare sides of any length, and rows are made whole."""
+_LARGEST: Final = 127
+_EXPONENTS: Final = range(-100, 61)
+"""Powers of two of the factors: sums with them are neither subnormal nor infinite by themselves."""
+_EXACT: Final = 1 << 24
+_SERIAL_PRODUCTS: Final = 1 << 18
+"""Multiplications that BLAS does in the thread that asks; for more it wakes others, which are busy."""
+_HEAD: Final = struct.Struct("<BII")
+_PLANE: Final = struct.Struct("<BI")
+_FIELDS: Final = {
+    DType.BF16: (0x7F80, 0x80),
+    DType.F16: (0x7C00, 0x400),
+    DType.F32: (0x7F800000, 0x800000),
+}
+"""The bits of the exponent, and its unit."""
+
+
+class Factors(NamedTuple):
+    """What is added to a base of ``rows`` by ``columns``: ``sum(2**e * outer(l, r))``."""
+
+    exponents: tuple[int, ...]
+    left: Array
+    """One row a term, int8."""
+    right: Array
+    """One row a term, int8."""
+
+    @property
+    def rank(self) -> int:
+        """Number of terms."""
+        return len(self.exponents)
+
+
+def can_predict(dtype: DType) -> bool:
+    """Tell whether elements of ``dtype`` are numbers that :func:`predict` can add to."""
+    return dtype in _FIELDS
+
+
+def pack(factors: Factors) -> bytes:
+    """Return the factors as bytes."""
+    head = _HEAD.pack(factors.rank, factors.left.shape[1], factors.right.shape[1])
+    planes = [encode_plane(side.tobytes()) for side in (factors.left, factors.right)]
+    tables = [_PLANE.pack(plane.method, plane.size) for plane in planes]
+    exponents = struct.pack(f"<{factors.rank}b", *factors.exponents)
+    return b"".join([head, exponents, *tables, *(plane.data for plane in planes)])
+
+
+def unpack(stored: memoryview, elements: int) -> Factors:
+    """Return the factors of a tensor of ``elements`` elements.
+
+    Raises:
+        ColdDamaged: they are cut short, fit no such tensor, or their product would not be exact.
+    """
+    try:
+        rank, rows, columns = _HEAD.unpack_from(stored)
+        fits = rows * columns == elements and max(rows, columns) <= MAX_SIDE
+        # Of no higher rank than a matrix can have: so they take no more memory than that does.
+        if not 1 <= rank <= min(MAX_RANK, rows, columns) or not fits:
+            raise ColdDamaged(
+                f"factors of rank {rank}, {rows} by {columns}, for {elements} elements"
+            )
+        exponents = struct.unpack_from(f"<{rank}b", stored, _HEAD.size)
+        at = _HEAD.size + rank
+        tables = [_PLANE.unpack_from(stored, at), _PLANE.unpack_from(stored, at + _PLANE.size)]
+    except struct.error as error:
+        raise ColdDamaged(f"the head of factors is cut short: {error}") from None
+    at += 2 * _PLANE.size
+    sides = []
+    for size, (method, coded) in zip((rows, columns), tables, strict=True):
+        side = np.empty((rank, size), np.int8)
+        decode_plane(method, stored[at : at + coded], side.reshape(-1).view(np.uint8).data)
+        at += coded
+        sides.append(side)
+    if at != len(stored):
+        raise ColdDamaged(f"factors end at byte {at} of {len(stored)}")
+    factors = Factors(exponents, *sides)
+    _check(factors)
+    return factors
+
+
+def _check(factors: Factors) -> None:
+    least = min(factors.exponents)
+    largest = sum(
+        int(np.abs(left.astype(np.int16)).max()) * int(np.abs(right.astype(np.int16)).max())
+        << (exponent - least)
+        for exponent, left, right in zip(*factors, strict=True)
+    )
+    if largest >= _EXACT or not {least, max(factors.exponents)} <= set(_EXPONENTS):
+        raise ColdDamaged("factors whose product is not exact")
+
+
+class Prediction:
+    """Factors made ready to predict chunks of one tensor, in any thread."""
+
+    def __init__(self, factors: Factors, dtype: DType) -> None:
+        powers = np.ldexp(np.float32(1), np.array(factors.exponents))[:, None]
+        self._left = np.ascontiguousarray((factors.left * powers).astype(np.float32).T)
+        self._right = factors.right.astype(np.float32)
+        self._dtype = dtype
+
+    def predict(self, base: Array, first: int) -> Array:
+        """Return what elements from the one numbered ``first`` on are predicted to be.
+
+        The result is the thread's until it asks again.
+
+        Args:
+            base: elements of the base, as unsigned integers.
+            first: the number of the first in the tensor.
+        """
+        columns = self._right.shape[1]
+        start, end = first // columns, -(-(first + len(base)) // columns)
+        added = scratch("delta added", (end - start) * columns * 4).view(np.float32)
+        rows = added.reshape(end - start, columns)
+        if len(self._right) == 1:  # which BLAS is slow at
+            np.multiply(self._left[start:end], self._right, out=rows)
+        else:
+            self._multiply(start, end, rows)
+        skipped = first - start * columns
+        predicted = scratch("delta predicted", base.nbytes).view(base.dtype)
+        with np.errstate(all="ignore"):
+            _ADD[self._dtype](base, added[skipped : skipped + len(base)], predicted)
+        _keep_odd_ones(base, predicted, self._dtype)
+        return predicted
+
+    def _multiply(self, start: int, end: int, out: Array) -> None:
+        height = max(_SERIAL_PRODUCTS // self._right.size, 1)
+        for row in range(0, end - start, height):
+            left = self._left[start + row : min(start + row + height, end)]
+            np.matmul(left, self._right, out=out[row : row + height])
+
+
+def _keep_odd_ones(base: Array, predicted: Array, dtype: DType) -> None:
+    mask, unit = _FIELDS[dtype]
+    exponents = scratch("delta shifted", base.nbytes).view(base.dtype)
+    np.bitwise_and(base, mask, out=exponents)
+    np.subtract(exponents, unit, out=exponents)
+    odd = exponents >= mask - unit
+    if odd.any():
+        np.copyto(predicted, base, where=odd)
+
+
+def _add_bf16(base: Array, added: Array, out: Array) -> None:
+    wide = scratch("delta wide", len(base) * 4).view(np.uint32)
+    np.copyto(wide, base)
+    np.left_shift(wide, 16, out=wide)
+    np.add(wide.view(np.float32), added, out=wide.view(np.float32))
+    np.add(wide, 0x8000, out=wide)
+    np.right_shift(wide, 16, out=wide)
+    np.copyto(out, wide, casting="unsafe")
+
+
+def _add_f16(base: Array, added: Array, out: Array) -> None:
+    wide = scratch("delta wide", len(base) * 4).view(np.float32)
+    np.copyto(wide, base.view(np.float16))
+    np.add(wide, added, out=wide)
+    np.copyto(out.view(np.float16), wide, casting="same_kind")
+
+
+def _add_f32(base: Array, added: Array, out: Array) -> None:
+    np.add(base.view(np.float32), added, out=out.view(np.float32))
+
+
+_ADD: Final = {DType.BF16: _add_bf16, DType.F16: _add_f16, DType.F32: _add_f32}
+
+
+def quantized(left: Array, right: Array, limit: int) -> Factors | None:
+    """Return factors near ``left @ right``, or nothing if there are none.
+
+    Args:
+        left: rows by terms.
+        right: terms by columns.
+        limit: the largest integer, of 127 at most.
+    """
+    if not len(right):
+        return None
+    terms = []
+    for column, row in zip(left.T, right, strict=True):
+        largest = float(np.abs(row).max())
+        scaled = column.astype(np.float64) * (largest / limit)
+        reach = float(np.abs(scaled).max())
+        if not (math.isfinite(reach) and reach > 0):
+            return None
+        exponent = math.ceil(math.log2(reach / limit))
+        terms.append((exponent, scaled, np.rint(row * (limit / largest)).astype(np.int8)))
+    # Those far below the first are coarser, so that sums with it are exact.
+    least = max(term[0] for term in terms) - _reach(len(terms), limit)
+    exponents = tuple(max(term[0], least) for term in terms)
+    if not {min(exponents), max(exponents)} <= set(_EXPONENTS):
+        return None
+    lefts = [
+        np.rint(np.ldexp(term[1], -exponent)).astype(np.int8)
+        for exponent, term in zip(exponents, terms, strict=True)
+    ]
+    return Factors(exponents, np.stack(lefts), np.stack([term[2] for term in terms]))
+
+
+def _reach(rank: int, limit: int) -> int:
+    """Return how many powers of two the terms may lie apart."""
+    return ((_EXACT - 1) // (rank * limit * limit)).bit_length() - 1

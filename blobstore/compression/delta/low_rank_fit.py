@@ -1,0 +1,294 @@
+"""Which factors predict a tensor from its base best, for what they cost.
+
+The rows of the difference are read in blocks, several times: memory does not grow with the tensor but
+by some hundred bytes a row and a column. Products are made of tiles that are too small for BLAS to wake
+other threads, for ours are busy; so what is found does not depend on how many processors there are. On
+another kind of processor sums may be rounded otherwise, and the factors differ a little: both are right,
+and what is decoded is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blobstore.compression.delta.codec import Effort, encode_chunk
+from blobstore.compression.delta.low_rank import (
+    MAX_SIDE,
+    Factors,
+    Prediction,
+    can_predict,
+    pack,
+    quantized,
+)
+from blobstore.core.tensor import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Final
+
+    Array = np.ndarray[Any, Any]
+    Reader = Callable[[int, int], Array]
+    """Returns the elements of a base from one to before another, good until it is asked again."""
+
+_RANKS: Final = (1, 2, 4, 8, 16, 32)
+_MORE_RANKS: Final = (64,)
+"""Those that are tried where there are more directions than that."""
+_LEAST_STEP: Final = 8
+"""How many times more energy than the mean of all others the last direction has where there are."""
+_MARGIN: Final = 8
+"""Directions that are followed beside those wanted, so that these are found well."""
+_ROUNDS: Final = 2
+_PER_DOUBLING: Final = 0.01
+"""The part of its bytes that a tensor must save for products that take twice the time."""
+_LEAST_SIDE: Final = 32
+_SAMPLE_ELEMENTS: Final = 1 << 24
+"""Elements whose rows tell the directions, about."""
+_TRIED_ELEMENTS: Final = 1 << 16
+"""Elements that ranks are compared on, in some blocks of rows."""
+_TRIED_BLOCKS: Final = 8
+_BLOCK_ELEMENTS: Final = 1 << 19
+"""Elements of the rows that are looked at together, about."""
+_TILE_ROWS: Final = 64
+_SERIAL_PRODUCTS: Final = 1 << 18
+"""Multiplications that BLAS does in the thread that asks."""
+_LEAST_ENERGY: Final = 1e-13
+"""The part of the largest direction's energy below which there is only what rounding has left."""
+_TESTED_BLOCKS: Final = 8
+_TESTED_ROWS: Final = 8
+_TESTED_COLUMNS: Final = 1 << 10
+"""Rows in each of some blocks, and columns, that tell whether a difference may be of low rank."""
+_LARGE: Final = 1 << 20
+"""Elements of a tensor that is worth the time for twice as many rows."""
+_LEAST_RATIO: Final = 10.0
+"""How many times smaller the energy of these must be without half of the directions."""
+_LIMITS: Final = (15, 31, 63, 127)
+"""The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
+
+
+def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Factors | None:
+    """Return factors with which ``tensor`` takes less room beside ``base`` than without, if any.
+
+    Args:
+        tensor: elements as :func:`~blobstore.compression.delta.codec.as_elements` gives them, by rows.
+        base: as many of the base, or what reads them.
+        dtype: the type of both.
+        columns: elements of a row.
+    """
+    if not can_fit(len(tensor), dtype, columns):
+        return None
+    pair = _Pair(tensor, _reader(base), dtype, columns)
+    best = _Best(pair)
+    ranks: tuple[int, ...] = _RANKS
+    found = _found(pair, ranks[-1])
+    if found is None:
+        return None
+    if found.has_more:
+        found, ranks = _found(pair, _MORE_RANKS[-1]) or found, _RANKS + _MORE_RANKS
+    for rank in (rank for rank in ranks if rank <= len(found.directions)):
+        best.judge(found.of(rank, _LIMITS[0]))
+    if best.factors is not None:
+        rank = best.factors.rank
+        for limit in _LIMITS[1:]:
+            best.judge(found.of(rank, limit))
+    return best.factors
+
+
+def can_fit(elements: int, dtype: DType, columns: int) -> bool:
+    """Tell whether a tensor has a type and sides that factors can be for."""
+    sides = sorted((elements // max(columns, 1), columns))
+    return can_predict(dtype) and sides[0] >= _LEAST_SIDE and sides[1] <= MAX_SIDE
+
+
+def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> bool:
+    """Tell from few elements, in little time, whether :func:`fit` may find factors worth having.
+
+    So it is where the energy of the difference lies in some directions but for a small part, as where
+    an adapter was merged. Takes what :func:`fit` takes.
+    """
+    if not can_fit(len(tensor), dtype, columns):
+        return False
+    pair = _Pair(tensor, _reader(base), dtype, columns)
+    height = _TESTED_ROWS * (2 if len(tensor) >= _LARGE else 1)
+    chosen = np.linspace(0, columns - 1, min(columns, _TESTED_COLUMNS)).astype(np.intp)
+    begins = np.linspace(0, pair.rows - height, _TESTED_BLOCKS).astype(int).tolist()
+    sample = np.concatenate([pair.difference(begin, begin + height)[:, chosen] for begin in begins])
+    energies = np.linalg.eigvalsh(_times(sample, sample.T).astype(np.float64))
+    rest = float(energies[: len(energies) // 2].sum())
+    return float(energies.sum()) > _LEAST_RATIO * max(rest, 0.0)
+
+
+def _reader(base: Array | Reader) -> Reader:
+    if callable(base):
+        return base
+    elements = base
+    return lambda begin, end: elements[begin:end]
+
+
+class _Pair(NamedTuple):
+    """A tensor and its base, by rows."""
+
+    tensor: Array
+    base: Reader
+    dtype: DType
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.tensor) // self.columns
+
+    def rows_of(self, begin: int, end: int) -> tuple[Array, Array]:
+        """Return elements of both."""
+        first, last = begin * self.columns, end * self.columns
+        return self.tensor[first:last], self.base(first, last)
+
+    def difference(self, begin: int, end: int, step: int = 1) -> Array:
+        """Return what was added to rows, as float32; 0 where that is no number to be reached."""
+        rows = (side.reshape(-1, self.columns)[::step] for side in self.rows_of(begin, end))
+        tensor, base = rows
+        with np.errstate(all="ignore"):
+            found: Array = _values(tensor, self.dtype) - _values(base, self.dtype)
+        found[~(np.abs(found) < np.float32(2.0**40))] = 0
+        return found
+
+    def blocks(self, step: int = 1) -> Iterator[Array]:
+        """Yield what was added to all rows, or to every so many."""
+        height = max(_BLOCK_ELEMENTS // self.columns // step, 1) * step
+        for begin in range(0, self.rows, height):
+            yield self.difference(begin, min(begin + height, self.rows), step)
+
+
+class _Best:
+    """The factors with which a tensor takes least, for the time that they take."""
+
+    def __init__(self, pair: _Pair) -> None:
+        self.factors: Factors | None = None
+        self._pair = pair
+        self._samples = list(_samples(pair))
+        self._least = self._size(None)
+
+    def judge(self, factors: Factors | None) -> None:
+        """Keep factors if they are better."""
+        if factors is None:
+            return
+        size = self._size(factors) * (1 + _PER_DOUBLING * factors.rank.bit_length())
+        if size < self._least:
+            self._least, self.factors = size, factors
+
+    def _size(self, factors: Factors | None) -> float:
+        """Return the bytes of the tensor and its factors, from some blocks of rows."""
+        dtype = self._pair.dtype
+        prediction = None if factors is None else Prediction(factors, dtype)
+        chunk = np.concatenate([tensor for _, tensor, _ in self._samples])
+        start = np.concatenate(
+            [
+                base if prediction is None else prediction.predict(base, first).copy()
+                for first, _, base in self._samples
+            ]
+        )
+        size = len(encode_chunk(chunk, start, dtype, Effort.SMALL))
+        whole = size * (len(self._pair.tensor) / len(chunk))
+        return whole + (0 if factors is None else len(pack(factors)))
+
+
+def _samples(pair: _Pair) -> Iterator[tuple[int, Array, Array]]:
+    """Yield the number of its first element, and both sides, of some blocks of rows."""
+    height = min(max(_TRIED_ELEMENTS // _TRIED_BLOCKS // pair.columns, 1), pair.rows)
+    count = min(_TRIED_BLOCKS, pair.rows // height)
+    for number in range(count):
+        begin = number * (pair.rows - height) // max(count - 1, 1)
+        tensor, base = pair.rows_of(begin, begin + height)
+        yield begin * pair.columns, tensor, base.copy()
+
+
+class _Found(NamedTuple):
+    """How far rows go in which directions, the largest first."""
+
+    lengths: Array
+    directions: Array
+    has_more: bool
+    """Whether the next directions are not what all others are too."""
+
+    def of(self, rank: int, limit: int) -> Factors | None:
+        """Return factors of the first directions."""
+        return quantized(self.lengths[:, :rank], self.directions[:rank], limit)
+
+
+def _found(pair: _Pair, rank: int) -> _Found | None:
+    """Return the directions in which most of the difference lies, if there is any."""
+    step = -(-len(pair.tensor) // _SAMPLE_ELEMENTS)
+    count = min(rank + _MARGIN, -(-pair.rows // step), pair.columns)
+    basis = np.random.default_rng(0).standard_normal((pair.columns, count), np.float32)
+    for _ in range(_ROUNDS):  # the power iteration
+        turned = np.zeros(basis.shape)
+        for block in pair.blocks(step):
+            turned += _times_transposed(block, _times(block, basis))
+        if not turned.any():
+            return None
+        basis = _orthonormal(turned)
+    energy = 0.0
+    parts = []
+    for block in pair.blocks():
+        parts.append(_times(block, basis))
+        energy += float(np.square(block).sum(dtype=np.float64))
+    lengths = np.concatenate(parts)
+    energies, turns = _turns(lengths)
+    rest = max(energy - float(energies.sum()), 0) / max(min(pair.rows, pair.columns) - count, 1)
+    turns = turns[:, :rank]
+    has_more = len(energies) > rank and float(energies[-1]) > _LEAST_STEP * rest
+    return _Found(_times(lengths, turns), _times(basis, turns).T, has_more)
+
+
+def _turns(sides: Array) -> tuple[Array, Array]:
+    """Return the energies of some columns turned to be orthogonal, the largest first, and how."""
+    # Of as many rows, LAPACK's eigh wakes other threads, and waits for those.
+    turns, energies, _ = np.linalg.svd(_times_transposed(sides, sides))
+    return energies, turns.astype(np.float32)
+
+
+def _orthonormal(sides: Array) -> Array:
+    """Return columns of length 1, at right angles, that span what is worth spanning."""
+    for _ in range(2):  # what is left by the first turn, for these were far from that
+        energies, turns = _turns(sides)
+        kept = energies > _LEAST_ENERGY * energies[0]
+        sides = _times(sides, turns[:, kept]) / np.sqrt(energies[kept])
+    return sides.astype(np.float32)
+
+
+def _times(block: Array, basis: Array) -> Array:
+    """Return ``block @ basis``, made in this thread."""
+    count = basis.shape[1]
+    found = np.zeros((len(block), count), block.dtype)
+    whole = len(block) - len(block) % _TILE_ROWS
+    tiles = block[:whole].reshape(-1, _TILE_ROWS, block.shape[1])
+    parts = found[:whole].reshape(-1, _TILE_ROWS, count)
+    width = max(_SERIAL_PRODUCTS // _TILE_ROWS // count, 1)
+    for begin in range(0, block.shape[1], width):
+        wanted = basis[begin : begin + width]
+        parts += np.matmul(tiles[:, :, begin : begin + width], wanted)
+        found[whole:] += np.matmul(block[whole:, begin : begin + width], wanted)
+    return found
+
+
+def _times_transposed(block: Array, lengths: Array) -> Array:
+    """Return ``block.T @ lengths``, made in this thread, summed up in double precision."""
+    count = lengths.shape[1]
+    found = np.empty((block.shape[1], count))
+    whole = len(block) - len(block) % _TILE_ROWS
+    tiles = block[:whole].reshape(-1, _TILE_ROWS, block.shape[1]).transpose(0, 2, 1)
+    parts = lengths[:whole].reshape(-1, _TILE_ROWS, count)
+    width = max(_SERIAL_PRODUCTS // _TILE_ROWS // count, 1)
+    for begin in range(0, block.shape[1], width):
+        some = slice(begin, begin + width)
+        found[some] = np.matmul(tiles[:, some], parts).sum(0, dtype=np.float64)
+        found[some] += np.matmul(block[whole:, some].T, lengths[whole:])
+    return found
+
+
+def _values(elements: Array, dtype: DType) -> Array:
+    if dtype is DType.BF16:
+        return (elements.astype(np.uint32) << 16).view(np.float32)
+    if dtype is DType.F16:
+        return elements.view(np.float16).astype(np.float32)
+    return elements.view(np.float32)

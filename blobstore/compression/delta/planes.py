@@ -1,0 +1,280 @@
+"""Differences as planes: two or four of them in a byte, a byte each, or more.
+
+A Huffman code spends at least a bit on a symbol, and time on every symbol. So where nearly all
+differences are -1, 0 and 1 four of them are one symbol, and two where nearly all are within 7 of
+zero; the few others have an escape code, and stand as they are in a list behind. Bytes of wider
+differences are planes; each but the uppermost counts from -128, so that small differences of either
+sign have zeros above. Neighbouring classes of one form are one segment, in which each class
+begins a block with codes of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blobstore.compression.entropy import Coder, Plane, decode_plane, encode_plane
+from blobstore.compression.scratch import scratch
+from blobstore.errors import ColdDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Final
+
+    Array = np.ndarray[Any, Any]
+
+_SAMPLE: Final = 1 << 14
+"""Differences of a chunk that forms are chosen by."""
+_LEAST_BITS: Final = 1.02
+"""A symbol of a Huffman code, at least."""
+_WASTED_BITS: Final = 0.04
+"""By how much a symbol's code is longer than the entropy; it stands for the time it takes as well."""
+_SEGMENT_BITS: Final = 1000
+"""What a segment costs; most of it stands for the time that it takes."""
+_LEAST_BLOCK: Final = 1 << 10
+"""Bytes of a block that is worth a table of codes."""
+
+
+class Form(enum.IntEnum):
+    """The form of a segment; from ``BYTES`` on, ``form - BYTES + 1`` planes of bytes."""
+
+    ZERO = 0
+    CRUMBS = 1
+    NIBBLES = 2
+    ESCAPED = 3
+    BYTES = 4
+
+
+_BYTE: Final = 8
+"""Bits of a byte."""
+_BITS: Final = (0, 2, 4, _BYTE)
+"""Bits of a difference in the forms with escapes; the least number of so many bits is the escape code."""
+
+
+class Segment(NamedTuple):
+    """A coded run of differences."""
+
+    form: int
+    planes: list[Plane]
+    escaped: bytes
+    """The differences that have only an escape code in the plane."""
+
+
+def planes_of(form: int) -> int:
+    """Return the number of planes of a form.
+
+    Raises:
+        ColdDamaged: there is no such form.
+    """
+    if form >= Form.BYTES + 8:
+        raise ColdDamaged(f"differences of the unknown form {form}")
+    return max(form - Form.BYTES + 1, min(form, 1))
+
+
+def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return how many neighbouring classes make a segment, and of which form, for all segments.
+
+    Args:
+        stream: the differences, class by class.
+        sizes: how many there are of each class.
+    """
+    if not stream.any():
+        return [(len(sizes), Form.ZERO)]
+    costs = _costs(stream, np.asarray(sizes))
+    total, came = costs[0], []
+    for cost in costs[1:]:
+        best = int(total.argmin())
+        switched = total[best] + _SEGMENT_BITS < total
+        came.append(np.where(switched, best, np.arange(len(total))))
+        total = np.where(switched, total[best] + _SEGMENT_BITS, total) + cost
+    forms = [int(total.argmin())]
+    for origin in reversed(came):
+        forms.append(int(origin[forms[-1]]))
+    width = stream.itemsize
+    segments: list[tuple[int, int]] = []
+    for choice in reversed(forms):
+        form = choice + 1 if choice + 1 < Form.BYTES else Form.BYTES + width - 1
+        count = segments.pop()[0] if segments and segments[-1][1] == form else 0
+        segments.append((count + 1, form))
+    return segments
+
+
+def bits_of(stream: Array, sizes: Sequence[int]) -> float:
+    """Return the bits that differences take, about, each class in the form that suits it best."""
+    return float(_costs(stream, np.asarray(sizes)).min(axis=1).sum()) if stream.any() else 0.0
+
+
+def _costs(stream: Array, sizes: Array) -> Array:
+    """Return the bits that every class takes in every form but `ZERO`, about, as a sample tells."""
+    width, many = stream.itemsize, len(sizes)
+    step = max(len(stream) // _SAMPLE, 1)
+    sample = stream[::step].astype(np.int64)
+    classes = np.repeat(np.arange(many), sizes)[::step] if many > 1 else np.zeros_like(sample)
+    scale = sizes / np.maximum(np.bincount(classes, minlength=many), 1)
+    values = _counts(classes, sample.clip(-128, 128) + 128, many, 257) * scale[:, None]
+    logs = values * np.log2(np.maximum(values, 1))
+    costs = np.full((many, len(_BITS)), np.inf)
+    for form, bits in enumerate(_BITS):
+        if 0 < bits < 8 * width:
+            half = (1 << (bits - 1)) - 1
+            inside = slice(128 - half, 129 + half)
+            escapes = np.maximum(sizes - values[:, inside].sum(axis=1), 0)
+            entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
+            codes = _code_bits(entropy, sizes * bits / 8)
+            costs[:, form - 1] = codes + 8 * width * escapes
+    costs[:, -1] = _WASTED_BITS * sizes  # another plane takes time even if it is empty
+    for _ in range(width):
+        low = sample.astype(np.int8)
+        values = _counts(classes, low.view(np.uint8), many, 256) * scale[:, None]
+        used = (values > 0).sum(axis=1)
+        entropy = _xlogx(sizes) - _xlogx(values).sum(axis=1)
+        costs[:, -1] += np.minimum(_code_bits(entropy, sizes), 8 * sizes) * (used > 1)
+        sample = (sample - low) >> 8
+    return costs
+
+
+def _counts(classes: Array, values: Array, many: int, size: int) -> Array:
+    return np.bincount(classes * size + values, minlength=many * size).reshape(many, size)
+
+
+def _xlogx(counts: Array) -> Array:
+    return counts * np.log2(np.maximum(counts, 1))
+
+
+def _code_bits(entropy: Array, symbols: Array) -> Array:
+    """Return the bits of Huffman codes, which have a bit at least and waste a little."""
+    return np.maximum(entropy + _WASTED_BITS * symbols, _LEAST_BITS * symbols)
+
+
+def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]) -> Segment:
+    """Return a coded run, which holds nothing of ``differences``.
+
+    Args:
+        differences: those of some classes.
+        sizes: how many there are of each.
+        form: one that :func:`choose` names for them.
+        coders: what is tried on the planes: the second only where the first finds much.
+    """
+    if form == Form.ZERO:
+        return Segment(form, [], b"")
+    if form >= Form.BYTES:
+        planes = [_coded(plane, _cuts(sizes, 8), coders) for plane in _split(differences)]
+        return Segment(Form.BYTES + len(planes) - 1, planes, b"")
+    bits = _BITS[form]
+    half = (1 << (bits - 1)) - 1
+    unsigned = np.dtype(f"<u{differences.itemsize}")
+    outside = (differences + differences.dtype.type(half)).view(unsigned) > 2 * half
+    places = np.flatnonzero(outside)
+    small = differences.astype(np.int8)
+    small[places] = -half - 1
+    plane = _coded(_pack(small.view(np.uint8), bits), _cuts(sizes, bits), coders)
+    return Segment(form, [plane], differences[places].tobytes())
+
+
+def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, out: Array) -> None:
+    """Write a run to ``out``.
+
+    Raises:
+        ColdDamaged: a plane is damaged, or there are not as many escape codes as differences.
+    """
+    if len(escaped) and (form == Form.ZERO or form >= Form.BYTES):
+        raise ColdDamaged(f"{len(escaped)} differences that nothing escapes to")
+    if form == Form.ZERO:
+        out[:] = 0
+    elif form >= Form.BYTES:
+        count = form - Form.BYTES + 1
+        if count > out.itemsize:
+            raise ColdDamaged(f"{count} planes of elements of {out.itemsize} bytes")
+        _merge(count, planes, out)
+    else:
+        bits = _BITS[form]
+        codes = _plane(planes, -(-len(out) * bits // 8))
+        _unpack(codes, bits, out)
+        if len(escaped):
+            code = -(1 << (bits - 1))
+            is_escape = codes.view(np.int8) == code if bits == _BYTE else out == code
+            _fill(out, escaped, is_escape)
+
+
+def _fill(out: Array, escaped: Array, is_escape: Array) -> None:
+    places = np.flatnonzero(is_escape)
+    if len(places) != len(escaped):
+        raise ColdDamaged(f"{len(places)} escape codes of {len(escaped)} differences")
+    out[places] = escaped
+
+
+def _cuts(sizes: Sequence[int], bits: int) -> list[int]:
+    """Return where in a packed plane any of the parts that lie over each other has a new class."""
+    total = sum(sizes)
+    part = -(-total * bits // 8)
+    cuts: list[int] = []
+    for place in sorted({int(end) % part for end in np.cumsum(sizes)}):
+        if place - (cuts[-1] if cuts else 0) >= _LEAST_BLOCK and part - place >= _LEAST_BLOCK:
+            cuts.append(place)
+    return cuts
+
+
+def _coded(plane: Array, cuts: Sequence[int], coders: Sequence[Coder]) -> Plane:
+    coded = encode_plane(plane.data, coders[:1], cuts=cuts)
+    if len(coders) > 1 and coded.size < len(plane) // 3:  # runs, perhaps
+        coded = min(coded, encode_plane(plane.data, coders[1:]), key=lambda one: one.size)
+    return coded._replace(data=bytes(coded.data))
+
+
+def _plane(planes: Iterator[tuple[int, memoryview]], size: int) -> Array:
+    method, stored = next(planes)
+    plane = scratch("delta plane", size)
+    decode_plane(method, stored, plane.data)
+    return plane
+
+
+def _pack(small: Array, bits: int) -> Array:
+    if bits == _BYTE:
+        return small
+    count = _BYTE // bits
+    size = -(-len(small) // count)
+    packed = np.zeros(size, np.uint8)
+    for number in range(count):
+        part = small[number * size : (number + 1) * size]
+        packed[: len(part)] |= (part & ((1 << bits) - 1)) * np.uint8(1 << (number * bits))
+    return packed
+
+
+def _unpack(codes: Array, bits: int, out: Array) -> None:
+    if bits == _BYTE:
+        np.copyto(out, codes.view(np.int8))
+        return
+    size = len(codes)
+    shifted = scratch("delta shifted", size)
+    signed = shifted.view(np.int8)
+    for number in range(8 // bits):
+        part = out[number * size : (number + 1) * size]
+        factor = 1 << (8 - bits * (number + 1))
+        np.multiply(codes, factor, out=shifted)  # shifts of bytes to the left are slow in numpy
+        np.right_shift(signed, 8 - bits, out=signed)
+        np.copyto(part, signed[: len(part)])
+
+
+def _split(differences: Array) -> list[Array]:
+    planes = []
+    rest = differences
+    for number in range(differences.itemsize):
+        low = rest.astype(np.int8)
+        planes.append(low.view(np.uint8))
+        if number + 1 == differences.itemsize:
+            break
+        rest = (rest - low) >> 8
+        if not rest.any():
+            break
+    return planes
+
+
+def _merge(count: int, planes: Iterator[tuple[int, memoryview]], out: Array) -> None:
+    np.copyto(out, _plane(planes, len(out)).view(np.int8))
+    wider = scratch("delta wider", out.nbytes).view(out.dtype)
+    for number in range(1, count):
+        np.copyto(wider, _plane(planes, len(out)).view(np.int8))
+        np.left_shift(wider, 8 * number, out=wider)
+        np.add(out, wider, out=out)

@@ -1,0 +1,120 @@
+"""A plane of exponents, two to a byte, where nearly all lie in a window of sixteen.
+
+Half the symbols take half the time to decode. A plane ``e`` of ``n`` exponents becomes ``n / 2`` bytes:
+byte ``k`` holds ``e[k] - base`` in its lower half and ``e[k + n / 2] - base`` in its upper half. Those
+outside the window ``base .. base + 15`` are listed beside it, in the order of their places.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blobstore.compression.scratch import scratch
+from blobstore.errors import ColdDamaged
+
+if TYPE_CHECKING:
+    from typing import Final
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Places = np.ndarray[Any, np.dtype[np.int64]]
+
+_WINDOW: Final = 16
+_RARE: Final = 1 << 9
+"""The first window that is tried may leave out one exponent in so many before a better is sought."""
+_LIMIT: Final = 1 << 6
+"""Any window may leave out one exponent in so many; more make pairs too large."""
+_FAR: Final = 0xFFFF
+_ENTRY: Final = 3
+_LOWER: Final = np.uint8(_WINDOW - 1)
+_UPPER: Final = np.uint8(4)
+_ABOVE: Final = np.uint64(0xF0F0F0F0F0F0F0F0)
+"""The bits of eight exponents less their base that are 0 inside the window."""
+
+
+def list_limit(elements: int) -> int:
+    """Return how many bytes the list of a window and what lies outside may have at most."""
+    return 1 + _ENTRY * (elements // _LIMIT + elements // _FAR + 1)
+
+
+def pack(exponents: Bytes) -> tuple[Bytes, Bytes] | None:
+    """Return the list of what lies outside the window and the pairs, None if that is too much.
+
+    The number of exponents is even.
+    """
+    count = len(exponents)
+    shifted = scratch("shifted", count)
+    base = max(int(exponents.max()) - _WINDOW + 1, 0)
+    outside = _outside(exponents, base, shifted)
+    if len(outside) > count // _RARE:
+        base = _best_base(exponents)
+        outside = _outside(exponents, base, shifted)
+        if len(outside) > count // _LIMIT:
+            return None
+    listed = _list(base, outside, exponents)
+    if len(outside):
+        shifted[outside] = 0
+    pairs = scratch("pairs", count // 2)
+    np.multiply(shifted[count // 2 :], np.uint8(_WINDOW), out=pairs)
+    np.bitwise_or(pairs, shifted[: count // 2], out=pairs)
+    return listed, pairs
+
+
+def unpack(listed: Bytes, pairs: Bytes, exponents: Bytes) -> None:
+    """Write the exponents that a list and pairs stand for.
+
+    Raises:
+        ColdDamaged: the list names places that are not there.
+    """
+    half = len(pairs)
+    np.bitwise_and(pairs, _LOWER, out=exponents[:half])
+    np.right_shift(pairs, _UPPER, out=exponents[half:])
+    if not len(listed) or len(listed) % _ENTRY != 1:
+        raise ColdDamaged(f"a list of exponents has {len(listed)} bytes, which no list has")
+    np.add(exponents, listed[0], out=exponents)
+    count = len(listed) // _ENTRY
+    if count:
+        gaps = listed[1 : 1 + 2 * count].tobytes()
+        places = np.cumsum(np.frombuffer(gaps, "<u2"), dtype=np.int64)
+        if places[-1] >= len(exponents):
+            raise ColdDamaged(f"a list of exponents names the {places[-1]}th of {len(exponents)}")
+        exponents[places] = listed[1 + 2 * count :]
+
+
+def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Places:
+    """Write exponents less their base, and return the places of those outside the window."""
+    np.subtract(exponents, np.uint8(base), out=shifted)  # those below become large
+    whole = len(shifted) & ~7
+    # Eight at a time, for there are few: a search of single bytes takes longer than the coder.
+    eights = shifted[:whole].view(np.uint64)
+    work = scratch("words", whole).view(np.uint64)
+    np.bitwise_and(eights, _ABOVE, out=work)
+    found = np.flatnonzero(work != 0)[:, None] * 8 + np.arange(8)
+    places: Places = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
+    outside: Places = places[shifted[places] >= _WINDOW]
+    return outside
+
+
+def _best_base(exponents: Bytes) -> int:
+    """Return the base of the window that leaves out the fewest."""
+    counts = np.cumsum(np.bincount(exponents, minlength=256))
+    inside = counts[_WINDOW - 1 :].copy()
+    inside[1:] -= counts[:-_WINDOW]
+    return int(inside.argmax())
+
+
+def _list(base: int, outside: Places, exponents: Bytes) -> Bytes:
+    """Return the base, the gaps between places as 16 bits each, and the exponents there."""
+    gaps = _gaps(outside)
+    if len(gaps) and int(gaps.max()) > _FAR:  # places in between are listed too, as they are
+        outside = np.union1d(outside, np.arange(0, len(exponents), _FAR))
+        gaps = _gaps(outside)
+    start = np.array([base], np.uint8)
+    return np.concatenate([start, gaps.astype("<u2").view(np.uint8), exponents[outside]])
+
+
+def _gaps(places: Places) -> Places:
+    gaps = places.copy()
+    gaps[1:] -= places[:-1]
+    return gaps

@@ -1,0 +1,284 @@
+"""The table of a cold blob: its bytes to values and back, checked. Pure: no plane is touched here.
+
+docs/cold-format.md is the text that this follows. Planes lie in the file in the order in which the
+table lists them, without gaps, so the table states their sizes and no offsets: none can overlap,
+and together they must fill the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.compression.entropy import Method
+from blobstore.compression.transforms import WIDTHS, layout_of
+from blobstore.core.digest import Digest
+from blobstore.errors import ColdDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Final
+
+    from blobstore.compression.file_view import FileBytes
+
+MAGIC: Final = b"\x8fBSCOLD"
+VERSION: Final = 1
+PREFIX: Final = MAGIC + bytes([VERSION])
+MAX_CHUNK: Final = 1 << 20
+"""Bytes of the largest chunk."""
+_END: Final = b"BSCOLDE\x8f"
+_FOOTER: Final = struct.Struct("<Q32s8s")
+_HEAD: Final = struct.Struct("<Q32sBI")
+_BASE: Final = struct.Struct("<Q32s")
+_PART: Final = struct.Struct("<QIBBHQ")
+_CHUNK: Final = struct.Struct("<IBB")
+_SIZE: Final = struct.Struct("<I")
+_METHOD_BITS: Final = 2
+FOOTER_SIZE: Final = _FOOTER.size
+LEAST_SIZE: Final = len(PREFIX) + _HEAD.size + FOOTER_SIZE
+_FACTORS: Final = struct.Struct("<II")
+_CODED, _SAME, _DELTA, _PREDICTED = range(4)
+MAX_FACTORS: Final = 1 << 27
+"""Bytes of the factors of a part, at most, as they are stored."""
+
+
+class Base(NamedTuple):
+    """The blob that a delta needs, before it was cold."""
+
+    digest: Digest
+    size: int
+
+
+class StoredFactors(NamedTuple):
+    """Factors in the file."""
+
+    check: int
+    """CRC-32 of them as they are stored."""
+    size: int
+
+
+class Part(NamedTuple):
+    """A run of the blob's bytes, made of elements of one width, cut into chunks of one size."""
+
+    size: int
+    width: int = 1
+    chunk_size: int = MAX_CHUNK >> 2
+    same_as: int | None = None
+    """The number of an earlier part that has the same bytes; this one has no chunks then."""
+    base_begin: int | None = None
+    """Where its base begins in the base blob, for chunks with layouts of deltas."""
+    factors: StoredFactors | None = None
+    """What its chunks are predicted by; they lie before its planes."""
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the file has of it."""
+        return 0 if self.same_as is not None else -(-self.size // self.chunk_size)
+
+
+class Stored(NamedTuple):
+    """A plane in the file."""
+
+    method: int
+    size: int
+
+
+class Chunk(NamedTuple):
+    """What the table says of a chunk."""
+
+    check: int
+    """CRC-32 of its bytes, and after them of all planes but the raw ones, as they are stored."""
+    layout: int
+    planes: Sequence[Stored]
+
+
+class Table(NamedTuple):
+    """All that a file says but its planes."""
+
+    digest: Digest
+    """Of the blob."""
+    size: int
+    """Of the blob."""
+    base: Base | None
+    parts: Sequence[Part]
+    chunks: Sequence[Chunk]
+
+
+def encode_table(table: Table) -> bytes:
+    """Return the bytes that end a file: the table, and the footer by which it is found."""
+    head = _HEAD.pack(
+        table.size, bytes.fromhex(table.digest.hex), table.base is not None, len(table.parts)
+    )
+    pieces = [head]
+    if table.base is not None:
+        pieces.append(_BASE.pack(table.base.size, bytes.fromhex(table.base.digest.hex)))
+    pieces += map(_encode_part, table.parts)
+    pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
+    for chunk in table.chunks:
+        pieces.append(_CHUNK.pack(chunk.check, chunk.layout, len(chunk.planes)))
+        pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
+    content = b"".join(pieces)
+    return content + _FOOTER.pack(len(content), _seal(content), _END)
+
+
+def decode_table(data: FileBytes) -> Table:
+    """Return the table of a file.
+
+    Raises:
+        ColdDamaged: the file is cut short, altered, or breaks the format.
+    """
+    content, begin = _content(data)
+    reader = _Reader(content)
+    size, digest, has_base, count = reader.take(_HEAD)
+    if has_base > 1:
+        raise ColdDamaged(f"the table states a base by {has_base}, which is neither 0 nor 1")
+    base = None
+    if has_base:
+        base_size, base_digest = reader.take(_BASE)
+        base = Base(Digest(base_digest.hex()), base_size)
+    if count * _PART.size > len(content):
+        raise ColdDamaged(f"{count} parts do not fit in a table of {len(content)} bytes")
+    parts: list[Part] = []
+    for _ in range(count):
+        parts.append(_decode_part(reader.take(_PART), parts, base))
+    parts = [_with_factors(part, reader) for part in parts]
+    if sum(part.size for part in parts) != size:
+        raise ColdDamaged(f"the parts do not make up the {size} bytes of the blob")
+    least = sum(part.chunks for part in parts) * (_CHUNK.size + _SIZE.size)
+    if least > len(content):
+        raise ColdDamaged(f"the chunks of {size} bytes do not fit in the table")
+    chunks = [
+        _decode_chunk(reader, part, number) for part in parts for number in range(part.chunks)
+    ]
+    if reader.rest:
+        raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")
+    stored = sum(plane.size for chunk in chunks for plane in chunk.planes)
+    stored += sum(part.factors.size for part in parts if part.factors is not None)
+    if len(PREFIX) + stored != begin:
+        raise ColdDamaged(f"planes of {stored} bytes are listed, and {begin - len(PREFIX)} stored")
+    return Table(Digest(digest.hex()), size, base, parts, chunks)
+
+
+def chunk_elements(part: Part, number: int) -> int:
+    """Return how many elements a part's chunk has; the last one may have fewer than the others."""
+    return min(part.chunk_size, part.size - number * part.chunk_size) // part.width
+
+
+def _content(data: FileBytes) -> tuple[memoryview, int]:
+    """Return the table without its footer, and where it begins."""
+    start = bytes(data[: len(PREFIX)])
+    if start[: len(MAGIC)] != MAGIC[: len(start)]:
+        raise ColdDamaged("not a cold blob: it does not begin like one")
+    if len(data) < LEAST_SIZE:
+        raise ColdDamaged(f"a cold blob of {len(data)} bytes is cut short: none has so few")
+    if start != PREFIX:
+        raise ColdDamaged(
+            f"a cold blob of version {start[-1]}; this program reads version {VERSION}"
+        )
+    size, seal, end = _FOOTER.unpack(data[-FOOTER_SIZE:])
+    if end != _END:
+        raise ColdDamaged("a cold blob does not end like one: it is cut short or altered")
+    begin = len(data) - FOOTER_SIZE - size
+    if begin < len(PREFIX):
+        raise ColdDamaged(f"a cold blob of {len(data)} bytes states a table of {size} bytes")
+    content = data[begin : begin + size]
+    if _seal(content) != seal:
+        raise ColdDamaged("the table of a cold blob does not have its digest: it is altered")
+    return content, begin
+
+
+def _seal(content: bytes | memoryview) -> bytes:
+    seal = hashlib.sha256(PREFIX)
+    seal.update(content)
+    return seal.digest()
+
+
+def _encode_part(part: Part) -> bytes:
+    kind, argument = _CODED, 0
+    if part.same_as is not None:
+        kind, argument = _SAME, part.same_as
+    elif part.base_begin is not None:
+        kind = _DELTA if part.factors is None else _PREDICTED
+        argument = part.base_begin
+    return _PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument)
+
+
+def _decode_part(
+    fields: tuple[int, int, int, int, int, int], before: Sequence[Part], base: Base | None
+) -> Part:
+    size, chunk_size, width, kind, reserved, argument = fields
+    where = f"part {len(before)}"
+    if width not in WIDTHS or not size or size % width:
+        raise ColdDamaged(f"{where}: {size} bytes of elements of {width} bytes are not possible")
+    if not 0 < chunk_size <= MAX_CHUNK or chunk_size % width:
+        raise ColdDamaged(f"{where}: chunks of {chunk_size} bytes are not possible")
+    part = Part(size, width, chunk_size)
+    if reserved:
+        raise ColdDamaged(f"{where}: {reserved} where 0 is reserved")
+    if kind == _SAME and argument < len(before):
+        same = before[argument]
+        if same.same_as is None and same[:3] == part[:3]:
+            return part._replace(same_as=argument)
+    elif kind in {_DELTA, _PREDICTED} and base is not None and argument + size <= base.size:
+        # What the factors are is told behind the parts.
+        factors = StoredFactors(0, 0) if kind == _PREDICTED else None
+        return part._replace(base_begin=argument, factors=factors)
+    elif kind == _CODED and not argument:
+        return part
+    raise ColdDamaged(f"{where}: kind {kind} with {argument} is not possible")
+
+
+def _with_factors(part: Part, reader: _Reader) -> Part:
+    if part.factors is None:
+        return part
+    factors = StoredFactors(*reader.take(_FACTORS))
+    if not 0 < factors.size < min(part.size, MAX_FACTORS):
+        raise ColdDamaged(f"factors of {factors.size} bytes for {part.size} are not possible")
+    return part._replace(factors=factors)
+
+
+def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:
+    check, code, count = reader.take(_CHUNK)
+    layout = layout_of(code, part.width)
+    if layout is None:
+        raise ColdDamaged(f"layout {code} of elements of {part.width} bytes is unknown")
+    if layout.needs_base and part.base_begin is None:
+        raise ColdDamaged(f"layout {code} needs a base, and its part has none")
+    sizes = layout.sizes(chunk_elements(part, number))
+    if count != len(sizes) or not sizes:
+        raise ColdDamaged(f"a chunk of layout {code} cannot have {count} planes")
+    return Chunk(check, code, tuple(_decode_size(reader, size) for size in sizes))
+
+
+def _decode_size(reader: _Reader, limit: int) -> Stored:
+    (value,) = reader.take(_SIZE)
+    size, method = value >> _METHOD_BITS, value & ((1 << _METHOD_BITS) - 1)
+    is_fixed = limit >= 0
+    fits = 0 < size < abs(limit)
+    if method == Method.RAW:
+        fits = size == limit if is_fixed else size <= -limit
+    elif method != Method.ZSTD and (method != Method.BITS or not is_fixed):
+        raise ColdDamaged(f"a plane is stored by method {method}, which is unknown")
+    if not fits:
+        raise ColdDamaged(f"a plane of {abs(limit)} bytes cannot be stored in {size}")
+    return Stored(method, size)
+
+
+class _Reader:
+    """Takes structures from bytes, one after the other."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    @property
+    def rest(self) -> int:
+        return len(self._content) - self._at
+
+    def take(self, form: struct.Struct) -> tuple[Any, ...]:
+        if self.rest < form.size:
+            raise ColdDamaged(f"the table ends after {len(self._content)} bytes, amid an entry")
+        values = form.unpack_from(self._content, self._at)
+        self._at += form.size
+        return values

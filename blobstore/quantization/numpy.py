@@ -1,0 +1,280 @@
+"""Quantization in numpy, and the specification of what the types mean.
+
+Every number equals what MLX 0.32.4 computes on a processor, bit for bit, for all finite inputs: the
+order and the precision of the steps below are part of the format. Arithmetic is in float32; "rounded"
+means to the element type of the input (or of the affine scales), to nearest, ties to even.
+
+*affine*: with lo and hi the extremes of a group and n the largest code, the scale is (hi - lo) / n, at
+least 1e-7, negative unless the extreme of larger magnitude is lo. If that extreme, the edge, is not
+within half a scale of zero, the scale becomes edge / round(edge / scale) and the bias the edge;
+otherwise the bias is 0. A code is round((x - bias) / scale), within 0 and n, computed before scale and bias
+are rounded. A number is code * scale, rounded, plus bias, rounded.
+
+*nvfp4*: the scale is max|x| / 6, rounded, then as E4M3, at most 448. *mxfp4*, *mxfp8*: max|x| / 6 or
+448, rounded, then the next power of two that is not below, as exponent + 127 in a byte (which overflows
+for the smallest numbers, as MLX's does); 127 for a group of zeros. A code is that of x / scale,
+rounded: for E2M1 the nearest, the one nearer to zero of two that are equally near, never -0; for E4M3
+to nearest even. A number is the value of the code times the rounded scale, rounded. A global scale of
+nvfp4 is multiplied with the scale first, and nothing is rounded before the end.
+
+In groups of nvfp4 that are too large for their scale, all E2M1 numbers may be equally near in float32;
+the first of 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, ... is taken then.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from blobstore.safetensors.numpy import BF16
+
+if TYPE_CHECKING:
+    from blobstore.quantization.formats import QuantFormat
+
+    Array = np.ndarray[Any, Any]
+
+_ENDLESS = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, BF16: 0x7F80}
+"""The bits of infinity; those of a NaN are greater."""
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_MAX = np.float32(448)
+_E2M1_MAX = np.float32(6)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1_CODES = np.concatenate([_E2M1, -_E2M1])
+_E2M1_BOUNDS = (_E2M1[1:] + _E2M1[:-1]) / 2
+# Beyond, the float32 distances to neighbouring codes may be equal, and the first code wins.
+_E2M1_FAR = np.float32(2**20)
+_E4M3_CODES: np.ndarray[Any, Any] = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
+# The two numbers in a byte, as one item.
+_E2M1_PAIRS = _E2M1_CODES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1)].view("u8")[:, 0]
+_LEAST_SCALE = np.float32(1e-7)
+_EXPONENT_BIAS = 127
+_PLACES = {bits: [(place, *divmod(place * bits, 8)) for place in range(8)] for bits in (2, 3, 5, 6)}
+"""Where each of eight codes begins in as many bytes as a code has bits: byte and bit."""
+_PIECE = 1 << 17
+"""Elements that are computed at once, so that what lies between the steps stays in the cache."""
+
+
+class Quantized(NamedTuple):
+    """A packed weight: uint32 words, scales a group, and biases for affine types."""
+
+    weight: Array
+    scale: Array
+    bias: Array | None
+
+
+def first_endless(array: Array) -> int | None:
+    """Return the flat index of the first infinity or NaN: numbers that no scale can hold."""
+    size, endless = array.itemsize, _ENDLESS[array.dtype]
+    sign = 1 << (8 * size - 1)
+    bits, signed = array.view(f"u{size}"), array.view(f"i{size}")
+    # The greatest bits are those of the greatest magnitude of each sign: no array between is needed.
+    if int(signed.max(initial=0)) < endless and int(bits.max(initial=0)) < sign + endless:
+        return None
+    return int(np.argmax((bits & bits.dtype.type(sign - 1)) >= endless))
+
+
+def quantize(array: Array, item: QuantFormat, group_size: int) -> Quantized:
+    """Quantize finite numbers along the last dimension.
+
+    Args:
+        array: float32, float16 or bfloat16 of shape ``(..., columns)``, whole groups a row.
+        item: the quantization type.
+        group_size: elements that share a scale.
+
+    Returns:
+        Words of shape ``(..., columns * bits / 32)``, scales and biases ``(..., columns / group_size)``.
+    """
+    *rows, columns = array.shape
+    groups = array.reshape(-1, group_size)
+    count = len(groups)
+    words = np.empty((count, item.words(group_size)), np.uint32)
+    scales = np.empty(count, np.uint8 if item.mode != "affine" else array.dtype)
+    biases = np.empty(count, array.dtype) if item.has_bias else None
+    height = max(_PIECE // group_size, 1)
+    # Denormal scales and far outliers overflow and underflow as they do in MLX.
+    with np.errstate(all="ignore"):
+        for start in range(0, count, height):
+            piece = slice(start, start + height)
+            if biases is not None:
+                codes, scales[piece], biases[piece] = _affine(groups[piece], item.bits)
+            else:
+                codes, scales[piece] = _float(groups[piece], item.mode)
+            words[piece] = _pack(codes, item.bits)
+    shape = (*rows, columns // group_size)
+    return Quantized(
+        words.reshape(*rows, item.words(columns)),
+        scales.reshape(shape),
+        None if biases is None else biases.reshape(shape),
+    )
+
+
+def dequantize(
+    weight: Array,
+    scale: Array,
+    bias: Array | None,
+    item: QuantFormat,
+    group_size: int,
+    dtype: str,
+    global_scale: float | None = None,
+) -> Array:
+    """Return packed numbers as an array of ``dtype``, shape ``(..., columns)``.
+
+    Args:
+        weight: uint32 words of shape ``(..., words)``.
+        scale: one a group; their own type for affine types, uint8 otherwise.
+        bias: one a group for affine types, else None.
+        item: the quantization type.
+        group_size: elements that share a scale.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        global_scale: what the scales of an nvfp4 weight are multiplied with, in float32.
+    """
+    *rows, words = weight.shape
+    columns = item.columns(words)
+    count = scale.size
+    packed = np.ascontiguousarray(weight).reshape(count, item.words(group_size))
+    scales = np.ascontiguousarray(scale).reshape(count, 1)
+    biases = None if bias is None else np.ascontiguousarray(bias).reshape(count, 1)
+    known = np.dtype(dtype)
+    result = np.empty((count, group_size), known)
+    height = max(_PIECE // group_size, 1)
+    with np.errstate(all="ignore"):
+        for start in range(0, count, height):
+            piece = slice(start, start + height)
+            if biases is not None:
+                numbers = _unpack(packed[piece], item.bits).astype(np.float32)
+                numbers *= scales[piece].astype(np.float32)
+                numbers = numbers.astype(scale.dtype).astype(np.float32)
+                numbers += biases[piece].astype(np.float32)
+                result[piece] = numbers.astype(scale.dtype)
+            else:
+                factor = _float_scale(scales[piece], item.mode)
+                if global_scale is None:
+                    factor = factor.astype(known).astype(np.float32)
+                else:
+                    factor = factor * np.float32(global_scale)
+                result[piece] = _float_numbers(packed[piece], item.bits) * factor
+    return result.reshape(*rows, columns)
+
+
+def _affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
+    numbers = groups.astype(np.float32)
+    top = np.float32((1 << bits) - 1)
+    columns = np.ascontiguousarray(numbers.T)  # numpy reduces short rows slowly
+    low, high = columns.min(axis=0), columns.max(axis=0)
+    is_low = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / top, _LEAST_SCALE)
+    scale = np.where(is_low, scale, -scale)
+    edge = np.where(is_low, low, high)
+    steps = np.rint(edge / scale)
+    scale = np.where(steps != 0, edge / steps, scale)
+    bias = np.where(steps != 0, edge, np.float32(0))
+    numbers -= bias[:, None]
+    # Scales are zero where one number fills a group and is too large for its steps: codes are 0.
+    numbers /= np.where(scale != 0, scale, np.float32(1))[:, None]
+    np.rint(numbers, out=numbers)
+    np.clip(numbers, 0, top, out=numbers)
+    return numbers.astype(np.uint8), scale, bias
+
+
+def _float(groups: Array, mode: str) -> tuple[Array, Array]:
+    numbers = groups.astype(np.float32)
+    largest = np.ascontiguousarray(np.abs(numbers).T).max(axis=0)
+    limit = _E4M3_MAX if mode == "mxfp8" else _E2M1_MAX
+    exact = (largest / limit).astype(groups.dtype).astype(np.float32)
+    if mode == "nvfp4":
+        scales = np.minimum(exact, _E4M3_MAX).astype(_E4M3).view(np.uint8)
+        factor = _E4M3_CODES[scales]
+        numbers /= np.where(factor == 0, np.float32(np.inf), factor)[:, None]
+        numbers = numbers.astype(groups.dtype, copy=False).astype(np.float32, copy=False)
+    else:
+        mantissa, exponent = np.frexp(exact)  # within 0.5 and 1
+        exponent -= mantissa == 0.5  # noqa: PLR2004 - a power of two
+        scales = (exponent + _EXPONENT_BIAS).astype(np.uint8)
+        numbers /= np.ldexp(np.float32(1), exponent)[:, None]
+    codes = _encode(numbers, mode == "mxfp8")
+    if mode == "nvfp4":
+        far = exact > _E2M1_FAR
+        if far.any():
+            codes[far] = np.abs(numbers[far, :, None] - _E2M1_CODES).argmin(axis=2)
+    return codes, scales
+
+
+def _encode(numbers: Array, is_e4m3: bool) -> Array:
+    """Return E4M3 or E2M1 codes of numbers, looked up by their upper 16 bits.
+
+    Those are enough once the last of them tells whether a lower one is set, for what decides between
+    two codes ends before it.
+    """
+    bits = numbers.view(np.uint32)
+    upper = bits & np.uint32(0xFFFF)
+    upper += np.uint32(0xFFFF)
+    upper |= bits
+    upper >>= np.uint32(16)
+    codes: Array = _codes(is_e4m3).take(upper)
+    return codes
+
+
+@cache
+def _codes(is_e4m3: bool) -> Array:
+    """Return the codes of all numbers of 16 bits: the upper halves of float32."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(BF16).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        if is_e4m3:
+            return np.clip(numbers, -_E4M3_MAX, _E4M3_MAX).astype(_E4M3).view(np.uint8)
+        codes = np.searchsorted(_E2M1_BOUNDS, np.abs(numbers)).astype(np.uint8)
+        codes[(numbers < 0) & (codes != 0)] += 8
+    return codes
+
+
+def _float_numbers(words: Array, bits: int) -> Array:
+    stream, numbers = words.view(np.uint8), _E4M3_CODES
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return numbers.take(stream)
+    return _E2M1_PAIRS.take(stream).view(np.float32)
+
+
+def _float_scale(scales: Array, mode: str) -> Array:
+    if mode == "nvfp4":
+        return _E4M3_CODES.take(scales)
+    factors: Array = np.ldexp(np.float32(1), scales.astype(np.int32) - _EXPONENT_BIAS)
+    return factors
+
+
+def _pack(codes: Array, bits: int) -> Array:
+    """Return the codes of each row as one little-endian stream of bits, in words."""
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return codes.view(np.uint32)
+    if bits == 4:  # noqa: PLR2004 - half a byte
+        pairs = codes.view(np.uint16)
+        return (pairs | pairs >> np.uint16(4)).astype(np.uint8).view(np.uint32)
+    places = codes.reshape(-1, 8)
+    stream = np.zeros((len(places), bits), np.uint8)
+    for place, byte, shift in _PLACES[bits]:
+        stream[:, byte] |= places[:, place] << np.uint8(shift)
+        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+            stream[:, byte + 1] |= places[:, place] >> np.uint8(8 - shift)
+    return stream.reshape(len(codes), -1).view(np.uint32)
+
+
+def _unpack(words: Array, bits: int) -> Array:
+    """Return the codes in rows of words; see :func:`_pack`."""
+    data = words.astype("<u4", copy=False).view(np.uint8)
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return data
+    if bits == 4:  # noqa: PLR2004 - half a byte
+        pairs = data.astype("<u2")
+        pairs |= pairs << np.uint16(4)
+        pairs &= np.uint16(0x0F0F)
+        return pairs.view(np.uint8)
+    stream = data.reshape(-1, bits)
+    places = np.empty((len(stream), 8), np.uint8)
+    for place, byte, shift in _PLACES[bits]:
+        code = stream[:, byte] >> np.uint8(shift)
+        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+            code |= stream[:, byte + 1] << np.uint8(8 - shift)
+        places[:, place] = code
+    places &= np.uint8((1 << bits) - 1)
+    return places.reshape(len(words), -1)

@@ -1,0 +1,374 @@
+"""Decides which tensor is quantized to what. Pure: from names, shapes, element types and the config.
+
+The tables are in :mod:`blobstore.quantization.rules`. A tensor passes, in this order, the user's overrides
+(the last that matches its name decides), the bars of form (element type, dimensions, size), the rows
+of its architecture and the generic rows. A row's types are tried in turn, each with its own group
+size: the requested type with the size asked for, a promotion with its type's own. A tensor whose last
+dimension none of them divides is kept.
+
+The numbers that schedules need come from the model's config. Where they are missing, or zero, the rows
+that need them are left out and the generic rows decide; where they are no numbers, that is an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DType
+from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
+from blobstore.quantization.rules import (
+    ARCHITECTURES,
+    EXPERT_COMPANIONS,
+    EXPERT_NAMES,
+    GENERIC,
+    KEPT,
+    MIN_ELEMENTS,
+    UNIFORM,
+    Architecture,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.quantization.formats import QuantFormat
+    from blobstore.quantization.rules import DenseLayers, Rule, Width
+
+PolicyName = Literal["recommended", "uniform"]
+POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
+
+_QUANTIZABLE: Final = frozenset({DType.F16, DType.BF16, DType.F32})
+_MATRIX: Final = 2
+_STACK: Final = 3
+# Numbers longer than this are no layers, and int() is slow on them.
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.", re.ASCII)
+_NO_CONFIG: Final[Mapping[str, Any]] = MappingProxyType({})
+_PLAIN: Final = Architecture(names=(), rules=())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a tensor."""
+
+    item: QuantFormat | None
+    """The type to quantize to; None keeps the tensor as it is."""
+    group_size: int
+    """Elements that share a scale; 0 for a tensor that is kept."""
+    reason: str
+    """Why, in a few words."""
+
+
+class Policy:
+    """The decisions for the tensors of one model."""
+
+    def __init__(
+        self,
+        requested: QuantFormat,
+        *,
+        group_size: int | None = None,
+        name: PolicyName = "recommended",
+        overrides: Sequence[tuple[str, QuantFormat | None]] = (),
+        config: Mapping[str, Any] = _NO_CONFIG,
+    ) -> None:
+        """Choose the rows that hold for a model.
+
+        Args:
+            requested: the type asked for.
+            group_size: its group size, if not the type's own.
+            name: ``recommended``, or ``uniform`` for the requested type wherever it can be.
+            overrides: globs on the names of tensors, each with the type to take or None to keep.
+            config: the model's ``config.json``; it names the architecture and its numbers.
+
+        Raises:
+            UsageError: the type cannot have such groups, or there is no such policy.
+            UnsupportedSource: a field of the config that the architecture's rules need has the
+                wrong type.
+        """
+        if name not in POLICIES:
+            message = f"unknown policy {quoted(name)}; expected one of {', '.join(POLICIES)}"
+            raise UsageError(message)
+        if group_size is not None:
+            check_group_size(requested, group_size)
+        self._requested = _Target(requested, group_size or requested.group_size)
+        eight = FORMATS["int8" if requested.mode == "affine" else "mxfp8"]
+        self._eight = self._target(eight)
+        self._overrides = tuple(
+            _Override(glob, None if item is None else self._target(item))
+            for glob, item in overrides
+        )
+        self._used: set[str] = set()
+        self._layers = _LayerNumbers()
+        if name == "uniform":
+            self._rules = UNIFORM
+        else:
+            self._rules = self._recommended(config)
+
+    def decide(self, spec: TensorSpec) -> Decision:
+        """Return what becomes of a tensor.
+
+        Raises:
+            UsageError: an override gives the tensor a type that it cannot take.
+        """
+        override = self._override(spec.name)
+        if override is not None:
+            return _overridden(spec, override)
+        is_expert = _is_expert(spec.name)
+        bar = _bar(spec, is_expert=is_expert)
+        if bar:
+            return _kept(bar)
+        # There is one: the last rule takes everything.
+        rule = next(
+            rule
+            for rule in self._rules
+            if _is_for(rule, spec.name, is_expert=is_expert)
+            if self._layers.hold(rule, spec.name)
+        )
+        return self._become(rule, spec)
+
+    def unused_overrides(self) -> tuple[str, ...]:
+        """Return the globs of the overrides that no tensor decided so far has matched."""
+        return tuple(item.glob for item in self._overrides if item.glob not in self._used)
+
+    def _target(self, item: QuantFormat) -> _Target:
+        """Return a type with the group size that it has in this model."""
+        return self._requested if item == self._requested.item else _Target(item, item.group_size)
+
+    def _override(self, name: str) -> _Override | None:
+        matching = [item for item in self._overrides if _matches((item.glob,), name)]
+        self._used.update(item.glob for item in matching)
+        return matching[-1] if matching else None
+
+    def _recommended(self, config: Mapping[str, Any]) -> tuple[Rule, ...]:
+        architecture = _architecture(config)
+        layers = _count(config, architecture.layers_keys)
+        experts = _count(config, architecture.experts_keys)
+        dense: frozenset[int] = frozenset()
+        if architecture.dense_layers is not None:
+            dense, listed = _dense_layers(config, architecture.dense_layers)
+            layers = layers or listed
+        self._layers = _LayerNumbers(architecture, layers, dense)
+        return tuple(
+            rule
+            for rule in (*architecture.rules, *GENERIC)
+            if rule.requested is None or self._requested.item.name in rule.requested
+            if rule.num_experts is None or rule.num_experts == experts
+        )
+
+    def _become(self, rule: Rule, spec: TensorSpec) -> Decision:
+        if not rule.become:
+            return _kept(rule.reason)
+        targets: dict[Width, _Target] = {"eight": self._eight, "requested": self._requested}
+        reason = ""
+        for width in rule.become:
+            target = targets[width]
+            note = f", but {reason}" if reason else ", 8 bits" if width == "eight" else ""
+            reason = target.misfit(spec)
+            if not reason:
+                return Decision(target.item, target.group_size, f"{rule.reason}{note}")
+        return _kept(reason)
+
+
+def parse_override(text: str) -> tuple[str, QuantFormat | None]:
+    """Return the glob and the type of ``GLOB=TYPE``; the type ``none`` is None, which keeps.
+
+    Raises:
+        UsageError: the text has no glob, or no type that can be quantized to.
+    """
+    glob, separator, name = text.rpartition("=")
+    if not separator or not glob:
+        message = f"override {quoted(text)} is not GLOB=TYPE, such as *.v_proj.weight=int8"
+        raise UsageError(message)
+    if name.strip().lower() == "none":
+        return glob, None
+    try:
+        return glob, parse_format(name)
+    except UsageError as error:
+        message = f"override {quoted(text)}: {error}, or none to keep what matches"
+        raise UsageError(message) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A type to quantize to, with its group size."""
+
+    item: QuantFormat
+    group_size: int
+
+    def misfit(self, spec: TensorSpec) -> str:
+        """Return why the groups do not fill the rows of a tensor; nothing if they do."""
+        if spec.shape[-1] % self.group_size == 0:
+            return ""
+        return f"last dimension {spec.shape[-1]} is not a multiple of {self.group_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    glob: str
+    target: _Target | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerNumbers:
+    """What the config says about a model's layers."""
+
+    architecture: Architecture = _PLAIN
+    layers: int | None = None
+    dense: frozenset[int] = frozenset()
+
+    def hold(self, rule: Rule, name: str) -> bool:
+        """Return whether a rule is for the layer of a tensor."""
+        if rule.layers == "any":
+            return True
+        match = _LAYER.search(name)
+        layer = int(match[1]) if match is not None else None
+        if rule.layers == "dense":
+            return layer in self.dense
+        if self.layers is None:
+            return False
+        return rule.layers == "known" or self._scheduled(layer, self.layers)
+
+    def _scheduled(self, layer: int | None, layers: int) -> bool:
+        if layer is None:
+            return self.architecture.unnumbered_scheduled
+        return self.architecture.schedule.has(layer, layers)
+
+
+@functools.lru_cache(maxsize=512)
+def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, globs)))
+
+
+def _matches(globs: tuple[str, ...], name: str) -> bool:
+    return _pattern(globs).match(name) is not None
+
+
+def _is_expert(name: str) -> bool:
+    return _matches(EXPERT_NAMES, name) and not _matches(EXPERT_COMPANIONS, name)
+
+
+def _is_for(rule: Rule, name: str, *, is_expert: bool) -> bool:
+    if rule.experts is not None and rule.experts != is_expert:
+        return False
+    if rule.unless and _matches(rule.unless, name):
+        return False
+    return _matches(rule.names, name)
+
+
+def _kept(reason: str) -> Decision:
+    return Decision(None, 0, reason)
+
+
+def _bar(spec: TensorSpec, *, is_expert: bool) -> str:
+    """Return why a tensor's type or form bars it from being quantized; nothing if it does not."""
+    if spec.dtype not in _QUANTIZABLE:
+        return _wrong_dtype(spec)
+    form = _form_bar(spec, is_expert=is_expert)
+    if not form:
+        return ""
+    # "norm" says more than "1 dimension".
+    named = (rule.reason for rule in KEPT if _is_for(rule, spec.name, is_expert=is_expert))
+    return next(named, form)
+
+
+def _form_bar(spec: TensorSpec, *, is_expert: bool) -> str:
+    rank = len(spec.shape)
+    if rank != _MATRIX and not (rank == _STACK and is_expert):
+        return f"{rank} dimension{'' if rank == 1 else 's'}"
+    if not is_expert and not spec.name.endswith(".weight"):
+        return "name does not end in .weight"
+    if spec.elements < MIN_ELEMENTS:
+        return f"fewer than {MIN_ELEMENTS} elements"
+    return ""
+
+
+def _wrong_dtype(spec: TensorSpec) -> str:
+    return f"{spec.dtype.value} elements; only F32, F16 and BF16 are quantized"
+
+
+def _overridden(spec: TensorSpec, override: _Override) -> Decision:
+    reason = f"override {quoted(override.glob)}"
+    if override.target is None:
+        return _kept(reason)
+    obstacle = _obstacle(spec, override.target)
+    if obstacle:
+        message = f"{reason}: {quoted(spec.name)} cannot be {override.target.item.name}: {obstacle}"
+        raise UsageError(message)
+    return Decision(override.target.item, override.target.group_size, reason)
+
+
+def _obstacle(spec: TensorSpec, target: _Target) -> str:
+    """Return why a tensor cannot be of a type at all; nothing if it can."""
+    if spec.dtype not in _QUANTIZABLE:
+        return _wrong_dtype(spec)
+    if len(spec.shape) not in {_MATRIX, _STACK}:
+        return f"only matrices and stacks of them are quantized, it has shape {list(spec.shape)}"
+    if spec.elements == 0:
+        return "it has no elements"
+    return target.misfit(spec)
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    names = _list_at(config, "architectures", _is_text, "a list of names")
+    fitting = (item for item in ARCHITECTURES if names and _matches(item.names, names[0]))
+    return next(fitting, _PLAIN)
+
+
+def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """Return the first number that is not zero at the dotted keys."""
+    counts = [_count_at(config, key) for key in keys]
+    return next((count for count in counts if count), None)
+
+
+def _count_at(config: Mapping[str, Any], key: str) -> int | None:
+    section, _, last = key.rpartition(".")
+    if section:
+        inner = config.get(section)
+        if inner is None:
+            return None
+        if not isinstance(inner, dict):
+            raise _wrong(section, "an object", inner)
+        config = inner
+    value = config.get(last)
+    if value is not None and not _is_count(value):
+        raise _wrong(key, "a number, zero or more", value)
+    return value
+
+
+def _dense_layers(
+    config: Mapping[str, Any], keys: DenseLayers
+) -> tuple[frozenset[int], int | None]:
+    """Return the layers without experts, and how many layers the list of their types has."""
+    numbers = _list_at(config, keys.numbers_key, _is_count, "a list of layers' numbers")
+    types = _list_at(config, keys.types_key, _is_text, "a list of names")
+    dense = {number for number, name in enumerate(types) if name == keys.dense_type}
+    return frozenset(dense.union(numbers)) or keys.default, len(types) or None
+
+
+def _list_at(
+    config: Mapping[str, Any], key: str, is_item: Callable[[object], bool], expected: str
+) -> list[Any]:
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(map(is_item, value)):
+        raise _wrong(key, expected, value)
+    return value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _wrong(key: str, expected: str, value: object) -> UnsupportedSource:
+    return UnsupportedSource(f"config.json: {key} must be {expected}, not {quoted(value)}")

@@ -1,0 +1,349 @@
+"""Which tensors are quantized to what, as tables; :mod:`blobstore.quantization.policy` reads them.
+
+A row says which tensors it is for, by globs on their names, under which conditions, and what they
+become. The first row that fits decides. An architecture's rows come before the generic ones, so it
+states only where it deviates; every table ends in a row for everything. Rows see only float weights of
+the right form: matrices, stacks of experts' matrices, and nothing tiny.
+
+The tables are those of Ollama 0.33, with the routers of a few more model families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Width = Literal["eight", "requested"]
+"""A type to become: the 8-bit one of the requested type's family, or the requested one."""
+Layers = Literal["any", "known", "scheduled", "dense"]
+"""Which layers a row is for: all tensors, all where the number of layers is known, those of the
+architecture's schedule, or the layers without experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row. Conditions left out hold for everything."""
+
+    reason: str
+    names: tuple[str, ...] = ("*",)
+    """Globs, one of which the name matches."""
+    unless: tuple[str, ...] = ()
+    """Globs, none of which the name matches."""
+    become: tuple[Width, ...] = ()
+    """Types in order of preference; the first whose groups divide the last dimension is taken. Kept
+    where none is."""
+    requested: frozenset[str] | None = None
+    """The types asked for that the row holds for."""
+    experts: bool | None = None
+    """Only for the weights of experts, or only for others."""
+    num_experts: int | None = None
+    """Only for models of so many experts."""
+    layers: Layers = "any"
+    """Where the number of layers is unknown there is no schedule, and no row that asks for one holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The layers whose sensitive projections get more bits.
+
+    The first and last eighth, and between them every third layer as far as the cadence goes.
+    """
+
+    cadence_eighths: int = 7
+    cadence_offset: int = 0
+
+    def has(self, layer: int, layers: int) -> bool:
+        """Return whether a layer of a model of so many is scheduled."""
+        first = layers // 8
+        if layer < first or layer >= 7 * layers // 8:
+            return True
+        end = self.cadence_eighths * layers // 8 + self.cadence_offset
+        return layer < end and (layer - first) % 3 == 2  # noqa: PLR2004 - the third of three
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayers:
+    """Where a model's config lists the layers without experts."""
+
+    numbers_key: str
+    types_key: str
+    """A list of a type for each layer."""
+    dense_type: str
+    default: frozenset[int]
+    """What is dense when the config lists none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The rules of one family of models."""
+
+    names: tuple[str, ...]
+    """Globs on the name of the architecture."""
+    rules: tuple[Rule, ...]
+    layers_keys: tuple[str, ...] = ()
+    """Where the config states the number of layers; the first that is there and not zero counts."""
+    experts_keys: tuple[str, ...] = ()
+    """Where it states the number of experts."""
+    schedule: Schedule = Schedule()
+    unnumbered_scheduled: bool = False
+    """Whether a tensor outside the numbered layers counts as scheduled."""
+    dense_layers: DenseLayers | None = None
+
+
+MIN_ELEMENTS: Final = 1024
+"""Tensors of fewer elements are kept."""
+
+EXPERT_NAMES: Final = (
+    "*.experts.*",
+    "*.mlp.switch_mlp.*",
+    "*.mlp.shared_experts.*",
+    "*.mixer.shared_experts.*",
+)
+"""Names of experts' weights, which need not end in ``.weight`` and may be stacks of matrices."""
+EXPERT_COMPANIONS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
+"""Names that are no weights though they are experts'. Stacked biases look like matrices."""
+
+_INT4: Final = frozenset({"int4"})
+_FLOAT4: Final = frozenset({"nvfp4", "mxfp4"})
+_FOUR_BITS: Final = _INT4 | _FLOAT4
+_MXFP8: Final = frozenset({"mxfp8"})
+_FLOATS: Final = _FLOAT4 | _MXFP8
+
+_TOWERS: Final = ("*vision*", "*visual*", "*audio_tower*")
+_PER_LAYER: Final = ("*per_layer*",)
+_SENSITIVE_NAMES: Final = ("*.v_proj*", "*.k_proj*", "*down_proj*")
+_SENSITIVE: Final = "sensitive projection"
+_SCHEDULED: Final = "sensitive projection of a scheduled layer"
+_UNSCHEDULED: Final = "sensitive projection, but its layer is not scheduled"
+
+_EMBEDDING = Rule(reason="embedding", names=("*embed*",), experts=False)
+_NORM = Rule(reason="norm", names=("*norm*", "*ln_*"), experts=False)
+_AUDIO = Rule(reason="audio", names=("*audio_tower*",), experts=False)
+_ROUTER = Rule(
+    reason="router",
+    names=(
+        "*.mlp.gate.weight",
+        "*.mixer.gate.weight",
+        "*.shared_expert_gate.weight",
+        "*.router.proj.weight",
+        # Ollama's list ends here; these are the routers of Mixtral, LFM2, gpt-oss and Granite.
+        "*.block_sparse_moe.gate.weight",
+        "*.feed_forward.gate.weight",
+        "*.router.weight",
+        "*.router.layer.weight",
+    ),
+)
+_VISION = Rule(reason="vision", names=("*vision*", "*visual*"))
+_REST = Rule(reason="requested type", become=("requested",))
+
+GENERIC: Final[tuple[Rule, ...]] = (
+    _EMBEDDING,
+    _NORM,
+    _AUDIO,
+    _ROUTER,
+    Rule(reason="output head", names=("*lm_head.weight",), become=("eight",)),
+    _VISION,
+    Rule(reason=_SENSITIVE, names=_SENSITIVE_NAMES, requested=_INT4, become=("eight", "requested")),
+    # Experts keep one type: the kernels for these types take one mode for all experts of a call.
+    Rule(
+        reason=_SENSITIVE,
+        names=_SENSITIVE_NAMES,
+        requested=_FLOAT4,
+        experts=False,
+        become=("eight", "requested"),
+    ),
+    _REST,
+)
+"""The recommended policy for every architecture."""
+
+UNIFORM: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION, _REST)
+"""The uniform policy: one type, no regard to the architecture."""
+
+KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION)
+"""What both policies keep by name."""
+
+
+def _by_schedule(*names: str, requested: frozenset[str] = _FOUR_BITS) -> tuple[Rule, Rule]:
+    """Return the rows that give projections more bits on scheduled layers and none elsewhere."""
+    return (
+        Rule(
+            reason=_SCHEDULED,
+            names=names,
+            unless=_TOWERS,
+            requested=requested,
+            layers="scheduled",
+            become=("eight", "requested"),
+        ),
+        Rule(
+            reason=_UNSCHEDULED,
+            names=names,
+            unless=_TOWERS,
+            requested=requested,
+            layers="known",
+            become=("requested",),
+        ),
+    )
+
+
+def _embeddings(*become: Width, requested: frozenset[str] | None = None) -> Rule:
+    return Rule(
+        reason="embedding",
+        names=("*embed_tokens.weight",),
+        unless=_PER_LAYER,
+        requested=requested,
+        become=become,
+    )
+
+
+_GEMMA4 = Architecture(
+    names=("Gemma4*", "gemma4_unified*"),
+    layers_keys=("num_hidden_layers", "text_config.num_hidden_layers"),
+    experts_keys=("num_experts", "text_config.num_experts"),
+    rules=(
+        _embeddings("eight", "requested"),
+        # Models of eight experts share very few key and value heads.
+        Rule(
+            reason=_SENSITIVE,
+            names=("*.v_proj*", "*.k_proj*"),
+            unless=_TOWERS,
+            requested=_FOUR_BITS,
+            num_experts=8,
+            become=("eight", "requested"),
+        ),
+        *_by_schedule("*.v_proj*", "*down_proj*"),
+        Rule(
+            reason="key projection",
+            names=("*.k_proj*",),
+            unless=_TOWERS,
+            requested=_FOUR_BITS,
+            layers="known",
+            become=("requested",),
+        ),
+    ),
+)
+
+_QWEN3_NEXT = Architecture(
+    names=("Qwen3_5*", "Qwen3Next*"),
+    rules=(
+        Rule(
+            reason="low-rank attention projection",
+            names=(
+                "*.linear_attn.in_proj_a.weight",
+                "*.linear_attn.in_proj_b.weight",
+                "*.linear_attn.in_proj_ba.weight",
+            ),
+        ),
+    ),
+)
+
+_COHERE2_MOE = Architecture(
+    names=("Cohere2Moe*",),
+    layers_keys=("num_hidden_layers",),
+    rules=(_embeddings("eight"), *_by_schedule(*_SENSITIVE_NAMES)),
+)
+
+_MUSE_GLIMMER = Architecture(
+    names=("MuseGlimmer*",),
+    layers_keys=("num_hidden_layers", "text_config.num_hidden_layers"),
+    rules=(
+        _VISION,
+        _embeddings("eight", "requested"),
+        Rule(
+            reason="attention",
+            names=(
+                "*.self_attn.q_proj*",
+                "*.self_attn.k_proj*",
+                "*.self_attn.v_proj*",
+                "*.self_attn.o_proj*",
+            ),
+            unless=_TOWERS,
+            requested=_FOUR_BITS,
+            become=("eight", "requested"),
+        ),
+        *_by_schedule(
+            "*.self_attn.gate_proj*", "*.self_attn.output_gate_proj*", "*.mlp.down_proj*"
+        ),
+    ),
+)
+
+_NEMOTRON_H = Architecture(
+    names=("NemotronH*",),
+    layers_keys=("num_hidden_layers", "llm_config.num_hidden_layers"),
+    unnumbered_scheduled=True,
+    rules=(
+        Rule(reason="vision", names=("vision_model.*", "mlp1.*")),
+        Rule(reason="audio", names=("sound_encoder.*", "sound_projection.*")),
+        Rule(reason="convolution", names=("*.conv1d.weight",)),
+        Rule(reason="embedding", names=("*embeddings.weight",), become=("eight",)),
+        # Few layers have attention, and with 4 bits it writes broken structured output.
+        Rule(
+            reason="attention",
+            names=tuple(f"*.mixer.{part}_proj.weight" for part in "qkvo"),
+            requested=_FLOAT4,
+            become=("eight", "requested"),
+        ),
+        *_by_schedule(
+            "*.mixer.out_proj.weight",
+            "*.mixer.down_proj.weight",
+            "*.mixer.experts.*down_proj.weight",
+            "*.mixer.shared_experts.down_proj.weight",
+            requested=_FLOAT4,
+        ),
+    ),
+)
+
+_LAGUNA_ATTENTION: Final = tuple(f"*.self_attn.{part}_proj.weight" for part in "qkvog")
+_LAGUNA_SHARED: Final = ("*.mlp.shared_expert.*", "*.mlp.shared_experts.*")
+_LAGUNA_SHARED_DOWN: Final = tuple(f"{name}down_proj.weight" for name in _LAGUNA_SHARED)
+_LAGUNA = Architecture(
+    names=("Laguna*",),
+    layers_keys=("num_hidden_layers",),
+    schedule=Schedule(cadence_eighths=4, cadence_offset=-4),
+    dense_layers=DenseLayers("mlp_only_layers", "mlp_layer_types", "dense", frozenset({0})),
+    rules=(
+        _embeddings("eight", requested=_FLOATS),
+        Rule(
+            reason="output head", names=("*lm_head.weight",), requested=_FLOATS, become=("eight",)
+        ),
+        Rule(reason="router", names=("*.mlp.gate.weight",), requested=_FLOATS),
+        Rule(reason="attention", names=_LAGUNA_ATTENTION, requested=_MXFP8),
+        Rule(
+            reason="attention",
+            names=_LAGUNA_ATTENTION,
+            requested=_FLOAT4,
+            become=("requested",),
+        ),
+        Rule(
+            reason="dense layer",
+            names=tuple(f"*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+            requested=_FLOATS,
+            layers="dense",
+            become=("requested",),
+        ),
+        Rule(
+            reason=_SCHEDULED,
+            names=("*.mlp.experts.*down_proj*",),
+            requested=_MXFP8,
+            layers="scheduled",
+        ),
+        Rule(reason=_SENSITIVE, names=_LAGUNA_SHARED_DOWN, requested=_MXFP8),
+        *_by_schedule(*_LAGUNA_SHARED_DOWN, requested=_FLOAT4),
+        Rule(
+            reason="expert",
+            names=("*.mlp.experts.*_proj", "*.mlp.experts.*_proj.weight", *_LAGUNA_SHARED),
+            requested=_FLOATS,
+            become=("requested",),
+        ),
+        Rule(reason="not quantized in this architecture", requested=_FLOATS),
+    ),
+)
+
+ARCHITECTURES: Final[tuple[Architecture, ...]] = (
+    _GEMMA4,
+    _QWEN3_NEXT,
+    _COHERE2_MOE,
+    _MUSE_GLIMMER,
+    _NEMOTRON_H,
+    _LAGUNA,
+)
+"""The architectures that deviate from the generic rules."""

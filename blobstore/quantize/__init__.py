@@ -1,1 +1,0 @@
-"""Quantized weights: their types, and how a source that holds them is recognised."""

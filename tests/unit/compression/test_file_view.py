@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from blobstore.compression.file_view import Window, Windowed
+
+FILE = memoryview(b"0123456789")
+WINDOWED = Windowed(FILE, Window(0, memoryview(b"abc")), Window(6, memoryview(b"wxyz")))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (slice(0, 3), b"abc"),
+        (slice(None, 2), b"ab"),
+        (slice(7, 9), b"xy"),
+        (slice(-2, None), b"yz"),
+        (slice(6, 1000), b"wxyz"),
+        (slice(3, 6), b"345"),
+        (slice(2, 4), b"23"),
+        (slice(0, 10), b"0123456789"),
+        (slice(7, 7), b""),
+        (slice(9, 3), b""),
+    ],
+)
+def test_bytes_come_from_the_window_that_has_all_of_them(wanted: slice, found: bytes) -> None:
+    assert bytes(WINDOWED[wanted]) == found
+    assert len(bytes(FILE[wanted])) == len(found)
+
+
+def test_has_the_size_of_the_file() -> None:
+    assert len(WINDOWED) == 10
+    assert bytes(Windowed(FILE)[2:4]) == b"23"

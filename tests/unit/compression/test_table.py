@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from blobstore.compression.entropy import Method
+from blobstore.compression.table import (
+    FOOTER_SIZE,
+    LEAST_SIZE,
+    MAX_CHUNK,
+    PREFIX,
+    Base,
+    Chunk,
+    Part,
+    Stored,
+    Table,
+    decode_table,
+    encode_table,
+)
+from blobstore.core.digest import Digest
+from blobstore.errors import ColdDamaged
+
+RAW, ZSTD = Method.RAW, Method.ZSTD
+DIGEST = Digest.of(b"the blob")
+BASE = Base(Digest.of(b"the base"), 5000)
+TABLE = Table(
+    DIGEST,
+    3900,
+    BASE,
+    (
+        Part(900, 1, 900),
+        Part(1000, 2, 600),
+        Part(1000, 2, 600, same_as=1),
+        Part(1000, 2, 1000, base_begin=4000),
+    ),
+    (
+        Chunk(7, 0, (Stored(ZSTD, 30),)),
+        Chunk(1 << 31, 5, (Stored(RAW, 4), Stored(ZSTD, 20), Stored(RAW, 300))),
+        Chunk(9, 1, (Stored(ZSTD, 199), Stored(RAW, 200))),
+        Chunk(11, 37, (Stored(RAW, 90),)),
+    ),
+)
+STORED = sum(plane.size for chunk in TABLE.chunks for plane in chunk.planes)
+
+
+def file(table: Table, stored: int | None = None) -> memoryview:
+    planes = sum(plane.size for chunk in table.chunks for plane in chunk.planes)
+    return memoryview(PREFIX + bytes(planes if stored is None else stored) + encode_table(table))
+
+
+def with_part(**fields: int | None) -> Table:
+    """Return a table whose second part has other fields."""
+    parts = list(TABLE.parts)
+    parts[1] = parts[1]._replace(**fields)  # type: ignore[arg-type]
+    return TABLE._replace(parts=parts)
+
+
+def with_chunk(**fields: object) -> Table:
+    """Return a table whose third chunk, the second of the second part, has other fields."""
+    chunks = list(TABLE.chunks)
+    chunks[2] = chunks[2]._replace(**fields)  # type: ignore[arg-type]
+    return TABLE._replace(chunks=chunks)
+
+
+def reject(data: memoryview | Table, match: str) -> None:
+    with pytest.raises(ColdDamaged, match=match):
+        decode_table(file(data) if isinstance(data, Table) else data)
+
+
+def test_a_table_comes_back() -> None:
+    read = decode_table(file(TABLE))
+
+    assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == TABLE
+
+
+def test_an_empty_blob_has_the_least_size() -> None:
+    empty = Table(DIGEST, 0, None, (), ())
+
+    assert len(file(empty)) == LEAST_SIZE
+    assert decode_table(file(empty)).size == 0
+
+
+def test_parts_count_their_chunks() -> None:
+    assert [part.chunks for part in TABLE.parts] == [1, 2, 0, 1]
+    assert Part(MAX_CHUNK * 3 + 1).chunks == 13
+
+
+def test_rejects_what_does_not_begin_like_a_cold_blob() -> None:
+    reject(memoryview(b"\x08" + bytes(500)), "does not begin like one")
+
+
+@pytest.mark.parametrize("size", range(LEAST_SIZE))
+def test_rejects_less_than_the_least_size(size: int) -> None:
+    reject(file(TABLE)[:size], "cut short")
+
+
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_rejects_other_versions(version: int) -> None:
+    data = bytearray(file(TABLE))
+    data[7] = version
+
+    reject(memoryview(data), f"of version {version}; this program reads version 1")
+
+
+def test_rejects_another_end() -> None:
+    reject(memoryview(bytes(file(TABLE))[:-1] + b"!"), "does not end like one")
+
+
+def test_rejects_a_table_that_does_not_fit() -> None:
+    data = bytearray(file(TABLE))
+    data[-FOOTER_SIZE : -FOOTER_SIZE + 8] = (len(data) - FOOTER_SIZE - 7).to_bytes(8, "little")
+
+    reject(memoryview(data), "states a table of")
+
+
+def test_rejects_a_table_without_its_digest() -> None:
+    data = bytearray(file(TABLE))
+    data[-FOOTER_SIZE - 1] ^= 1
+
+    reject(memoryview(data), "does not have its digest")
+
+
+def test_rejects_planes_that_are_missing_or_too_many() -> None:
+    reject(file(TABLE, STORED - 1), "planes of .* bytes are listed")
+    reject(file(TABLE, STORED + 1), "planes of .* bytes are listed")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": 0},
+        {"size": 999},
+        {"width": 3},
+        {"width": 0},
+        {"chunk_size": 0},
+        {"chunk_size": 601},
+        {"chunk_size": MAX_CHUNK + 2},
+        {"same_as": 1},
+        {"same_as": 0},
+        {"same_as": 9},
+        {"base_begin": 4001},
+        {"base_begin": 1 << 63},
+    ],
+    ids=str,
+)
+def test_rejects_an_impossible_part(fields: dict[str, int]) -> None:
+    reject(with_part(**fields), "part 1: .* not possible")
+
+
+def test_rejects_a_part_that_is_the_same_as_a_copy() -> None:
+    parts = (*TABLE.parts[:3], Part(1000, 2, 600, same_as=2), *TABLE.parts[3:])
+
+    reject(TABLE._replace(parts=parts, size=4900), "part 3: kind 1 with 2 is not possible")
+
+
+def test_rejects_a_delta_in_a_blob_without_a_base() -> None:
+    reject(TABLE._replace(base=None), "part 3: kind 2 with 4000 is not possible")
+
+
+def test_rejects_parts_that_are_not_the_blob() -> None:
+    reject(TABLE._replace(size=3901), "do not make up the 3901 bytes")
+
+
+def test_rejects_more_chunks_than_the_table_could_list() -> None:
+    huge = Part(1 << 60, 1, 1 << 20)
+
+    reject(Table(DIGEST, 1 << 60, None, (huge,), ()), "do not fit in the table")
+
+
+def test_rejects_more_parts_than_the_table_could_list() -> None:
+    content = bytearray(encode_table(Table(DIGEST, 0, None, (), ()))[:-FOOTER_SIZE])
+    content[41:45] = b"\xff" * 4
+    seal = hashlib.sha256(PREFIX + content).digest()
+    footer = len(content).to_bytes(8, "little") + seal + encode_table(TABLE)[-8:]
+
+    reject(memoryview(PREFIX + content + footer), "4294967295 parts do not fit")
+
+
+def test_rejects_a_table_that_ends_amid_a_chunk() -> None:
+    reject(TABLE._replace(chunks=TABLE.chunks[:-1]), "ends after .* bytes, amid an entry")
+
+
+def test_rejects_a_table_that_goes_on() -> None:
+    reject(TABLE._replace(chunks=(*TABLE.chunks, TABLE.chunks[0])), "goes on for 10 bytes")
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"layout": 31}, "layout 31 .* is unknown"),
+        ({"layout": 2}, "layout 2 .* is unknown"),
+        ({"layout": 37}, "needs a base, and its part has none"),
+        ({"planes": (Stored(RAW, 400),)}, "cannot have 1 planes"),
+        ({"planes": (Stored(RAW, 200), Stored(RAW, 199))}, "cannot be stored in 199"),
+        ({"planes": (Stored(RAW, 200), Stored(RAW, 201))}, "cannot be stored in 201"),
+        ({"planes": (Stored(RAW, 200), Stored(ZSTD, 0))}, "cannot be stored in 0"),
+        ({"planes": (Stored(RAW, 200), Stored(ZSTD, 200))}, "cannot be stored in 200"),
+        ({"planes": (Stored(RAW, 200), Stored(3, 9))}, "method 3, which is unknown"),
+    ],
+)
+def test_rejects_an_impossible_chunk(fields: dict[str, object], match: str) -> None:
+    reject(with_chunk(**fields), match)
+
+
+def test_rejects_a_reserved_field_in_use() -> None:
+    content = bytearray(encode_table(TABLE)[:-FOOTER_SIZE])
+    content[45 + 40 + 14] = 1
+    seal = hashlib.sha256(PREFIX + content).digest()
+    footer = len(content).to_bytes(8, "little") + seal + encode_table(TABLE)[-8:]
+
+    reject(memoryview(PREFIX + bytes(STORED) + content + footer), "part 0: 1 where 0 is reserved")
+
+
+def test_rejects_a_base_that_is_neither_there_nor_not() -> None:
+    content = bytearray(encode_table(TABLE)[:-FOOTER_SIZE])
+    content[40] = 2
+    seal = hashlib.sha256(PREFIX + content).digest()
+    footer = len(content).to_bytes(8, "little") + seal + encode_table(TABLE)[-8:]
+
+    reject(memoryview(PREFIX + bytes(STORED) + content + footer), "neither 0 nor 1")

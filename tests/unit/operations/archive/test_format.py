@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import ArchiveDamaged
+from blobstore.operations.archive.format import (
+    MAX_MEMBERS,
+    MAX_NAMES,
+    PREFIX,
+    Contents,
+    Kind,
+    Member,
+    decode_contents,
+    encode_contents,
+)
+from tests.archives import archive, raw
+
+_NAMES = [("h/n/a:t", 0), ("h/n/b:t", 0)]
+_MANIFEST, _BLOB = b"{}", b"bytes"
+_COLD = Member(Kind.COLD, 100, Digest.of(b"1"), 3, Digest.of(b"col"))
+_DELTA = Member(Kind.DELTA, 100, Digest.of(b"2"), 3, Digest.of(b"del"), 2)
+_MEMBERS = [raw(_MANIFEST, Kind.MANIFEST), raw(_BLOB), _COLD, _DELTA]
+_STORED = [_MANIFEST, _BLOB, b"col", b"del"]
+
+
+def decoded(data: bytes) -> Contents:
+    return decode_contents(memoryview(data))
+
+
+def with_table(table: bytes, stored: bytes = b"") -> bytes:
+    """Return an archive of any table, with a right footer."""
+    seal = hashlib.sha256(PREFIX + table).digest()
+    return PREFIX + stored + table + struct.pack("<Q32s8s", len(table), seal, b"BSARCHE\x8f")
+
+
+def table_of(data: bytes) -> bytes:
+    (size,) = struct.unpack("<Q", data[-48:-40])
+    return data[-48 - size : -48]
+
+
+WHOLE = archive(_MEMBERS, _STORED, _NAMES)
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(ArchiveDamaged) as caught:
+        decoded(data)
+    return str(caught.value)
+
+
+def test_what_was_written_is_read() -> None:
+    assert decoded(WHOLE) == Contents(_MEMBERS, _NAMES)
+    assert decoded(archive([], [], [])) == Contents([], [])
+
+
+def test_the_table_has_the_bytes_of_the_document() -> None:
+    table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("h/n/a:t", 0)]))
+    digest = hashlib.sha256(_MANIFEST).digest()
+    member = bytes(8) + struct.pack("<QQ", 2, 2) + digest + digest
+    assert table == struct.pack("<II", 1, 1) + member + struct.pack("<IH", 0, 7) + b"h/n/a:t"
+    entry = table_of(WHOLE)[8 + 3 * 88 :][:8]
+    assert entry == b"\x03\0\0\0\x02\0\0\0"
+
+
+def test_rejects_every_cut() -> None:
+    for size in range(len(WHOLE)):
+        refused(WHOLE[:size])
+
+
+def test_rejects_every_flipped_bit_of_prefix_table_and_footer() -> None:
+    members = range(len(PREFIX), len(PREFIX) + sum(map(len, _STORED)))
+    for place in set(range(len(WHOLE))) - set(members):
+        for bit in range(8):
+            data = bytearray(WHOLE)
+            data[place] ^= 1 << bit
+            refused(bytes(data))
+
+
+def test_rejects_what_follows_the_end() -> None:
+    assert "does not end like an archive" in refused(WHOLE + b"\0")
+    assert "goes on for 1 bytes" in refused(with_table(table_of(WHOLE) + b"\0", b"".join(_STORED)))
+
+
+def test_rejects_another_version() -> None:
+    data = PREFIX[:-1] + b"\x02" + WHOLE[len(PREFIX) :]
+    assert refused(data) == "an archive of version 2; this program reads version 1"
+    assert "does not begin like one" in refused(b"PK\x03\x04" + WHOLE)
+
+
+def test_rejects_a_table_larger_than_the_file() -> None:
+    footer = struct.pack("<Q32s8s", 2**63, bytes(32), b"BSARCHE\x8f")
+    assert "states a table of 9223372036854775808 bytes" in refused(WHOLE[:-48] + footer)
+
+
+@pytest.mark.parametrize(
+    ("members", "names"),
+    [(2**32 - 1, 0), (MAX_MEMBERS + 1, 0), (0, MAX_NAMES + 1), (1, 0), (0, 1), (1000, 1000)],
+)
+def test_rejects_counts_that_do_not_fit(members: int, names: int) -> None:
+    message = refused(with_table(struct.pack("<II", members, names)))
+    assert "more than an archive can have" in message or "do not fit in a table" in message
+
+
+def test_rejects_sizes_that_do_not_add_up() -> None:
+    for stored in (b"", b"byte", b"bytes and more"):
+        message = refused(archive([raw(_BLOB)], [stored], []))
+        assert message == f"members of 5 bytes are listed, and {len(stored)} stored"
+    huge = [Member(Kind.COLD, 1, Digest.of(bytes([key])), 2**63, Digest.of(b"")) for key in (1, 2)]
+    assert "members of 18446744073709551616 bytes" in refused(archive(huge, [b""], []))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stored": 4}, "has two sizes or digests"),
+        ({"size": 6}, "has two sizes or digests"),
+        ({"digest": Digest.of(b"x")}, "has two sizes or digests"),
+        ({"base": 1}, "kind 1 has no base, and 1 is stated"),
+        ({"kind": 4}, "kind 4 is unknown"),
+        ({"kind": 255}, "kind 255 is unknown"),
+    ],
+)
+def test_rejects_a_member_that_contradicts_itself(change: dict[str, object], message: str) -> None:
+    member = raw(_BLOB)._replace(**change)  # type: ignore[arg-type]
+    assert message in refused(archive([member], [_BLOB], []))
+
+
+def test_rejects_what_is_reserved() -> None:
+    table = bytearray(table_of(archive([raw(_BLOB)], [_BLOB], [])))
+    table[8 + 2] = 1
+    assert "where 0 is reserved" in refused(with_table(bytes(table), _BLOB))
+
+
+@pytest.mark.parametrize("base", [0, 3, 4, 5, 2**32 - 1])
+def test_rejects_a_base_that_is_a_manifest_itself_later_or_a_delta(base: int) -> None:
+    second = _DELTA._replace(digest=Digest.of(b"3"), base=3)
+    members = [*_MEMBERS[:3], _DELTA._replace(base=base if base != 3 else 2), second]
+    if base != 3:
+        members = members[:4]
+    message = refused(archive(members, [*_STORED, b"del"][: len(members)], _NAMES))
+    assert f"member {base} is no base" in message
+
+
+def test_rejects_the_same_digest_twice() -> None:
+    members = [_MEMBERS[0], raw(_BLOB), _COLD._replace(digest=Digest.of(_BLOB))]
+    assert "is there twice" in refused(archive(members, _STORED[:3], _NAMES))
+    manifests = [_MEMBERS[0], _MEMBERS[0]]
+    names = [("h/n/a:t", 0), ("h/n/b:t", 1)]
+    assert "is there twice" in refused(archive(manifests, [_MANIFEST] * 2, names))
+
+
+def test_a_manifest_may_be_a_blob_too() -> None:
+    members = [_MEMBERS[0], raw(_MANIFEST)]
+    assert decoded(archive(members, [_MANIFEST] * 2, _NAMES)).members == members
+
+
+def test_rejects_a_manifest_without_a_name() -> None:
+    assert "without a name" in refused(archive([_MEMBERS[0]], [_MANIFEST], []))
+
+
+def test_rejects_a_manifest_over_the_limit() -> None:
+    member = raw(_MANIFEST, Kind.MANIFEST)._replace(stored=2**26 + 1, size=2**26 + 1)
+    assert "a manifest of 67108865 bytes is over 67108864" in refused(archive([member], [b""], []))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [("h/n/b:t", 0), ("h/n/a:t", 0)],
+        [("h/n/a:t", 0), ("h/n/a:t", 0)],
+        [("", 0)],
+        [("h" * 601, 0)],
+        [("h/n/a:t", 1)],
+        [("h/n/a:t", 4)],
+    ],
+    ids=["descending", "twice", "empty", "long", "of a blob", "of nothing"],
+)
+def test_rejects_names(names: list[tuple[str, int]]) -> None:
+    assert "name" in refused(archive(_MEMBERS, _STORED, names))
+
+
+def test_rejects_a_name_that_is_not_ascii_or_cut_short() -> None:
+    table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("h/n/a:t", 0)]))
+    assert "not ASCII" in refused(with_table(table[:-1] + b"\xff", _MANIFEST))
+    assert "not ASCII" in refused(with_table(table[:-1], _MANIFEST))
+    two = table_of(WHOLE)
+    assert "the table ends amid a name" in refused(with_table(two[:-12], b"".join(_STORED)))
+
+
+def test_what_is_refused_is_said_without_control_characters() -> None:
+    table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("\x1b[2J/n/a:t", 1)]))
+    assert refused(with_table(table, _MANIFEST)).isprintable()
+
+
+def test_encodes_what_it_decodes() -> None:
+    assert encode_contents(decoded(WHOLE)) == WHOLE[len(PREFIX) + sum(map(len, _STORED)) :]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from blobstore.core.tensor import DType
+from blobstore.errors import UsageError
+from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_table_says_what_mlx_does(name: str, dtype: str) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    known = FORMATS[name]
+    codes = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
+    types = {DType.U8: mx.uint8} | {code: getattr(mx, text) for text, code in codes.items()}
+    for group_size in known.group_sizes:
+        with mx.stream(mx.cpu):
+            packed, scales, *biases = mx.quantize(
+                mx.ones((4, 256), dtype=getattr(mx, dtype)),
+                group_size=group_size,
+                bits=known.bits,
+                mode=known.mode,
+            )
+        assert packed.dtype == mx.uint32
+        assert packed.shape == (4, known.words(256))
+        assert known.columns(packed.shape[-1]) == 256
+        assert scales.shape == (4, 256 // group_size)
+        assert scales.dtype == types[known.scale_dtype(codes[dtype])]
+        assert len(biases) == known.has_bias
+
+
+@pytest.mark.parametrize("item", FORMATS.values(), ids=FORMATS.keys())
+def test_the_usual_group_is_one_that_mlx_has(item: object) -> None:
+    known = FORMATS[getattr(item, "name", "")]
+    check_group_size(known, known.group_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("int4", "int4"), (" Q4 ", "int4"), ("q8", "int8"), ("NVFP4", "nvfp4"), ("mxfp8", "mxfp8")],
+)
+def test_a_type_is_found_by_name_or_alias_in_any_case(text: str, name: str) -> None:
+    assert parse_format(text).name == name
+
+
+@pytest.mark.parametrize("text", ["fp8", "FP8", "fp4"])
+def test_a_misleading_alias_of_ollama_is_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(UsageError, match="Ollama takes it for int[48], which is no floating-point"):
+        parse_format(text)
+
+
+@pytest.mark.parametrize("text", ["", "int3", "int5", "int6", "q5_k", "bf16"])
+def test_only_types_that_we_quantize_to_can_be_asked_for(text: str) -> None:
+    with pytest.raises(UsageError, match="expected one of int4, int8, nvfp4, mxfp8, mxfp4$"):
+        parse_format(text)
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("int4", 16), ("nvfp4", 32), ("mxfp8", 0)])
+def test_a_group_size_that_mlx_lacks_is_refused(name: str, group_size: int) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot have groups of {group_size}; possible: "):
+        check_group_size(FORMATS[name], group_size)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blobstore.core.tensor import DType
+from blobstore.errors import UsageError
+from blobstore.quantization.fp8 import decode
+
+Array = np.ndarray[Any, Any]
+
+TYPES = {DType.F8_E4M3: ml_dtypes.float8_e4m3fn, DType.F8_E5M2: ml_dtypes.float8_e5m2}
+NAN = 0x7FC0
+
+
+def every_code(rows: int, columns: int) -> Array:
+    return np.resize(np.arange(256, dtype=np.uint8), (rows, columns))
+
+
+def bits(numbers: Array) -> Array:
+    return numbers.view(np.uint16)
+
+
+def expected(codes: Array, scales: Array, block: tuple[int, int], dtype: DType) -> Array:
+    """Compute element by element what decoding means; what is no number has one form."""
+    values = codes.view(TYPES[dtype]).astype(np.float32)
+    for row, column in np.ndindex(*values.shape):
+        scale = scales[row // block[0], column // block[1]].astype(np.float32)
+        with np.errstate(all="ignore"):
+            values[row, column] *= scale
+    plain = bits(values.astype(ml_dtypes.bfloat16)).copy()
+    plain[np.isnan(values)] = NAN
+    return plain
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_decodes_every_code(dtype: DType) -> None:
+    codes = every_code(1, 256)
+    decoded = decode(codes, np.ones((1, 1), np.float32), (1, 256), dtype)
+    assert decoded.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(bits(decoded), expected(codes, np.ones((1, 1)), (1, 256), dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_takes_the_type_of_a_weight_that_has_one(dtype: DType) -> None:
+    codes, scales = every_code(2, 256), np.full((2, 1), 0.3, np.float32)
+    typed = decode(codes.view(TYPES[dtype]), scales, (1, 256))
+    assert np.array_equal(bits(typed), bits(decode(codes, scales, (1, 256), dtype)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 300)),
+    block=st.tuples(st.integers(1, 10), st.integers(1, 310)),
+    dtype=st.sampled_from(list(TYPES)),
+    scale=st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_multiplies_with_the_scale_of_the_block(
+    shape: tuple[int, int], block: tuple[int, int], dtype: DType, scale: type, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 256, shape, np.uint8)
+    parts = [-(-size // part) for size, part in zip(shape, block, strict=True)]
+    scales: Array = np.exp2(random.uniform(-12, 12, parts)).astype(scale)
+    decoded = bits(decode(codes, scales, block, dtype))
+    assert np.array_equal(decoded, expected(codes, scales, block, dtype))
+
+
+@settings(max_examples=100, deadline=None)
+@given(word=st.integers(0, 2**32 - 1))
+def test_rounds_any_product_to_nearest_and_to_even(word: int) -> None:
+    codes = every_code(1, 256)
+    scales = np.array([[word]], np.uint32).view(np.float32)
+    decoded = bits(decode(codes, scales, (1, 256)))
+    assert np.array_equal(decoded, expected(codes, scales, (1, 256), DType.F8_E4M3))
+
+
+@pytest.mark.parametrize(
+    ("word", "rounded"),
+    [
+        (0x3F808000, 0x3F80),  # half way, and the lower is even
+        (0x3F818000, 0x3F82),  # half way, and the upper is even
+        (0x3F808001, 0x3F81),
+        (0x7F7FFFFF, 0x7F80),  # over the largest bfloat16
+        (0x00000001, 0x0000),
+        (0x80000000, 0x8000),
+        (0x7FFFFFFF, NAN),  # rounded as a number it would become a zero
+        (0xFFFFFFFF, NAN),
+    ],
+)
+def test_rounds_once(word: int, rounded: int) -> None:
+    one = np.array([[0x38]], np.uint8)
+    scales = np.array([[word]], np.uint32).view(np.float32)
+    assert bits(decode(one, scales, (1, 1)))[0, 0] == rounded
+
+
+def test_keeps_what_is_no_number() -> None:
+    codes = np.array([[0x7F, 0xFF, 0x38, 0x00, 0x80]], np.uint8)
+    decoded = bits(decode(codes, np.full((1, 1), 2, np.float32), (1, 5)))
+    assert decoded.tolist() == [[NAN, NAN, 0x4000, 0x0000, 0x8000]]
+
+
+def test_gives_the_same_nan_for_infinity_times_zero() -> None:
+    codes = np.array([[0x7C, 0xFC]], np.uint8)
+    assert bits(decode(codes, np.zeros((1, 1), np.float32), (1, 2), DType.F8_E5M2)).tolist() == [
+        [NAN, NAN]
+    ]
+
+
+def test_decodes_large_weights_in_pieces_without_a_seam() -> None:
+    codes, scales = every_code(700, 513), np.exp2(np.arange(30.0)).reshape(6, 5)
+    decoded = bits(decode(codes, scales.astype(np.float32), (128, 128)))
+    factors = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[:700, :513]
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    plain = bits((values * factors.astype(np.float32)).astype(ml_dtypes.bfloat16)).copy()
+    plain[np.isnan(values)] = NAN
+    assert np.array_equal(decoded, plain)
+
+
+def test_agrees_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    codes = np.where(every_code(256, 384) % 128 == 127, 0, every_code(256, 384))
+    scales = np.random.default_rng(0).uniform(1e-5, 1e-3, (2, 3)).astype(np.float32)
+    weight = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().reshape(2, 128, 3, 128)
+    plain = (weight * torch.from_numpy(scales)[:, None, :, None]).reshape(256, 384).bfloat16()
+    decoded = bits(decode(codes, scales, (128, 128)))
+    assert np.array_equal(decoded, plain.view(torch.uint16).numpy())
+
+
+def test_reads_no_more_scales_than_there_are_rows() -> None:
+    codes, scales = every_code(3, 8), np.arange(1, 9, dtype=np.float32).reshape(8, 1)
+    decoded = decode(codes, scales, (2, 8))
+    assert np.array_equal(bits(decoded), bits(decode(codes, scales[:2], (2, 8))))
+
+
+def test_decodes_weights_that_are_not_contiguous() -> None:
+    codes, scales = every_code(16, 16), np.ones((1, 1), np.float32)
+    decoded = decode(codes[::2, ::2], scales, (8, 8))
+    assert np.array_equal(bits(decoded), bits(decode(codes, scales, (16, 16)))[::2, ::2])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+def test_decodes_an_empty_weight(shape: tuple[int, int]) -> None:
+    scales = np.ones((min(shape[0], 1), min(shape[1], 1)), np.float32)
+    assert decode(np.zeros(shape, np.uint8), scales, (4, 4)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "block"),
+    [
+        ((4, 4), (1, 1), (2, 4)),
+        ((4, 4), (2, 1), (2, 2)),
+        ((4, 4), (2, 3), (2, 2)),
+        ((4, 4), (4,), (1, 4)),
+        ((16,), (1, 1), (1, 16)),
+        ((2, 4, 4), (1, 1), (4, 4)),
+        ((4, 4), (1, 1), (0, 4)),
+        ((4, 4), (1, 1), (4, -1)),
+    ],
+)
+def test_refuses_scales_that_do_not_fit(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]
+) -> None:
+    with pytest.raises(UsageError, match="do not fit"):
+        decode(np.zeros(shape, np.uint8), np.ones(scales, np.float32), block)
+
+
+@pytest.mark.parametrize("code", ["int8", "float32"])
+def test_refuses_other_element_types(code: str) -> None:
+    with pytest.raises(UsageError, match="cannot decode a type that is no 8-bit float"):
+        decode(np.zeros((1, 4), code), np.ones((1, 1), np.float32), (1, 4))
+
+
+def test_refuses_bits_of_other_types() -> None:
+    with pytest.raises(UsageError, match="cannot decode F8_E4M3FNUZ"):
+        decode(np.zeros((1, 4), np.uint8), np.ones((1, 1)), (1, 4), DType.F8_E4M3FNUZ)

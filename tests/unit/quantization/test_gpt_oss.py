@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import blobstore
+from blobstore.errors import UnsupportedSource
+from blobstore.export import export_model
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.gpt_oss import is_form_of
+from blobstore.store.local import LocalStore
+from tests.models import with_layers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+NAME = "model.layers.0.mlp.experts.down_proj"
+MXFP4 = FORMATS["mxfp4"]
+
+
+def write(folder: Path, tensors: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    random = np.random.default_rng(1)
+    return write(
+        tmp_path / "source",
+        {
+            f"{NAME}_blocks": random.integers(0, 256, (3, 64, 2, 16), np.uint8),
+            f"{NAME}_scales": random.integers(120, 130, (3, 64, 2), np.uint8),
+            f"{NAME}_bias": random.standard_normal((3, 64)).astype(ml_dtypes.bfloat16),
+        },
+    )
+
+
+def test_gives_packed_experts_back_as_they_came(source: Path, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(source, "m", store=store)
+    export_model("m", tmp_path / "out", store=store)
+    given, back = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert given.keys() == back.keys()
+    for name, array in given.items():
+        assert back[name].dtype == array.dtype
+        assert np.array_equal(back[name], array), name
+    config = (tmp_path / "out" / "config.json").read_bytes()
+    assert config == (source / "config.json").read_bytes()
+
+
+def test_transposes_plain_experts_and_leaves_quantization_out_of_the_config(
+    source: Path, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(source, "m", store=store)
+    export_model("m", tmp_path / "out", store=store, dequantize=True)
+    given, back = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([values, -values])
+    blocks = given[f"{NAME}_blocks"]
+    numbers: Any = values[np.stack([blocks & 15, blocks >> 4], -1)].reshape(3, 64, 2, 32)
+    scales = np.ldexp(np.float32(1), given[f"{NAME}_scales"].astype(np.int32) - 127)
+    numbers = (numbers * scales[..., None]).reshape(3, 64, 64)
+    assert np.array_equal(back[NAME].astype(np.float32), numbers.transpose(0, 2, 1))
+    assert not np.array_equal(numbers, numbers.transpose(0, 2, 1))
+    assert back.keys() == {NAME, f"{NAME}_bias"}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_takes_stacked_experts_apart_before_it_transposes_them(
+    source: Path, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(source, "m", store=store)
+    export_model("m", tmp_path / "whole", store=store, dequantize=True)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")[NAME]
+    data = json.dumps({NAME: ["a", "b", "c"]}).encode()
+    with store.ingest() as ingest:
+        added = ingest.add(len(data), lambda: [data])
+        ingest.publish()
+    manifest = store.resolve(Reference.parse("m"))
+    layer = Descriptor(media_type=media_types.STACKS, digest=added.digest, size=added.size)
+    changed = with_layers(store, manifest, (*manifest.layers, layer))
+    store.publish(Reference.parse("m"), changed)
+    export_model("m", tmp_path / "parts", store=store, dequantize=True)
+    parts = load_file(tmp_path / "parts" / "model.safetensors")
+    for place, name in enumerate("abc"):
+        assert np.array_equal(parts[name], whole[place])
+
+
+def test_refuses_to_quantize_plain_weights_that_would_pass_for_packed_ones(tmp_path: Path) -> None:
+    folder = write(tmp_path / "plain", {NAME: np.ones((3, 64, 64), np.float16)})
+    with pytest.raises(UnsupportedSource, match="quant_method 'mxfp4', and no tensor is so"):
+        blobstore.create(folder, "m", store=LocalStore(tmp_path / "store"), quantize="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("config", "weight"),
+    [
+        ([1], (NAME, (3, 64, 64), MXFP4)),
+        ({}, (NAME, (3, 64, 64), MXFP4)),
+        (CONFIG | {"quantization": {"bits": 4, "mode": "mxfp4"}}, (NAME, (3, 64, 64), MXFP4)),
+        (CONFIG, (f"{NAME}.weight", (3, 64, 64), MXFP4)),
+        (CONFIG, (NAME, (3, 64, 64), FORMATS["int4"])),
+        (CONFIG, (NAME, (3, 64, 64), None)),
+        (CONFIG, (NAME, (64,), MXFP4)),
+        (CONFIG, (NAME, (3, 0, 64), MXFP4)),
+    ],
+)
+def test_takes_nothing_else_for_gpt_oss(config: Any, weight: Any) -> None:
+    assert is_form_of(CONFIG, [(NAME, (3, 64, 64), MXFP4)])
+    assert not is_form_of(config, [weight])
+
+
+def test_a_model_without_packed_weights_is_not_in_that_form() -> None:
+    assert not is_form_of(CONFIG, [])

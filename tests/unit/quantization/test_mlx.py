@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS, QuantFormat
+from tests.unit.quantization.test_numpy import (
+    FLOATS,
+    any_packed,
+    assert_same,
+    every_float,
+    every_form,
+    to_mlx,
+    to_numpy,
+)
+
+mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+engine = pytest.importorskip(
+    "blobstore.quantization.mlx", reason="MLX does not run on this machine"
+)
+
+
+@every_form
+@every_float
+def test_dequantizes_as_the_reference_does(dtype: str, item: QuantFormat, group_size: int) -> None:
+    packed = any_packed(item, group_size, dtype)
+    arrays = [None if array is None else to_mlx(array) for array in packed]
+    for name in FLOATS:
+        with mx.stream(mx.cpu):
+            found = engine.dequantize(*arrays, item, group_size, name)
+            mx.eval(found)
+        assert_same(to_numpy(found), reference.dequantize(*packed, item, group_size, name))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_global_scale_means_what_it_means_to_the_reference(name: str) -> None:
+    item = FORMATS["nvfp4"]
+    weight, scale, _ = any_packed(item, 16, "float32")
+    with mx.stream(mx.cpu):
+        found = engine.dequantize(to_mlx(weight), to_mlx(scale), None, item, 16, name, 0.37)
+        mx.eval(found)
+    expected = reference.dequantize(weight, scale, None, item, 16, name, 0.37)
+    assert_same(to_numpy(found), expected)
+
+
+def test_a_global_scale_gives_what_mlx_gives_for_the_largest_magnitude_that_it_is_made_of() -> None:
+    item, largest = FORMATS["nvfp4"], np.float32(3.3)
+    weight, scale, _ = any_packed(item, 16, "float32")
+    with mx.stream(mx.cpu):
+        theirs = mx.dequantize(
+            to_mlx(weight), to_mlx(scale), mode="nvfp4", global_scale=mx.array(largest)
+        )
+        mx.eval(theirs)
+    ours = reference.dequantize(
+        weight, scale, None, item, 16, "float32", float(largest / np.float32(448 * 6))
+    )
+    assert_same(ours, to_numpy(theirs))
+
+
+@every_form
+def test_rows_alone_and_no_rows_at_all_are_dequantized_too(
+    item: QuantFormat, group_size: int
+) -> None:
+    packed = any_packed(item, group_size, "float32")
+    for place in ((0,), (slice(0, 0),), (slice(0, 0), np.newaxis)):
+        arrays = [None if array is None else array[place] for array in packed]
+        with mx.stream(mx.cpu):
+            given = [None if array is None else to_mlx(array) for array in arrays]
+            found = engine.dequantize(*given, item, group_size, "float32")
+            mx.eval(found)
+        weight, scale, bias = arrays
+        assert weight is not None
+        assert scale is not None
+        expected = reference.dequantize(weight, scale, bias, item, group_size, "float32")
+        assert_same(to_numpy(found), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (3, 3, 1)])
+@pytest.mark.parametrize("global_scale", [None, 0.37])
+def test_an_odd_number_of_groups_is_dequantized_too(
+    shape: tuple[int, ...], global_scale: float | None
+) -> None:
+    item, random = FORMATS["nvfp4"], np.random.default_rng(1)
+    weight = random.integers(0, 2**32, (*shape[:-1], shape[-1] * 2), dtype=np.uint32)
+    scale = random.integers(0, 120, shape, dtype=np.uint8)
+    with mx.stream(mx.cpu):
+        given = to_mlx(weight), to_mlx(scale), None
+        found = engine.dequantize(*given, item, 16, "float32", global_scale)
+        mx.eval(found)
+    expected = reference.dequantize(weight, scale, None, item, 16, "float32", global_scale)
+    assert_same(to_numpy(found), expected)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.errors import BlobstoreError
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_config, mlx_name
+
+INT4, INT8 = FORMATS["int4"], FORMATS["int8"]
+EXPERTS = "model.layers.0.mlp.experts"
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "expected"),
+    [
+        ("a.weight", "", "a.weight"),
+        ("a.weight", ".scale", "a.scales"),
+        ("a.weight", ".bias", "a.biases"),
+        ("experts.gate_up_proj", ".scale", "experts.gate_up_proj.scales"),
+    ],
+)
+def test_companions_get_the_names_of_mlx(name: str, suffix: str, expected: str) -> None:
+    assert mlx_name(name, suffix) == expected
+
+
+def test_a_global_scale_has_no_place_in_mlx_s_form() -> None:
+    with pytest.raises(
+        BlobstoreError, match=r"tensor 'a\.weight' has a global scale .* dequantize"
+    ):
+        mlx_name("a.weight", ".global_scale")
+
+
+def specs(*names: str, shape: tuple[int, ...] = (4, 8)) -> list[TensorSpec]:
+    return [TensorSpec(name, DType.U32, shape) for name in names]
+
+
+def test_experts_are_joined_by_number() -> None:
+    names = [f"{EXPERTS}.{number}.up_proj.weight" for number in (10, *range(10))]
+    expected = [f"{EXPERTS}.{number}.up_proj.weight" for number in range(11)]
+    joined = {"model.layers.0.mlp.switch_mlp.up_proj.weight": expected}
+    assert joined_experts(specs(*names)) == joined
+
+
+def test_companions_of_experts_are_joined_too() -> None:
+    names = [f"{EXPERTS}.0.up_proj.{kind}" for kind in ("weight", "scales", "biases")]
+    assert list(joined_experts(specs(*names))) == [
+        f"model.layers.0.mlp.switch_mlp.up_proj.{kind}" for kind in ("weight", "scales", "biases")
+    ]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("w1", "gate"), ("w2", "down"), ("w3", "up")])
+def test_mixtral_s_projections_are_called_by_what_they_do(theirs: str, ours: str) -> None:
+    (name,) = joined_experts(specs(f"model.layers.3.block_sparse_moe.experts.0.{theirs}.weight"))
+    assert name == f"model.layers.3.block_sparse_moe.switch_mlp.{ours}_proj.weight"
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (0, 2), (0, 1, 3)])
+def test_experts_with_a_gap_stay_on_their_own(numbers: tuple[int, ...]) -> None:
+    assert joined_experts(specs(*(f"{EXPERTS}.{n}.up_proj.weight" for n in numbers))) == {}
+
+
+def test_experts_that_differ_stay_on_their_own() -> None:
+    first, second = (f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1))
+    assert joined_experts([*specs(first), *specs(second, shape=(4, 16))]) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{EXPERTS}.0.up_proj.bias", f"{EXPERTS}.0.weight", f"{EXPERTS}.01.up_proj.weight", "a"],
+)
+def test_other_tensors_are_no_experts(name: str) -> None:
+    assert joined_experts(specs(name)) == {}
+
+
+def test_the_config_says_what_most_weights_are_and_which_differ() -> None:
+    types = {"a.weight": (INT4, 64), "b.weight": (INT8, 64), "c.weight": (INT4, 64)}
+    config = exported_config({"model_type": "m"}, types)
+    described = {
+        "group_size": 64,
+        "bits": 4,
+        "mode": "affine",
+        "b": {"group_size": 64, "bits": 8, "mode": "affine"},
+    }
+    assert config == {
+        "model_type": "m",
+        "quantization": described,
+        "quantization_config": described,
+    }
+
+
+@pytest.mark.parametrize("kind", ["scales", "biases"])
+def test_experts_whose_companions_differ_stay_on_their_own(kind: str) -> None:
+    weights = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
+    companions = [
+        *specs(f"{EXPERTS}.0.up_proj.{kind}", shape=(4, 2)),
+        *specs(f"{EXPERTS}.1.up_proj.{kind}", shape=(4, 1)),
+    ]
+    assert joined_experts([*weights, *companions]) == {}
+    assert joined_experts([*weights, companions[0]]) == {}
+
+
+def test_experts_of_which_one_is_plain_stay_on_their_own() -> None:
+    packed = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
+    other = specs(f"{EXPERTS}.0.down_proj.weight")
+    joined = joined_experts([*packed, *other], [f"{EXPERTS}.2.up_proj.weight", "a.weight"])
+    assert list(joined) == ["model.layers.0.mlp.switch_mlp.down_proj.weight"]
+
+
+def test_what_another_scheme_said_is_taken_back() -> None:
+    config = {"quantization_config": FP8, "text_config": {"quantization_config": FP8, "x": 1}}
+    assert exported_config(config, {}) == {"text_config": {"x": 1}}
+    packed = exported_config(config, {"a.weight": (FORMATS["mxfp8"], 32)})
+    assert packed is not None
+    assert packed["quantization_config"] == {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    assert packed["text_config"] == {"x": 1}
+
+
+def test_a_config_that_is_right_is_left_as_it_is() -> None:
+    assert exported_config({"model_type": "m"}, {}) is None
+    assert exported_config({"quantization": {"bits": 4}}, {"a.weight": (INT4, 64)}) is None
+
+
+def test_of_types_that_are_equally_many_the_first_is_the_usual() -> None:
+    types = {"a.weight": (INT8, 64), "b.weight": (INT4, 64)}
+    config = exported_config({}, types)
+    assert config is not None
+    assert config["quantization"]["bits"] == 8
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        None,
+        {},
+        [4],
+        {"bits": 4},
+        {"bits": 8, "group_size": 32},
+        {"bits": 8, "group_size": 64, "mode": "mxfp8"},
+        {"bits": 8, "group_size": 64, "mode": "unknown"},
+        {"bits": 8, "group_size": 64, "a": {"bits": 4, "group_size": 64}},
+        {"bits": 8, "group_size": 64, "a": False},
+    ],
+)
+def test_a_config_that_says_something_else_of_the_weights_is_made_anew(stale: Any) -> None:
+    types = {"a.weight": (INT8, 64)}
+    described = {"group_size": 64, "bits": 8, "mode": "affine"}
+    expected = {"quantization": described, "quantization_config": described}
+    assert exported_config({"quantization": stale}, types) == expected
+    assert exported_config({"quantization": described}, types) is None
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("new", "added"),
+    [
+        ({"num_local_experts": 8}, {"num_experts": 8}),
+        ({"num_local_experts": 8, "num_experts": 9}, {}),
+        ({"rope_parameters": ROPE}, {"rope_theta": 5e5, "rope_scaling": None}),
+        ({"rope_parameters": ROPE, "rope_theta": 1e4, "rope_scaling": YARN}, {}),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e6}},
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        ),
+        (
+            {"rope_parameters": {FULL: {**YARN, "rope_theta": 1e6}, SLIDING: ROPE}},
+            {"rope_theta": 1e6, "rope_scaling": YARN, "rope_local_base_freq": 5e5},
+        ),
+        ({"rope_parameters": {FULL: ROPE}}, {"rope_theta": 5e5, "rope_scaling": None}),
+        ({"rope_parameters": {FULL: 3, SLIDING: {}}}, {}),
+        ({"rope_parameters": {FULL: {}, SLIDING: {}}}, {}),
+        ({"rope_parameters": None, "num_experts": 4}, {}),
+        ({"layer_types": [SLIDING, FULL, SLIDING, FULL]}, {"sliding_window_pattern": 2}),
+        ({"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, {"sliding_window_pattern": 3}),
+        ({"layer_types": [SLIDING, FULL], "sliding_window_pattern": "LG"}, {}),
+        ({"layer_types": [SLIDING, FULL, FULL]}, {}),
+        ({"layer_types": [SLIDING, SLIDING]}, {}),
+        ({"layer_types": [FULL, FULL]}, {}),
+        ({"layer_types": 3}, {}),
+        ({"rope_theta": 1e4, "text_config": 3}, {}),
+    ],
+)
+def test_adds_the_keys_that_mlx_lm_reads(new: dict[str, Any], added: dict[str, Any]) -> None:
+    before = dict(new)
+
+    assert mlx_config(new) == {**new, **added}
+    assert new == before
+
+
+def test_adds_keys_to_the_config_of_the_text_model_too() -> None:
+    config = {"model_type": "x", "text_config": {"num_local_experts": 2}}
+
+    found = mlx_config(config)
+
+    assert found["text_config"] == {"num_local_experts": 2, "num_experts": 2}
+    assert "num_experts" not in found
+
+
+def test_a_config_for_packed_weights_has_the_keys_that_mlx_lm_reads() -> None:
+    rope = {"rope_parameters": ROPE, "rope_scaling": None}
+    types = {"a.weight": (INT4, 64)}
+
+    changed = exported_config(rope, types)
+
+    assert changed is not None
+    assert changed["rope_theta"] == 5e5
+    assert changed["rope_parameters"] == rope["rope_parameters"]
+    told = {"quantization": changed["quantization"], **rope}
+    assert exported_config(told, types) == {**told, "rope_theta": 5e5}
+    assert exported_config({**told, "rope_theta": 1e4}, types) is None
+    assert exported_config(rope, {}) is None

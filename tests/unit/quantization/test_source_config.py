@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blobstore.errors import UnsupportedSource
+from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.source_config import StatedQuantization
+
+
+def mlx_type(section: Any, module: str = "m") -> tuple[str, int] | None:
+    found = StatedQuantization({"quantization": section}).mlx_type(f"{module}.weight", module)
+    return (found[0].name, found[1]) if found else None
+
+
+@pytest.mark.parametrize("item", FORMATS.values(), ids=FORMATS.keys())
+def test_reads_every_type_and_group_size(item: Any) -> None:
+    for size in item.group_sizes:
+        section = {"bits": item.bits, "group_size": size, "mode": item.mode}
+        assert mlx_type(section) == (item.name, size)
+
+
+@pytest.mark.parametrize(
+    ("section", "typed"),
+    [
+        ({"bits": 4, "group_size": 64}, ("int4", 64)),
+        ({"bits": 3, "group_size": 128, "mode": None}, ("int3", 128)),
+        ({"bits": 8}, ("int8", 64)),
+        ({"bits": 4, "mode": "nvfp4"}, ("nvfp4", 16)),
+        ({"bits": 8, "mode": "mxfp8"}, ("mxfp8", 32)),
+        ({"bits": 4.0, "group_size": 32.0}, ("int4", 32)),
+    ],
+)
+def test_takes_what_is_not_said_as_mlx_does(section: Any, typed: tuple[str, int]) -> None:
+    assert mlx_type(section) == typed
+    assert isinstance(typed[1], int)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        None,
+        "4",
+        {},
+        {"bits": 0, "mode": "affine"},
+        {"group_size": 64},
+        {"bits": 4, "group_size": 128, "quant_method": "gptq"},
+    ],
+)
+def test_finds_nothing_where_mlx_has_written_nothing(section: Any) -> None:
+    assert mlx_type(section) is None
+    assert not StatedQuantization({"quantization": section}).is_mlx
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization": {"bits": 8}, "quantization_config": {"bits": 4}},
+        {"quantization": {"bits": 0}, "quantization_config": {"bits": 8}},
+        {"compression_config": {"bits": 8}},
+        {"text_config": {"quantization": {"bits": 8}}},
+        {"quantization_config": {"bits": 8}, "text_config": {"quantization": {"bits": 4}}},
+        {"quantization": [], "text_config": {"quantization_config": {"bits": 8}}},
+    ],
+)
+def test_the_first_section_with_bits_counts(config: Any) -> None:
+    found = StatedQuantization(config).mlx_type("m.weight", "m")
+    assert found == (FORMATS["int8"], 64)
+
+
+@pytest.mark.parametrize(
+    ("own", "typed"),
+    [
+        ({"bits": 8, "group_size": 64}, ("int8", 64)),
+        ({"bits": 6, "group_size": 32, "mode": "affine"}, ("int6", 32)),
+        ({"bits": 8, "group_size": 32, "mode": "mxfp8"}, ("mxfp8", 32)),
+        ({"mode": "nvfp4"}, ("nvfp4", 16)),
+        ({"group_size": 128}, ("int4", 128)),
+        (True, ("mxfp4", 32)),
+        (None, ("mxfp4", 32)),
+    ],
+)
+def test_a_module_can_have_a_type_of_its_own(own: Any, typed: tuple[str, int]) -> None:
+    section = {"bits": 4, "group_size": 32, "mode": "mxfp4", "layers.0.q_proj": own}
+    assert mlx_type(section, "layers.0.q_proj") == typed
+    assert mlx_type(section, "layers.1.q_proj") == ("mxfp4", 32)
+
+
+@pytest.mark.parametrize("own", [False, "int4", 4, []])
+def test_refuses_scales_of_a_module_that_is_said_to_be_plain(own: Any) -> None:
+    with pytest.raises(
+        UnsupportedSource, match="tensor 'm.weight' has scales, and is not quantized"
+    ):
+        mlx_type({"bits": 4, "m": own})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"bits": 1, "group_size": 64}, "'1' bits in groups of '64'"),
+        ({"bits": 7}, "'7' bits"),
+        ({"bits": "4"}, "'4' bits in groups of '64' by config.json, which affine cannot have"),
+        ({"bits": -4}, "'-4' bits"),
+        ({"bits": True}, "'True' bits"),
+        ({"bits": 10**400}, "bits"),
+        ({"bits": [4]}, "bits"),
+        ({"bits": 4, "group_size": 16}, "groups of '16'"),
+        ({"bits": 4, "group_size": -64}, "groups of '-64'"),
+        ({"bits": 4, "group_size": 1e9}, "groups of '1000000000.0'"),
+        ({"bits": 4, "group_size": "64"}, "groups of '64'"),
+        ({"bits": 8, "mode": "nvfp4"}, "which nvfp4 cannot have"),
+        ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "which mxfp4 cannot have"),
+        ({"bits": 4, "mode": "q4_k"}, "the mode 'q4_k' by config.json, which is unknown"),
+        ({"bits": 4, "mode": ["affine"]}, "the mode .* is unknown"),
+        ({"bits": 4, "mode": "\x1b[31m"}, r"'\\x1b\[31m'"),
+    ],
+)
+def test_refuses_types_that_there_are_not(section: Any, message: str) -> None:
+    with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' has .*{message}"):
+        mlx_type(section)
+
+
+def test_names_modules_that_are_not_there() -> None:
+    own = {"bits": 8, "group_size": 64}
+    section = {"bits": 4, "a": own, "b": own, "c": False, "d": {"skip": True}}
+    assert StatedQuantization({"quantization": section}).unmatched({"a"}) == ["b"]
+    assert StatedQuantization({}).unmatched({"a"}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, None),
+        ({"quantization_config": {"quant_method": ""}}, None),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+    ],
+)
+def test_names_the_method(config: Any, method: str | None) -> None:
+    assert StatedQuantization(config).method == method
+
+
+def groups(*weights: Any) -> dict[str, Any]:
+    named = {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}
+    return {"quantization_config": {"config_groups": named}}
+
+
+FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("config", "sharings"),
+    [
+        ({}, []),
+        ({"quantization_config": {"weight_block_size": None}}, []),
+        ({"quantization_config": {"weight_block_size": [128, 64]}}, [(128, 64)]),
+        (groups({**FLOAT8, "strategy": "tensor"}), ["tensor"]),
+        (groups({**FLOAT8, "strategy": "channel"}), ["channel"]),
+        (groups({**FLOAT8, "strategy": "block", "block_structure": [128, 128]}), [(128, 128)]),
+        (groups({**FLOAT8, "strategy": "group", "group_size": 32}), [(1, 32)]),
+        (
+            groups({**FLOAT8, "strategy": "tensor"}, {**FLOAT8, "strategy": "channel"}),
+            ["tensor", "channel"],
+        ),
+        (groups({**FLOAT8, "strategy": "token"}), []),
+        (groups({"num_bits": 4, "type": "float", "strategy": "tensor"}), []),
+        (groups({"num_bits": 8, "type": "int", "strategy": "channel"}), []),
+        (groups(None, "x", []), []),
+        ({"quantization_config": {"config_groups": [1, 2]}}, []),
+        ({"quantization_config": {"config_groups": {"group_0": 7}}}, []),
+    ],
+)
+def test_finds_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
+    assert StatedQuantization(config).sharings() == sharings
+
+
+@pytest.mark.parametrize(
+    "value", [128, [128], [128, 0], [0, 128], [-1, 128], [128, 128, 1], ["128", 128]]
+)
+def test_refuses_blocks_that_are_not_two_numbers(value: Any) -> None:
+    config = {"quantization_config": {"weight_block_size": value}}
+    with pytest.raises(UnsupportedSource, match="weight_block_size cannot be .*two positive"):
+        StatedQuantization(config).sharings()
+    with pytest.raises(UnsupportedSource, match="block_structure cannot be"):
+        structure = {**FLOAT8, "strategy": "block", "block_structure": value}
+        StatedQuantization(groups(structure)).sharings()
+
+
+def test_refuses_groups_without_a_size() -> None:
+    with pytest.raises(UnsupportedSource, match="group_size cannot be"):
+        StatedQuantization(groups({**FLOAT8, "strategy": "group"})).sharings()
+
+
+def test_finds_the_group_sizes_of_small_floats() -> None:
+    small = {"num_bits": 4, "type": "float"}
+    config = groups(
+        {**small, "group_size": 16},
+        {**small, "group_size": None},
+        {**small, "group_size": "32"},
+        FLOAT8,
+    )
+    assert StatedQuantization(config).group_sizes(4) == {16}
+    assert StatedQuantization({}).group_sizes(4) == set()

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
+from blobstore.safetensors.cuda import TorchLane
+from blobstore.safetensors.torch import copy_to, empty_tensor
+from blobstore.transfer import Part, transferred
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+LARGE = TensorSpec("large", DType.U8, (1 << 55,))
+
+
+def reader(data: bytes) -> Callable[[int, int, memoryview], None]:
+    def read(_: int, begin: int, buffer: memoryview) -> None:
+        buffer[:] = data[begin : begin + len(buffer)]
+
+    return read
+
+
+def load(
+    specs: list[TensorSpec], data: bytes, device: str, buffer: int = 1 << 20
+) -> dict[str, torch.Tensor]:
+    parts = []
+    begin = 0
+    for spec in specs:
+        parts.append(Part(spec, 0, begin))
+        begin += spec.nbytes
+    return dict(transferred(parts, TorchLane(device), reader(data), buffer=buffer))
+
+
+# Any device
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_go_where_they_are_sent(device: str) -> None:
+    lane = TorchLane(device)
+    tensor = lane.room(TensorSpec("a", DType.I16, (2, 2)))
+    other = lane.room(TensorSpec("b", DType.U8, ()))
+    staging = lane.staging(16)
+    staging.memory[:] = bytes(range(16))
+    lane.receive(
+        staging.send([(tensor, 0, 4, 2), (tensor, 2, 8, 6), (other, 0, 1, 1)], lane.mark())
+    )
+    assert tensor.view(torch.uint8).tolist() == [[4, 5, 8, 9], [10, 11, 12, 13]]
+    assert other.item() == 1
+    staging.wait()
+    lane.drain()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_are_where_they_should_be_and_own_their_memory(device: str) -> None:
+    found = load(
+        [TensorSpec("a", DType.F32, (2,)), TensorSpec("b", DType.F32, ())], bytes(12), device
+    )
+    for tensor in found.values():
+        assert tensor.device.type == device
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor._base is None
+        assert tensor.requires_grad_().is_leaf
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_is_not_there_is_one_clear_error(device: str) -> None:
+    with pytest.raises(BlobstoreError) as caught:
+        TorchLane(device).room(LARGE)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BlobstoreError):
+        TorchLane(device).staging(1 << 55)
+
+
+def test_memory_that_a_device_has_not_is_told_with_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+        raise torch.OutOfMemoryError(message)
+
+    text = "cpu has no memory left for tensor 'a' of 8 bytes; use another device, or load fewer"
+    spec = TensorSpec("a", DType.F32, (2,))
+    lane = TorchLane("cpu")
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(BlobstoreError, match=text):
+        lane.room(spec)
+    monkeypatch.setattr(torch.Tensor, "to", refuse)
+    with pytest.raises(BlobstoreError, match=text):
+        copy_to("cpu", torch.zeros(2), spec)
+
+
+def test_a_device_that_is_not_there_is_a_wrong_argument() -> None:
+    with pytest.raises(UsageError, match="torch has no device 'cuda:99' here: "):
+        TorchLane("cuda:99")
+
+
+# Empty tensors
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (0, 3)])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.bits >= 8])
+def test_an_empty_tensor_has_type_and_shape(dtype: DType, shape: tuple[int, ...]) -> None:
+    spec = TensorSpec("a", dtype, shape)
+    tensor = empty_tensor(spec, torch.device("cpu"))
+    assert tensor.shape == shape
+    assert tensor.nbytes == spec.nbytes
+
+
+def test_an_empty_tensor_of_four_bit_floats_has_pairs() -> None:
+    tensor = empty_tensor(TensorSpec("a", DType.F4, (2, 6)), torch.device("cpu"))
+    assert (tensor.dtype, tensor.shape) == (torch.float4_e2m1fn_x2, (2, 3))
+    with pytest.raises(UnsupportedDType, match="torch has no type for F4 of shape"):
+        empty_tensor(TensorSpec("a", DType.F4, (2, 5)), torch.device("cpu"))
+
+
+def test_an_empty_tensor_of_a_shape_that_torch_cannot_hold_is_told() -> None:
+    spec = TensorSpec("a", DType.F32, (0, 2**63, 2**63))
+    with pytest.raises(UnsupportedDType, match="tensor 'a': torch cannot hold its shape"):
+        empty_tensor(spec, torch.device("cpu"))
+
+
+# CUDA
+
+
+@needs_cuda
+def test_a_buffer_for_cuda_is_pinned() -> None:
+    assert TorchLane("cuda").staging(64)._bytes.is_pinned()
+
+
+@needs_cuda
+@pytest.mark.parametrize("buffer", [64, 4096, 1 << 20])
+def test_many_buffers_bring_the_right_bytes_to_cuda(buffer: int) -> None:
+    data = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
+    sizes = [1, 0, 63, 65, 4096, 200_000, 7, 50_000]
+    specs = [TensorSpec(str(i), DType.U8, (size,)) for i, size in enumerate(sizes)]
+    found = load(specs, bytes(data.numpy().data), "cuda", buffer)
+    joined = torch.cat([found[str(i)] for i in range(len(sizes))])
+    assert torch.equal(joined.cpu(), data[: sum(sizes)])
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.bits != 6])
+def test_cuda_gets_the_bits_of_every_type(dtype: DType) -> None:
+    spec = TensorSpec("a", dtype, (3, 14))
+    data = bytes(i % 2 for i in range(spec.nbytes))
+    tensor = load([spec], data, "cuda")["a"]
+    assert tensor.view(torch.uint8).cpu().flatten().tolist() == list(data)
+
+
+@needs_cuda
+def test_every_cuda_device_can_be_named() -> None:
+    last = torch.cuda.device_count() - 1
+    tensor = load([TensorSpec("a", DType.U8, (3,))], b"\1\2\3", f"cuda:{last}")["a"]
+    assert tensor.device == torch.device("cuda", last)
+    assert tensor.tolist() == [1, 2, 3]
+    with torch.cuda.device(last):
+        assert load([TensorSpec("a", DType.U8, (3,))], b"\1\2\3", "cuda")["a"].device.index == last
+
+
+@needs_cuda
+def test_memory_that_the_caller_s_stream_still_writes_to_is_left_alone() -> None:
+    spec = TensorSpec("a", DType.U8, (32 << 20,))
+    data = b"\1" * spec.nbytes
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        used = torch.empty(spec.nbytes, dtype=torch.uint8, device="cuda")
+        address = used.data_ptr()
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        used.fill_(2)
+        del used  # free for this stream, which still has to write to it
+        tensor = load([spec], data, "cuda")["a"]
+        assert tensor.data_ptr() == address
+        assert tensor.min().item() == tensor.max().item() == 1
+
+
+@needs_cuda
+def test_the_caller_s_stream_waits_for_a_tensor() -> None:
+    spec = TensorSpec("a", DType.U8, (64 << 20,))
+    data = b"\1" * spec.nbytes
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            lane = TorchLane("cuda")
+            tensor = lane.room(spec)
+            tensor.zero_()
+            staging = lane.staging(spec.nbytes)
+            staging.memory[:] = data
+            lane.receive(staging.send([(tensor, 0, 0, spec.nbytes)], lane.mark()))
+            total = tensor.sum(dtype=torch.int64)  # not the host, but the stream has waited
+        assert total.item() == spec.nbytes
+
+
+@needs_cuda
+def test_a_device_out_of_memory_says_so_and_gives_back_what_it_took() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    spec = TensorSpec("small", DType.U8, (1 << 20,))
+    with pytest.raises(
+        BlobstoreError, match=r"cuda:\d+ has no memory left for tensor 'large' of \d+ bytes"
+    ) as caught:
+        load([spec, LARGE], bytes(1 << 20), "cuda")
+    assert torch.cuda.memory_allocated() == before
+    assert caught.value.__traceback__ is not None
