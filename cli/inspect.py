@@ -14,8 +14,8 @@ from blobstore.errors import CheckpointRefused
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.inspection import Inspection
-    from blobstore.sources.torch_tree import Subtree
+    from blobstore.sources.pytorch.inspect import Inspection
+    from blobstore.sources.pytorch.state_dict import Subtree
 
 
 @click.command("inspect", short_help="Tell what is in a PyTorch checkpoint, running none of it.")
@@ -32,7 +32,7 @@ def command(
     Nothing of the file is run, and a file that create would refuse is told about too; the exit code
     is then 4.
     """
-    from blobstore.inspection import inspect_checkpoint
+    from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
     inspected = inspect_checkpoint(file, subtree=subtree)
     if as_json:
@@ -45,7 +45,7 @@ def command(
 
 def show_parts(file: str, *, as_json: bool) -> None:
     """Print the parts of a checkpoint that ``--subtree`` can choose."""
-    from blobstore.sources.checkpoint import open_checkpoint
+    from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
     with open_checkpoint(file) as checkpoint:
         parts = checkpoint.subtrees

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import CheckpointRefused
-from blobstore.inspection import inspect_checkpoint
-from blobstore.sources.checkpoint import Checkpoint, open_checkpoint
+from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
+from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
 if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec

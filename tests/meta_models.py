@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.sources.meta import MetaFolder
+from blobstore.sources.meta.source import MetaFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

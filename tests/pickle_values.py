@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from blobstore.sources.pickle_vm.values import (
+from blobstore.sources.unpickler.values import (
     Global,
     Items,
     Key,

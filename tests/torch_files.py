@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blobstore.sources.checkpoint import Checkpoint, open_checkpoint
+from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 from tests.checkpoints import described
 
 if TYPE_CHECKING:

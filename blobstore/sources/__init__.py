@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blobstore.sources.checkpoint import Checkpoint, open_checkpoint
+    from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         message = f"module 'blobstore.sources' has no attribute {name!r}"
         raise AttributeError(message)
-    from blobstore.sources import checkpoint
+    from blobstore.sources.pytorch import checkpoint
 
     return getattr(checkpoint, name)

@@ -18,7 +18,6 @@ from blobstore.core.escape import quoted
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import MAX_FILE_DEPTH
-from blobstore.sources.kept import files_of, is_kept, is_part
 from blobstore.sources.sharded import (
     CHECKPOINTS,
     SAFETENSORS,
@@ -26,6 +25,7 @@ from blobstore.sources.sharded import (
     add_indexed,
     read_weight_map,
 )
+from blobstore.sources.small_files import files_of, is_kept, is_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

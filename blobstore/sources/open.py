@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import quoted
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
-from blobstore.sources.checkpoint import open_checkpoint
 from blobstore.sources.huggingface import HuggingFaceFolder
-from blobstore.sources.meta import MetaFolder, is_meta_folder
+from blobstore.sources.meta.source import MetaFolder, is_meta_folder
+from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from blobstore.core.escape import quoted
 from blobstore.core.files import read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
-from blobstore.sources.checkpoint import Checkpoint
+from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.safetensors import SafetensorsShard
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import blobstore
-from blobstore.sources.checkpoint import open_checkpoint
+from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -97,7 +97,7 @@ def main() -> None:
         compare_opening(path, options.rounds * 3)
         compare_creating(folder, {"safetensors": model, ".pth": path}, options.rounds, nbytes)
         used = private_memory(
-            "from blobstore.sources.checkpoint import open_checkpoint\n"
+            "from blobstore.sources.pytorch.checkpoint import open_checkpoint\n"
             "import numpy\n"
             "begin()\n"
             "with open_checkpoint(sys.argv[1]) as checkpoint:\n"

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import CheckpointRefused
-    from blobstore.sources.checkpoint import open_checkpoint
-    from blobstore.sources.pickle_vm import globals as known
+    from blobstore.sources.pytorch.checkpoint import open_checkpoint
+    from blobstore.sources.unpickler import globals as known
 
 from tests.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file
 

@@ -14,7 +14,7 @@ from blobstore.copying import copy_to_safetensors
 from blobstore.creation import create
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.torch import as_tensor
-from blobstore.sources.checkpoint import open_checkpoint
+from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
 
@@ -122,7 +122,7 @@ def test_checkpoints_are_read_with_neither_torch_nor_pickle() -> None:
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Ban())\n"
         "for name in ('pickle', '_pickle', 'zipfile'): sys.modules.pop(name, None)\n"
-        "from blobstore.sources.checkpoint import open_checkpoint\n"
+        "from blobstore.sources.pytorch.checkpoint import open_checkpoint\n"
         "with open_checkpoint(sys.argv[1]) as checkpoint: print(len(checkpoint.views()))\n"
     )
     path = files("pocketnet==0.3.0")[0]

@@ -1,0 +1,1 @@
+"""Folders as Meta publishes its Llamas: sharded ``consolidated.NN.pth`` files and ``params.json``."""

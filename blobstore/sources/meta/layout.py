@@ -1,0 +1,316 @@
+"""How the shards of one of Meta's Llamas make up its tensors, decided from names and shapes alone.
+
+Meta's runtime splits a model over processors, and a shard is what one of them holds: some rows of
+a matrix, some columns, or a copy of a small tensor. Nothing in a shard says which. The name tells
+it for all but the embedding, and the shape must agree with ``params.json`` for every one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import TensorSpec
+from blobstore.errors import DamagedSource, UnsupportedSource
+from blobstore.sources.meta.params import DTYPE_NAMES, PARAMS_FILE, Measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.sources.meta.params import Params
+
+Split = Literal["rows", "columns", "copies"]
+
+
+class _Role(NamedTuple):
+    """What a tensor is in the model."""
+
+    target: str
+    """Its name in Hugging Face's form."""
+    split: Split
+    shape: tuple[str, ...]
+    """Of the whole tensor, by the names of its sizes."""
+    is_rotated: bool = False
+    """Whether its rows meet the position encoding, which pairs them differently there."""
+
+
+_OUTPUT = "output.weight"
+_EMBEDDING = "tok_embeddings.weight"
+_FREQUENCIES = re.compile(
+    r"(?:layers\.[0-9]{1,6}\.attention\.inner_attention\.)?rope\.freqs", re.ASCII
+)
+"""The position encoding of Llama 1, stored in every layer, and of Llama 2."""
+_TOP = {
+    _EMBEDDING: _Role("model.embed_tokens.weight", "rows", ("vocab_size", "dim")),
+    "norm.weight": _Role("model.norm.weight", "copies", ("dim",)),
+    _OUTPUT: _Role("lm_head.weight", "rows", ("vocab_size", "dim")),
+}
+_GATE = "feed_forward.w1.weight"
+_IN_LAYER = {
+    "attention.wq.weight": _Role("self_attn.q_proj.weight", "rows", ("dim", "dim"), True),
+    "attention.wk.weight": _Role("self_attn.k_proj.weight", "rows", ("kv", "dim"), True),
+    "attention.wv.weight": _Role("self_attn.v_proj.weight", "rows", ("kv", "dim")),
+    "attention.wo.weight": _Role("self_attn.o_proj.weight", "columns", ("dim", "dim")),
+    _GATE: _Role("mlp.gate_proj.weight", "rows", ("ffn", "dim")),
+    "feed_forward.w2.weight": _Role("mlp.down_proj.weight", "columns", ("dim", "ffn")),
+    "feed_forward.w3.weight": _Role("mlp.up_proj.weight", "rows", ("ffn", "dim")),
+    "attention_norm.weight": _Role("input_layernorm.weight", "copies", ("dim",)),
+    "ffn_norm.weight": _Role("post_attention_layernorm.weight", "copies", ("dim",)),
+}
+_LAYER_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(.+)", re.ASCII | re.DOTALL)
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A whole tensor and where its bytes are."""
+
+    spec: TensorSpec
+    source: str
+    """Its name in the shards."""
+    part_bytes: int
+    """Bytes of it in one shard."""
+    parts: tuple[tuple[int, ...], ...]
+    """The shards that hold each part, in the order of the parts: one to read, and its copies."""
+    by_columns: bool = False
+    """Whether every row is spread over the parts, instead of every part being some rows."""
+    head_rows: int = 0
+    """Rows of one head, if heads are to be reordered: even rows first, then the odd ones."""
+
+
+class Layout(NamedTuple):
+    """All tensors of a model, in the order of the first shard."""
+
+    tensors: Mapping[str, Joined]
+    measured: Measured
+    left_out: tuple[str, ...]
+    """Names of tensors that the model does without."""
+
+
+class ShardSpecs(NamedTuple):
+    """The tensors of one shard, and the file that it is."""
+
+    file: object
+    specs: Mapping[str, TensorSpec]
+
+
+def check_same(shards: Sequence[ShardSpecs]) -> None:
+    """Check that all shards hold the same names, types and shapes.
+
+    Raises:
+        DamagedSource: they do not.
+    """
+    first = shards[0]
+    for shard in shards[1:]:
+        for here, there in ((shard, first), (first, shard)):
+            missing = sorted(there.specs.keys() - here.specs.keys())
+            if missing:
+                message = (
+                    f"{quoted(here.file)} has no tensor {quoted(missing[0])}, which "
+                    f"{quoted(there.file)} has: these are not the shards of one model"
+                )
+                raise DamagedSource(message)
+        for name, spec in first.specs.items():
+            other = shard.specs[name]
+            if (other.dtype, other.shape) != (spec.dtype, spec.shape):
+                message = (
+                    f"tensor {quoted(name)} is {_shown(other)} in {quoted(shard.file)} and "
+                    f"{_shown(spec)} in {quoted(first.file)}: these are not the shards of one model"
+                )
+                raise DamagedSource(message)
+
+
+def lay_out(shards: Sequence[ShardSpecs], params: Params, *, keep_names: bool) -> Layout:
+    """Return how the tensors of a Llama are made of those in its shards.
+
+    With ``keep_names`` they are only joined; names and rows stay as they are.
+
+    Raises:
+        DamagedSource: names or shapes contradict ``params.json``, or one another.
+        UnsupportedSource: it is not a plain Llama.
+    """
+    return _Planner(shards, params, keep_names=keep_names).plan()
+
+
+class _Planner:
+    def __init__(self, shards: Sequence[ShardSpecs], params: Params, *, keep_names: bool) -> None:
+        self._file = shards[0].file
+        self._specs = shards[0].specs
+        self._count = len(shards)
+        self._params = params
+        self._keep_names = keep_names
+
+    def plan(self) -> Layout:
+        known = self._known_roles()
+        self._check_complete()
+        embedding, vocabulary = self._embedding()
+        gate = self._matrix(f"layers.0.{_GATE}")
+        sizes = {
+            "dim": self._params.dim,
+            "kv": self._params.n_kv_heads * self._params.head_dim,
+            "ffn": gate.shape[0] * self._count,
+            "vocab_size": vocabulary,
+        }
+        tensors: dict[str, Joined] = {}
+        target, role = known[_EMBEDDING]
+        known[_EMBEDDING] = (target, role._replace(split=embedding))
+        for name, (target, role) in known.items():
+            wanted = tuple(sizes[size] for size in role.shape)
+            joined = self._join(self._specs[name], target, role, wanted)
+            tensors[joined.spec.name] = joined
+        encodings = {joined.source: joined for joined in self._frequencies()}
+        if self._keep_names:
+            tensors |= encodings
+        measured = Measured(
+            vocab_size=vocabulary,
+            intermediate_size=sizes["ffn"],
+            is_tied=_OUTPUT not in self._specs,
+            dtype=self._specs[_EMBEDDING].dtype,
+        )
+        return Layout(tensors, measured, () if self._keep_names else tuple(encodings))
+
+    def _known_roles(self) -> dict[str, tuple[str, _Role]]:
+        """Return the Hugging Face name and the role of every tensor."""
+        found = {name: _role(name) for name in self._specs if not _FREQUENCIES.fullmatch(name)}
+        unknown = [name for name, role in found.items() if role is None]
+        if unknown:
+            raise self._not_plain(unknown)
+        return {name: role for name, role in found.items() if role is not None}
+
+    def _not_plain(self, unknown: Sequence[str]) -> UnsupportedSource:
+        shown = ", ".join(map(quoted, unknown[:_NAMES_SHOWN]))
+        more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
+        hint = (
+            "--keep-names takes all tensors as they are"
+            if self._count == 1
+            else f"how its {self._count} shards belong together is not known, with --keep-names "
+            "neither"
+        )
+        return UnsupportedSource(
+            f"{quoted(self._file)} holds tensors that a plain Llama does not have: {shown}{more}; "
+            f"{hint}"
+        )
+
+    def _check_complete(self) -> None:
+        found = {int(match[1]) for match in map(_LAYER_NAME.fullmatch, self._specs) if match}
+        layers = self._params.n_layers
+        if max(found, default=0) >= layers:
+            message = (
+                f"{quoted(self._file)} holds tensors of layer {max(found)}, but {PARAMS_FILE} says "
+                f"n_layers {layers}"
+            )
+            raise DamagedSource(message)
+        for name in _needed(layers):
+            if name not in self._specs:
+                message = (
+                    f"{quoted(self._file)} has no tensor {quoted(name)}, which a Llama with "
+                    f"n_layers {layers} needs"
+                )
+                raise DamagedSource(message)
+
+    def _matrix(self, name: str) -> TensorSpec:
+        spec = self._specs[name]
+        if len(spec.shape) != 2 or 0 in spec.shape:  # noqa: PLR2004
+            message = f"{quoted(self._file)}: tensor {quoted(name)} is {_shown(spec)}, no matrix"
+            raise DamagedSource(message)
+        return spec
+
+    def _embedding(self) -> tuple[Split, int]:
+        """Return how the embedding is split, and the size of the vocabulary.
+
+        Llama 1 and 2 split its columns, later ones its rows.
+        """
+        rows, columns = self._matrix(_EMBEDDING).shape
+        dim, shards, stated = self._params.dim, self._count, self._params.vocab_size
+        split: Split = "columns" if columns * shards == dim else "rows"
+        if split == "rows":
+            rows *= shards
+            if columns != dim:
+                raise self._contradiction(_EMBEDDING, f"{PARAMS_FILE} says dim {dim}")
+            if stated is None and _OUTPUT not in self._specs:
+                problem = f"{PARAMS_FILE} does not say vocab_size: these may be parts or copies"
+                raise self._contradiction(_EMBEDDING, problem)
+        if stated not in (None, rows):
+            raise self._contradiction(_EMBEDDING, f"{PARAMS_FILE} says vocab_size {stated}")
+        return split, rows
+
+    def _join(self, spec: TensorSpec, target: str, role: _Role, wanted: tuple[int, ...]) -> Joined:
+        self._check_dtype(spec)
+        parts: tuple[tuple[int, ...], ...] = tuple((shard,) for shard in range(self._count))
+        if role.split == "copies":
+            parts = (tuple(range(self._count)),)
+        elif role.shape[0] == "kv" and len(spec.shape) == 2:  # noqa: PLR2004
+            parts = self._key_value_parts(spec.shape[0]) or parts
+        shape = _joined_shape(spec.shape, len(parts), by_columns=role.split == "columns")
+        if shape != wanted:
+            problem = f"by {PARAMS_FILE} and the other tensors the whole is {list(wanted)}"
+            raise self._contradiction(spec.name, problem)
+        name = spec.name if self._keep_names else target
+        return Joined(
+            spec=TensorSpec(name, spec.dtype, shape),
+            source=spec.name,
+            part_bytes=spec.nbytes,
+            parts=parts,
+            by_columns=role.split == "columns" and self._count > 1,
+            head_rows=self._params.head_dim if role.is_rotated and not self._keep_names else 0,
+        )
+
+    def _key_value_parts(self, rows: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return which shards hold copies of one head, where there are more shards than heads."""
+        heads = self._params.n_kv_heads
+        if heads >= self._count or self._count % heads or rows != self._params.head_dim:
+            return None
+        copies = self._count // heads
+        return tuple(tuple(range(head * copies, (head + 1) * copies)) for head in range(heads))
+
+    def _frequencies(self) -> Iterator[Joined]:
+        """Yield the stored position encodings. Every shard has them whole."""
+        for name, spec in self._specs.items():
+            if _FREQUENCIES.fullmatch(name):
+                self._check_dtype(spec)
+                parts = (tuple(range(self._count)),)
+                yield Joined(spec=spec, source=name, part_bytes=spec.nbytes, parts=parts)
+
+    def _check_dtype(self, spec: TensorSpec) -> None:
+        if spec.dtype.value not in DTYPE_NAMES and not (
+            self._keep_names and spec.dtype.bits % 8 == 0
+        ):
+            message = (
+                f"{quoted(self._file)}: tensor {quoted(spec.name)} has type {spec.dtype.value}; a "
+                f"plain Llama has {', '.join(DTYPE_NAMES)}"
+            )
+            raise UnsupportedSource(message)
+
+    def _contradiction(self, name: str, problem: str) -> DamagedSource:
+        shards = "in one shard" if self._count == 1 else f"in each of {self._count} shards"
+        return DamagedSource(
+            f"{quoted(self._file)}: tensor {quoted(name)} is {_shown(self._specs[name])} {shards}, "
+            f"but {problem}"
+        )
+
+
+def _role(name: str) -> tuple[str, _Role] | None:
+    match = _LAYER_NAME.fullmatch(name)
+    role = _IN_LAYER.get(match[2]) if match else _TOP.get(name)
+    if role is None:
+        return None
+    return f"model.layers.{match[1]}.{role.target}" if match else role.target, role
+
+
+def _needed(layers: int) -> Iterator[str]:
+    """Yield the names that must be there."""
+    yield from (name for name in _TOP if name != _OUTPUT)
+    for layer in range(layers):
+        yield from (f"layers.{layer}.{name}" for name in _IN_LAYER)
+
+
+def _joined_shape(shape: tuple[int, ...], parts: int, *, by_columns: bool) -> tuple[int, ...]:
+    if by_columns:
+        return (*shape[:-1], shape[-1] * parts) if shape else shape
+    return (shape[0] * parts, *shape[1:]) if shape else shape
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"{spec.dtype.value} {list(spec.shape)}"

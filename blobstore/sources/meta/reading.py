@@ -1,0 +1,201 @@
+"""The bytes of tensors that are spread over shards, joined and reordered as they are read.
+
+Two things change the order of rows: a matrix split by columns, whose rows are each in all shards,
+and heads whose even rows come before the odd ones. Both are read a block at a time, as it lies in
+the shards, and its rows gathered into the caller's buffer. Where a row is longer than the buffer,
+or a head larger than a block, every row is read by itself instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from blobstore.core.escape import quoted
+from blobstore.errors import DamagedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.meta.layout import Joined
+
+    Array = np.ndarray[Any, Any]
+
+_BLOCK_SIZE = 1 << 22
+"""Bytes that are reordered at once, at most: a head of the largest Llama."""
+_COMPARED_SIZE = 1 << 16
+
+
+class Shard(Protocol):
+    """One file of a checkpoint. Reading is safe from any number of threads."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors, in the order of the file."""
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What a person should know of it, one line each."""
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in pieces, each good until the next is asked for."""
+
+    def read_range(
+        self, name: str, begin: int, end: int, buffer: memoryview
+    ) -> Iterator[memoryview]:
+        """Yield the bytes from ``begin`` to ``end`` of the same."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class _Range(NamedTuple):
+    """Bytes of one part of a tensor."""
+
+    part: int
+    begin: int
+    end: int
+
+
+class _Block(NamedTuple):
+    """Some ranges, read one after the other; then rows of them in another order, if given."""
+
+    ranges: Sequence[_Range]
+    order: Array | None = None
+
+
+def read_joined(
+    shards: Sequence[Shard], files: Sequence[object], tensor: Joined, buffer: memoryview
+) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in pieces, each in ``buffer`` until the next is asked for.
+
+    ``files`` are the shards' names for a person.
+
+    Raises:
+        DamagedSource: a shard cannot be read, or two that should hold copies differ.
+    """
+    return _Reading(shards, files, tensor, buffer).pieces()
+
+
+class _Reading:
+    """One tensor being read."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        files: Sequence[object],
+        tensor: Joined,
+        buffer: memoryview,
+    ) -> None:
+        self._shards = shards
+        self._files = files
+        self._tensor = tensor
+        self._buffer = buffer
+        self._scratch = np.empty(0, np.uint8)
+        self._row = 0
+        """Bytes of a row that is gathered: of the tensor, or of a part that has some columns."""
+        if tensor.head_rows or tensor.by_columns:
+            parts = len(tensor.parts) if tensor.by_columns else 1
+            self._row = tensor.spec.nbytes // (tensor.spec.shape[0] * parts)
+
+    def pieces(self) -> Iterator[memoryview]:
+        for block in self._blocks():
+            if block.order is None:
+                for place in block.ranges:
+                    yield from self._read(place)
+            else:
+                yield from self._gathered(block.ranges, block.order)
+
+    def _blocks(self) -> Iterator[_Block]:
+        if self._tensor.by_columns:
+            return self._interleaved()
+        if self._tensor.head_rows:
+            return self._heads()
+        return iter([_Block(list(self._along_rows(0, self._tensor.spec.nbytes)))])
+
+    def _interleaved(self) -> Iterator[_Block]:
+        """Yield blocks of as many rows as the buffer takes, or every row's parts."""
+        parts, row = len(self._tensor.parts), self._row
+        rows = self._tensor.spec.shape[0]
+        step = min(_BLOCK_SIZE, len(self._buffer)) // (row * parts)
+        for first in range(0, rows, max(step, 1)):
+            last = min(first + max(step, 1), rows)
+            ranges = [_Range(part, first * row, last * row) for part in range(parts)]
+            order = np.arange(parts * (last - first)).reshape(parts, -1).T.ravel()
+            yield _Block(ranges, order if step else None)
+
+    def _heads(self) -> Iterator[_Block]:
+        """Yield heads, or their rows."""
+        rows, row = self._tensor.head_rows, self._row
+        order = np.concatenate([np.arange(0, rows, 2), np.arange(1, rows, 2)])
+        is_gathered = rows * row <= _BLOCK_SIZE and row <= len(self._buffer)
+        for begin in range(0, self._tensor.spec.nbytes, rows * row):
+            if is_gathered:
+                yield _Block(list(self._along_rows(begin, begin + rows * row)), order)
+                continue
+            for index in map(int, order):
+                start = begin + index * row
+                yield _Block(list(self._along_rows(start, start + row)))
+
+    def _along_rows(self, begin: int, end: int) -> Iterator[_Range]:
+        """Yield where bytes of the tensor are, whose parts follow one another."""
+        size = self._tensor.part_bytes
+        while begin < end:
+            part, offset = divmod(begin, size)
+            count = min(end - begin, size - offset)
+            yield _Range(part, offset, offset + count)
+            begin += count
+
+    def _gathered(self, ranges: Sequence[_Range], order: Array) -> Iterator[memoryview]:
+        row = self._row
+        rows = self._filled(ranges).reshape(-1, row)
+        step = len(self._buffer) // row
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
+            target = self._buffer[: len(chosen) * row]
+            out = np.frombuffer(target, np.uint8).reshape(-1, row)
+            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy once more
+            yield target
+
+    def _filled(self, ranges: Sequence[_Range]) -> Array:
+        """Return the bytes of some ranges one after the other, good until the next call."""
+        size = sum(place.end - place.begin for place in ranges)
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        done = 0
+        for place in ranges:
+            for piece in self._read(place):
+                self._scratch[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+                done += len(piece)
+        return self._scratch[:size]
+
+    def _read(self, place: _Range) -> Iterator[memoryview]:
+        """Yield the bytes of a range, compared with the other shards' copies of them."""
+        chosen, *others = self._tensor.parts[place.part]
+        begin = place.begin
+        pieces = self._shards[chosen].read_range(
+            self._tensor.source, begin, place.end, self._buffer
+        )
+        for piece in pieces:
+            for other in others:
+                self._compare(chosen, other, begin, piece)
+            yield piece
+            begin += len(piece)
+
+    def _compare(self, chosen: int, other: int, begin: int, piece: memoryview) -> None:
+        scratch = memoryview(bytearray(min(len(piece), _COMPARED_SIZE)))
+        done = 0
+        copies = self._shards[other].read_range(
+            self._tensor.source, begin, begin + len(piece), scratch
+        )
+        for copy in copies:
+            if not np.array_equal(copy, piece[done : done + len(copy)]):
+                message = (
+                    f"tensor {quoted(self._tensor.source)} differs between "
+                    f"{quoted(self._files[chosen])} and {quoted(self._files[other])}, which should "
+                    "hold copies of it: these are not the shards of one model"
+                )
+                raise DamagedSource(message)
+            done += len(copy)

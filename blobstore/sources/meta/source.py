@@ -1,0 +1,150 @@
+"""Llama folders as Meta ships them, read as one source in Hugging Face's form.
+
+The weights lie in ``consolidated.00.pth`` and its followers, each with a part of every tensor. They
+are joined as they are read, some megabytes at a time, so that the tensors have the very bytes of
+the same model in Hugging Face's form, whatever the number of shards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quoted
+from blobstore.errors import DamagedSource
+from blobstore.sources.base import SourceFile
+from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
+from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
+from blobstore.sources.small_files import files_of, is_kept, is_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+    from pathlib import Path
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.meta.layout import Joined
+    from blobstore.sources.meta.reading import Shard
+
+_SHARD = re.compile(r"consolidated\.[0-9]+\.pth", re.ASCII)
+_CONFIG = "config.json"
+_WEIGHTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf", ".pte")
+
+
+def is_meta_folder(folder: Path) -> bool:
+    """Tell whether a folder holds ``consolidated.NN.pth`` files and ``params.json``."""
+    return (folder / PARAMS_FILE).is_file() and bool(_shard_names(folder))
+
+
+class MetaFolder:
+    """A :class:`TensorSource` over a folder of shards and their ``params.json``."""
+
+    def __init__(
+        self, folder: Path, open_shard: Callable[[Path], Shard], *, keep_names: bool = False
+    ) -> None:
+        """Open all shards and check that they make up a model.
+
+        With ``keep_names`` tensors keep Meta's names and the order of their rows, and no
+        ``config.json`` is made; a single shard may then hold any tensors.
+
+        Raises:
+            DamagedSource: a shard is missing, or shards and ``params.json`` contradict each other.
+            UnsupportedSource: it is not a plain Llama.
+        """
+        self.notices: list[str] = []
+        self.config: Mapping[str, Any] = {}
+        self.files: Sequence[SourceFile] = ()
+        self._paths = _shard_paths(folder)
+        self._shards: list[Shard] = []
+        self._joined: Mapping[str, Joined] | None = None
+        """How each tensor is read; None where a single shard is taken as it is."""
+        self._specs: Mapping[str, TensorSpec] = {}
+        try:
+            for path in self._paths:
+                shard = open_shard(path)
+                self._shards.append(shard)
+                self.notices.extend(f"{quoted(path)}: {notice}" for notice in shard.notices)
+            self._list_files(folder, keep_names=keep_names)
+            if keep_names and len(self._shards) == 1:
+                self._specs = self._shards[0].specs
+            else:
+                self._join(folder, keep_names=keep_names)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See :class:`TensorSource`."""
+        return self._specs
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`TensorSource`."""
+        if self._joined is None:
+            return self._shards[0].read(name, buffer)
+        from blobstore.sources.meta.reading import read_joined
+
+        return read_joined(self._shards, self._paths, self._joined[name], buffer)
+
+    def close(self) -> None:
+        """See :class:`TensorSource`."""
+        while self._shards:
+            self._shards.pop().close()
+
+    def _join(self, folder: Path, *, keep_names: bool) -> None:
+        shards = [
+            ShardSpecs(path, shard.specs)
+            for path, shard in zip(self._paths, self._shards, strict=True)
+        ]
+        check_same(shards)
+        params = Params.read(folder)
+        layout = lay_out(shards, params, keep_names=keep_names)
+        self._joined = layout.tensors
+        self._specs = {name: joined.spec for name, joined in layout.tensors.items()}
+        if layout.left_out:
+            first, *others = map(quoted, layout.left_out)
+            more = f" and {len(others)} more" if others else ""
+            self.notices.append(f"left out: tensor {first}{more}, which runtimes calculate")
+        if not keep_names:
+            self.config = make_config(params, layout.measured)
+            self.notices.extend(notices(params, layout.measured))
+            content = json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n"
+            made = SourceFile(_CONFIG, folder / PARAMS_FILE, content)
+            self.files = sorted([*self.files, made], key=lambda file: file.name)
+
+    def _list_files(self, folder: Path, *, keep_names: bool) -> None:
+        kept = sorted(files_of(folder), key=lambda file: file.name)
+        if not keep_names and any(file.name == _CONFIG for file in kept):
+            kept = [file for file in kept if file.name != _CONFIG]
+            self.notices.append(
+                f"left out: {quoted(folder / _CONFIG)}; one made from {PARAMS_FILE} takes its place"
+            )
+        self.files = kept
+        self.notices.extend(_left_out(folder, {path.name for path in self._paths}))
+
+
+def _shard_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    """Return the shards in order, checked to be a complete set by the numbers in their names."""
+    found = _shard_names(folder)
+    wanted = [f"consolidated.{number:02}.pth" for number in range(max(len(found), 1))]
+    for name in wanted:
+        if name not in found:
+            more = f" among {len(found)} shards, up to {quoted(found[-1])}" if found else ""
+            message = f"{quoted(folder / name)} is missing{more}; fetch the complete model"
+            raise DamagedSource(message)
+    return [folder / name for name in wanted]
+
+
+def _left_out(folder: Path, shards: AbstractSet[str]) -> Iterator[str]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            yield f"left out: folder {quoted(path)}"
+        elif path.suffix in _WEIGHTS and path.name not in shards:
+            yield f"left out: {quoted(path)}, no shard of the model"
+        elif is_kept(path.name) and not is_part(path.name):
+            yield f"left out: {quoted(path)}, for a store's names are letters, digits, '_', '.', '-'"

@@ -1,0 +1,166 @@
+"""Workflow: what a PyTorch checkpoint contains and asks for, told without running any of it.
+
+Files that would be refused are told about too, as far as they can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import quoted
+from blobstore.core.files import open_regular, read_exactly
+from blobstore.errors import (
+    BlobstoreError,
+    CheckpointRefused,
+    DamagedSource,
+    SourceError,
+    SourceNotFound,
+)
+from blobstore.sources.pytorch.checkpoint import Checkpoint
+from blobstore.sources.pytorch.container import ZIP_STARTS, other_kind
+from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, is_legacy
+from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
+from blobstore.sources.pytorch.zip import read_pickle
+from blobstore.sources.pytorch.zip_entries import read_entries
+from blobstore.sources.unpickler.machine import scan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.pytorch.state_dict import Subtree
+
+_MAX_PICKLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFor:
+    """A global that a pickle asks for."""
+
+    name: str
+    """Module and name, with a dot between."""
+    use: str | None
+    """What a checkpoint uses it for; None if it is on no list, and would be refused."""
+    pickle: str
+    """The zip entry of the pickle; empty in other files."""
+    offset: int
+    """Byte of the pickle, or of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What a file contains and asks for."""
+
+    path: Path
+    size: int
+    """Bytes of the file."""
+    kind: str | None
+    """What kind of checkpoint it is, None if it is none that can be read."""
+    refusal: str | None
+    """Why it would not be imported."""
+    globals: Sequence[AskedFor]
+    tensors: Sequence[TensorSpec]
+    """The tensors that would be imported."""
+    unreadable: dict[str, str]
+    """Tensors that are of a kind that is not read, and why."""
+    subtrees: Sequence[Subtree]
+    """The parts that can be chosen instead."""
+    notices: Sequence[str]
+
+
+def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspection:
+    """Tell what a file contains and asks for.
+
+    Raises:
+        SourceNotFound: there is no such file.
+        SourceError: it cannot be read.
+        UsageError: there is no such subtree.
+    """
+    path = Path(path)
+    size, asked = _globals_of(path)
+    try:
+        with Checkpoint(path, subtree=subtree) as checkpoint:
+            return Inspection(
+                path=path,
+                size=size,
+                kind=checkpoint.kind,
+                refusal=None,
+                globals=asked,
+                tensors=tuple(checkpoint.specs.values()),
+                unreadable=checkpoint.unreadable,
+                subtrees=checkpoint.subtrees,
+                notices=checkpoint.notices,
+            )
+    except CheckpointRefused as error:
+        return Inspection(
+            path=path,
+            size=size,
+            kind=None,
+            refusal=str(error),
+            globals=asked,
+            tensors=(),
+            unreadable={},
+            subtrees=(),
+            notices=(),
+        )
+
+
+def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
+    try:
+        descriptor, size = open_regular(path)
+    except FileNotFoundError:
+        message = f"no such file: {quoted(path)}"
+        raise SourceNotFound(message) from None
+    except OSError as error:
+        message = f"cannot open {quoted(path)}: {error.strerror}"
+        raise SourceError(message) from error
+    except BlobstoreError as error:
+        raise SourceError(str(error)) from None
+    try:
+        is_zip = read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS)
+        return size, list((_in_zip if is_zip else _in_stream)(descriptor, size))
+    except OSError as error:
+        message = f"cannot read {quoted(path)}: {error.strerror}"
+        raise SourceError(message) from error
+    finally:
+        os.close(descriptor)
+
+
+def _in_zip(descriptor: int, size: int) -> Iterator[AskedFor]:
+    """Yield what the pickles of an archive ask for, also those of other kinds of archives."""
+    try:
+        entries = read_entries(descriptor, size)
+    except (DamagedSource, SourceError):  # which the checkpoint's refusal tells
+        return
+    left = MAX_PICKLE_SIZE
+    for name, entry in entries.items():
+        if name.endswith(".pkl"):
+            with contextlib.suppress(DamagedSource):
+                data = read_pickle(descriptor, entry, left)
+                left -= len(data)
+                yield from _in_pickles(data, name, 1)
+
+
+def _in_stream(descriptor: int, size: int) -> Iterator[AskedFor]:
+    """Yield what the pickles ask for with which a file begins."""
+    data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
+    if other_kind(data) is None:
+        # Behind the pickles of a legacy stream come numbers, which may look like anything.
+        yield from _in_pickles(data, "", LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES)
+
+
+def _in_pickles(data: bytes, name: str, count: int) -> Iterator[AskedFor]:
+    end = 0
+    for _ in range(count):
+        found, result, _ = scan(data, start=end)
+        for item in found:
+            is_refused = item.use is None and (item.is_called or not item.is_class)
+            use = "class of a module" if item.use is None else item.use.value
+            yield AskedFor(str(item), None if is_refused else use, name, item.offset)
+        if result is None or result.end >= len(data):
+            break
+        end = result.end

@@ -1,0 +1,146 @@
+"""PyTorch's stream of pickles and storages: what ``torch.save`` wrote up to version 1.5.
+
+A magic number, a protocol number, facts about the machine, the object and the list of storage keys,
+each pickled, then for each key the count of its elements and these. (``_legacy_save`` in
+``torch/serialization.py``.)
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quoted
+from blobstore.core.files import read_exactly
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
+from blobstore.sources.pytorch.zip_entries import ZipEntry
+from blobstore.sources.unpickler.machine import Result, run
+from blobstore.sources.unpickler.state import CutShort
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.sources.pytorch.tensors import Storage
+
+MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_PICKLES = 5
+"""Pickles before the storages."""
+_PROTOCOL = 1001
+_HEAD = 1 << 12
+_WINDOW = 1 << 20
+_COUNT = struct.Struct("<q")
+
+
+def is_legacy(head: bytes) -> bool:
+    """Tell whether a file that begins with ``head`` begins with the magic number, pickled."""
+    try:
+        return bool(run(head[:_HEAD]).value == MAGIC)
+    except CheckpointRefused:
+        return False
+
+
+class LegacyStream:
+    """A stream whose pickles have been read. ``is_swapped`` tells of big-endian numbers."""
+
+    kind = "legacy stream"
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Read the pickles.
+
+        Raises:
+            CheckpointRefused: the stream is damaged.
+        """
+        self._descriptor = descriptor
+        self._size = size
+        self._window = b""
+        magic = self._pickle(0)
+        protocol = self._pickle(magic.end)
+        machine = self._pickle(protocol.end)
+        self.result = self._pickle(machine.end)
+        self.pickle_size = self.result.end - machine.end
+        keys = self._pickle(self.result.end)
+        if magic.value != MAGIC or protocol.value != _PROTOCOL:
+            message = "this is no stream of torch's protocol 1001"
+            raise CheckpointRefused(message)
+        facts = machine.value
+        is_little = facts.get("little_endian") if type(facts) is dict else None
+        if type(is_little) is not bool:
+            message = "the stream does not say its byte order"
+            raise CheckpointRefused(message)
+        self.is_swapped = not is_little
+        self._keys = _checked_keys(keys.value)
+        self._end = keys.end
+        for part in (magic, protocol, machine, keys):
+            if part.globals:
+                message = f"the stream's header asks for {quoted(part.globals[0])}"
+                raise CheckpointRefused(message)
+
+    def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
+        """See :class:`Container`.
+
+        The stream tells no sizes but counts of elements, so that a storage can be found only if
+        the types of all before it are known.
+        """
+        if set(self._keys) != set(storages):
+            odd = sorted(set(self._keys) ^ set(storages))
+            message = (
+                f"storage {quoted(odd[0])} is in the list of keys or in a tensor, but not in both"
+            )
+            raise CheckpointRefused(message)
+        offset = self._end
+        places = {}
+        for key in self._keys:
+            storage = storages[key]
+            data = read_exactly(self._descriptor, _COUNT.size, offset)
+            count = _COUNT.unpack(data)[0] if len(data) == _COUNT.size else -1
+            if count != storage.elements:
+                message = (
+                    f"byte {offset}: storage {quoted(key)} has {count} elements, but its tensors "
+                    f"say {storage.elements}"
+                )
+                raise CheckpointRefused(message)
+            begin = offset + _COUNT.size
+            if not storage.itemsize:
+                message = f"the size of torch.{storage.kind} {quoted(key)} cannot be told"
+                raise CheckpointRefused(message)
+            offset = begin + storage.nbytes
+            if offset > self._size:
+                message = (
+                    f"storage {quoted(key)} ends at byte {offset}, but the file at {self._size}: "
+                    "it was cut short"
+                )
+                raise CheckpointRefused(message)
+            places[key] = ZipEntry(key, begin, storage.nbytes, storage.nbytes, 0, is_deflated=False)
+        if offset != self._size:
+            message = f"{self._size - offset} bytes follow the last storage at byte {offset}"
+            raise CheckpointRefused(message)
+        return places
+
+    def notices(self) -> list[str]:
+        """See :class:`Container`."""
+        return []
+
+    def _pickle(self, start: int) -> Result:
+        """Read one pickle; how long it is, only reading it tells."""
+        while True:
+            try:
+                return run(self._window, start=start)
+            except CutShort:
+                known = len(self._window)
+                if known >= min(self._size, MAX_PICKLE_SIZE):
+                    raise
+                wanted = min(max(_WINDOW, known * 4), MAX_PICKLE_SIZE)
+                self._window += read_exactly(self._descriptor, wanted - known, known)
+                if len(self._window) == known:
+                    raise
+
+
+def _checked_keys(keys: Any) -> list[str]:
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        message = "the list of storage keys is no list of texts"
+        raise CheckpointRefused(message)
+    if len(set(keys)) != len(keys):
+        message = "the list of storage keys has one twice"
+        raise CheckpointRefused(message)
+    return keys

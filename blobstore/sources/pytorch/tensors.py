@@ -1,0 +1,378 @@
+"""Tensors as torch's pickles describe them: a storage, an offset, sizes and strides.
+
+The functions and their arguments are those of ``torch/_utils.py`` and ``torch/_tensor.py``, the parts
+of a storage's identifier those of ``persistent_id`` in ``torch/serialization.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.core.escape import quoted
+from blobstore.core.tensor import DTYPES as BY_NAME
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.unpickler.globals import DTYPES, STORAGES, Use
+from blobstore.sources.unpickler.values import Global, Persistent, Reduced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Final
+
+    from blobstore.sources.pytorch.zip_entries import ZipEntry
+
+_new = tuple.__new__
+"""In C, as the constructors of named tuples are not; a checkpoint makes tens of thousands."""
+MAX_RANK: Final = 64
+"""Dimensions that numpy can hold."""
+_MAX_WRAPPERS = 8
+_LARGEST = 2**63 - 1
+_STORAGE_TYPES = {name: BY_NAME[dtype] for name, dtype in STORAGES.items()}
+_OTHER_SIZES = {
+    "ComplexDoubleStorage": 16,
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+}
+"""Bytes of an element of storages that are not read, but have to be skipped."""
+_ELEMENT_TYPES = {name: BY_NAME[dtype] for name, dtype in DTYPES.items()}
+
+
+_NEGATED = {
+    BY_NAME[name] for name in ("C64", "F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8")
+}
+"""The types that torch can negate."""
+
+
+class UnreadableTensor(CheckpointRefused):
+    """A tensor is of a kind for which the safetensors format has no name."""
+
+
+class Storage(NamedTuple):
+    """A run of elements that one or more tensors lie in."""
+
+    key: str
+    kind: str
+    """Torch's name of its class."""
+    dtype: DType | None
+    """The type of the elements, bytes if it has none; None if the format has no name for it."""
+    itemsize: int
+    """Bytes of an element; 0 where elements are not whole bytes."""
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements; 0 where elements are not whole bytes."""
+        return self.elements * self.itemsize
+
+
+class Extent(NamedTuple):
+    """What sizes and strides come to."""
+
+    elements: int
+    span: int
+    """Elements of the storage from the first to behind the last."""
+    is_ordered: bool
+    """Whether the elements lie side by side in C order."""
+
+
+class StridedTensor(NamedTuple):
+    """A tensor and where its elements are, checked to lie inside their storage."""
+
+    spec: TensorSpec
+    storage: Storage
+    place: ZipEntry
+    """Where the storage is in the file."""
+    begin: int
+    """Byte of the storage at which the first element is."""
+    offset: int
+    """Byte of the file at which the first element is, if the storage is not compressed."""
+    nbytes: int
+    """Bytes of the elements, side by side."""
+    stride: tuple[int, ...]
+    """Steps of the dimensions, in elements."""
+    extent: Extent
+    is_direct: bool
+    """Whether its bytes are a run of the storage's, with the values that are meant."""
+    is_mapped: bool
+    """Whether they are a run of the file too: the storage is not compressed."""
+    is_conjugated: bool = False
+    is_negated: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; for F4, of a pair."""
+        return self.spec.dtype.bits // 8 or 1
+
+
+class TensorReader:
+    """Reads the tensors of one checkpoint, whose ``references`` to outside data are its storages.
+
+    ``locate`` tells where these are, ``is_swapped`` whether their numbers are big-endian.
+
+    Raises:
+        CheckpointRefused: a reference is to no storage, two contradict each other, or a storage is
+            not in the file as they say.
+    """
+
+    def __init__(
+        self,
+        references: Iterable[Persistent],
+        locate: Callable[[Mapping[str, Storage]], Mapping[str, ZipEntry]],
+        *,
+        is_swapped: bool = False,
+    ) -> None:
+        # By identity, and so only while the pickle's values live: to hash what is in a file could
+        # take for ever. Tensors of one form share their sizes more often than not.
+        self._classes: dict[int, tuple[str, DType | None, int]] = {}
+        self._extents: dict[tuple[int, int], Extent] = {}
+        self.storages: dict[str, Storage] = {}
+        """All storages that the pickle refers to, whether or not a tensor is read that uses them."""
+        reference = None
+        try:
+            for reference in references:
+                reference.meaning = self._room(reference.identifier)
+        except CheckpointRefused as error:
+            where = f"pickle byte {reference.offset if reference else 0}"
+            raise error.at(where) from None
+        self._places = locate(self.storages)
+        self._is_swapped = is_swapped
+
+    def read(self, name: str, value: Reduced) -> StridedTensor:
+        """Return the tensor that a call would have rebuilt, under a name.
+
+        Raises:
+            UnreadableTensor: it is of a kind that is not read.
+            CheckpointRefused: its numbers are not those of a tensor inside its storage. The message
+                says at which byte of the pickle.
+        """
+        try:
+            function, arguments = value.function, value.arguments
+            is_usual = function.use is Use.TENSOR and function.name == "_rebuild_tensor_v2"
+            if is_usual and len(arguments) == 6:  # noqa: PLR2004
+                # Nearly always. What requires gradients, and hooks for them, are no bytes.
+                reference, offset, shape, stride, _, _ = arguments
+                return self._tensor(name, reference, offset, shape, stride)
+            return self._tensor(name, *_arguments(*_unwrapped(value)))
+        except CheckpointRefused as error:
+            raise error.at(f"pickle byte {value.offset}") from None
+
+    def _tensor(
+        self,
+        name: str,
+        reference: Any,
+        offset: Any,
+        shape: Any,
+        stride: Any,
+        dtype: DType | None = None,
+        flags: Any = None,
+    ) -> StridedTensor:
+        if type(reference) is not Persistent:
+            message = "a tensor's first argument is no storage"
+            raise CheckpointRefused(message)
+        storage, begin, room = reference.meaning
+        dtype = dtype or storage.dtype
+        if dtype is None:
+            message = f"tensors of torch.{storage.kind} have no type in the safetensors format"
+            raise UnreadableTensor(message)
+        extent = self._extents.get((id(shape), id(stride))) or self._extent(shape, stride)
+        elements, span, is_ordered = extent
+        itemsize = dtype.bits // 8 or 1
+        if type(offset) is not int or not 0 <= offset <= _LARGEST:
+            _natural(offset, "a tensor's offset")
+        if (offset + span) * itemsize > room and elements:
+            message = (
+                f"a tensor needs {offset + span} elements of storage {quoted(storage.key)}, which "
+                f"has {room // itemsize}"
+            )
+            raise CheckpointRefused(message)
+        begin = begin + offset * itemsize if elements else 0
+        shape = shape if dtype is not DType.F4 else _in_halves(shape)
+        place = self._places[storage.key]
+        is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
+        is_turned = self._is_swapped and storage.itemsize > 1
+        is_direct = is_ordered and not (is_turned or is_conjugated or is_negated)
+        parts = (
+            _new(TensorSpec, (name, dtype, shape)),
+            storage,
+            place,
+            begin,
+            place.offset + begin,
+            elements * itemsize,
+            stride,
+            extent,
+            is_direct,
+            is_direct and not place.is_deflated,
+            is_conjugated,
+            is_negated,
+        )
+        return _new(StridedTensor, parts)
+
+    def _extent(self, shape: Any, stride: Any) -> Extent:
+        found = self._extents[id(shape), id(stride)] = _measured(shape, stride)
+        return found
+
+    def _class(self, cls: Any) -> tuple[str, DType | None, int]:
+        """Return name, element type and bytes of an element of a class of storages."""
+        if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
+            message = "a storage is of no known type"
+            raise CheckpointRefused(message)
+        dtype = _STORAGE_TYPES.get(cls.name)
+        itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
+        found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
+        return found
+
+    def _room(self, identifier: Any) -> tuple[Storage, int, int]:
+        """Return a storage, and the first byte and the bytes of the part that tensors may use."""
+        view = None
+        if type(identifier) is tuple and len(identifier) == 5:  # noqa: PLR2004
+            kind, cls, key, _, count = identifier
+        elif type(identifier) is tuple and len(identifier) == 6:  # noqa: PLR2004
+            kind, cls, key, _, count, view = identifier
+        else:
+            message = "a reference to outside data is not of the form that torch writes"
+            raise CheckpointRefused(message)
+        if type(kind) is not str or kind != "storage":
+            shown = quoted(kind) if type(kind) is str else "unknown"
+            message = f"a reference to outside data of kind {shown} is no storage"
+            raise CheckpointRefused(message)
+        name, dtype, itemsize = self._classes.get(id(cls)) or self._class(cls)
+        if type(key) is not str or not key:
+            message = "a storage's key is no text"
+            raise CheckpointRefused(message)
+        if type(count) is not int or not 0 <= count <= _LARGEST:
+            _natural(count, "a storage's count")
+        storage = _new(Storage, (key, name, dtype, itemsize, count))
+        known = self.storages.setdefault(key, storage)
+        if known is not storage and known != storage:
+            message = f"storage {quoted(key)} is given two types or counts"
+            raise CheckpointRefused(message)
+        if view is not None:
+            return (known, *_view(view, known))
+        return known, 0, count * itemsize
+
+
+_COUNTS: Final = {
+    "_rebuild_tensor": (4, 4),
+    "_rebuild_tensor_v2": (6, 7),
+    "_rebuild_tensor_v3": (7, 8),
+}
+"""The least and most arguments of the functions."""
+
+
+def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return reference, offset, sizes, strides, element type and flags of a call."""
+    if function.use is not Use.TENSOR:
+        message = f"a tensor made by {quoted(function)} is not read"
+        raise UnreadableTensor(message)
+    least, most = _COUNTS[function.name]
+    if not least <= len(arguments) <= most:
+        message = f"{function} has {len(arguments)} arguments, which is not what torch writes"
+        raise CheckpointRefused(message)
+    dtype = _element_type(arguments[6]) if function.name == "_rebuild_tensor_v3" else None
+    flags = arguments[-1] if len(arguments) == most > least else None
+    return (*arguments[:4], dtype, flags)
+
+
+def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
+    """Return the innermost call, of which parameters and tensors with attributes are wrappers."""
+    function, arguments = value.function, value.arguments
+    for _ in range(_MAX_WRAPPERS):
+        if function.use is not Use.TENSOR or function.name in _COUNTS:
+            return function, arguments
+        if value.state is not None:
+            break
+        if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
+            # Its first argument would be called: it must itself be one that rebuilds tensors.
+            function, _, arguments, _ = arguments
+        elif arguments and type(arguments[0]) is Reduced:
+            value = arguments[0]
+            function, arguments = value.function, value.arguments
+        else:
+            break
+        if type(function) is not Global or type(arguments) is not tuple:
+            break
+    message = "a tensor is wrapped in a way that torch does not write"
+    raise CheckpointRefused(message)
+
+
+def _element_type(dtype: Any) -> DType:
+    if type(dtype) is Global and dtype.use is Use.DTYPE:
+        return _ELEMENT_TYPES[dtype.name]
+    what = quoted(dtype) if type(dtype) is Global else "something else than a type"
+    message = f"tensors of {what} have no type in the safetensors format"
+    raise UnreadableTensor(message)
+
+
+def _natural(number: Any, what: str) -> None:
+    if type(number) is int and 0 <= number <= _LARGEST:
+        return
+    if type(number) is not int:
+        shown = "no integer"
+    else:
+        shown = str(number) if abs(number) <= 2 * _LARGEST else "out of range"
+    message = f"{what} is {shown}"
+    raise CheckpointRefused(message)
+
+
+def _view(view: Any, storage: Storage) -> tuple[int, int]:
+    """Return where a part of a storage begins and its size, in bytes."""
+    if type(view) is not tuple or len(view) != 3:  # noqa: PLR2004
+        message = "a view of a storage has not three parts"
+        raise CheckpointRefused(message)
+    _, offset, count = view
+    _natural(offset, "a view's offset")
+    _natural(count, "a view's count")
+    if offset + count > storage.elements:
+        message = f"a view ends at element {offset + count} of {storage.elements} of its storage"
+        raise CheckpointRefused(message)
+    return offset * storage.itemsize, count * storage.itemsize
+
+
+def _in_halves(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of F4 in elements; torch counts them in pairs."""
+    if not shape:
+        message = "a tensor of pairs of F4 has no dimension"
+        raise CheckpointRefused(message)
+    return (*shape[:-1], shape[-1] * 2)
+
+
+def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
+    if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
+        message = "a tensor has flags other than conj and neg"
+        raise CheckpointRefused(message)
+    conj, neg = flags.get("conj", False), flags.get("neg", False)
+    if (
+        type(conj) is not bool
+        or type(neg) is not bool
+        or (conj and dtype is not DType.C64)
+        or (neg and dtype not in _NEGATED)
+    ):
+        message = "a tensor's conj or neg flag is none that torch writes"
+        raise CheckpointRefused(message)
+    return conj, neg
+
+
+def _measured(shape: Any, stride: Any) -> Extent:
+    """Check sizes and strides and return what they come to."""
+    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+        message = "a tensor's sizes and strides are not two tuples of one length"
+        raise CheckpointRefused(message)
+    if len(shape) > MAX_RANK:
+        message = f"a tensor has {len(shape)} dimensions, over {MAX_RANK}"
+        raise CheckpointRefused(message)
+    span = expected = 1
+    is_ordered = True
+    is_empty = False
+    for size, step in zip(shape[::-1], stride[::-1], strict=True):
+        if type(size) is not int or not 0 <= size <= _LARGEST:
+            _natural(size, "a tensor's size")
+        if type(step) is not int or not 0 <= step <= _LARGEST:
+            _natural(step, "a tensor's stride")
+        if size == 0:
+            is_empty = True
+        elif size != 1:
+            is_ordered &= step == expected
+            expected *= size
+            span += (size - 1) * step
+    return Extent(0, 0, True) if is_empty else Extent(expected, span, is_ordered)

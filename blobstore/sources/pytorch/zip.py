@@ -1,0 +1,155 @@
+"""PyTorch's zip checkpoints: what ``torch.save`` writes since version 1.6.
+
+One folder holds ``data.pkl``, the storages as ``data/KEY``, and records such as ``version`` and
+``byteorder``. (``_save`` in ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``.)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import quoted
+from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
+from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
+from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
+from blobstore.sources.unpickler.machine import run
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from blobstore.sources.pytorch.tensors import Storage
+    from blobstore.sources.pytorch.zip_entries import ZipEntry
+
+_MAX_RECORD_SIZE = 1 << 10
+_MAX_PICKLE_RATIO = 32
+_SPARE_PICKLE_SIZE = 4 * 2**20
+_LAST_VERSION = 10
+"""The newest version that torch 2.13 reads (``kMaxSupportedFileFormatVersion``)."""
+_BYTE_ORDERS = {b"little": False, b"big": True}
+
+
+class ZipCheckpoint:
+    """A zip checkpoint whose directory and pickle have been read."""
+
+    kind = "zip checkpoint"
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Read directory and pickle.
+
+        Raises:
+            CheckpointRefused: the archive is damaged, or is no checkpoint.
+        """
+        self._descriptor = descriptor
+        self._used: Collection[ZipEntry] = ()
+        try:
+            self._entries = read_entries(descriptor, size)
+            self._root = self._only_root()
+            self._check_kind()
+            self.is_swapped = self._read_byte_order()
+            self._check_version()
+            pickle = read_pickle(descriptor, self._entries[f"{self._root}data.pkl"])
+        except (DamagedSource, UnsupportedSource) as error:
+            raise CheckpointRefused(str(error)) from None
+        self.pickle_size = len(pickle)
+        self.result = run(pickle)
+        if self.result.end != len(pickle):
+            message = f"{len(pickle) - self.result.end} bytes follow the end of data.pkl's pickle"
+            raise CheckpointRefused(message)
+
+    def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
+        """See :class:`Container`."""
+        prefix = f"{self._root}data/"
+        entries = self._entries
+        places = {}
+        for key, storage in storages.items():
+            entry = entries.get(prefix + key)
+            if entry is None:
+                message = f"there is no entry for storage {quoted(key)}"
+                raise CheckpointRefused(message)
+            if storage.itemsize and entry.size != storage.elements * storage.itemsize:
+                message = (
+                    f"entry {quoted(entry.name)} has {entry.size} bytes, but its tensors say "
+                    f"{storage.nbytes}"
+                )
+                raise CheckpointRefused(message)
+            places[key] = entry
+        self._used = places.values()
+        return places
+
+    def notices(self) -> list[str]:
+        """See :class:`Container`."""
+        prefix = f"{self._root}data/"
+        stored = [name for name in self._entries if name.startswith(prefix)]
+        if len(stored) == len(self._used):
+            return []
+        unused = set(stored) - {entry.name for entry in self._used}
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        return [f"no tensor refers to entry {quoted(min(unused))}{more}"]
+
+    def _only_root(self) -> str:
+        first = next(iter(self._entries), "")
+        root, slash, _ = first.partition("/")
+        if not root or not slash:
+            message = "the zip archive has no folder with a checkpoint in it"
+            raise CheckpointRefused(message)
+        root += "/"
+        for name in self._entries:
+            if not name.startswith(root):
+                message = f"entry {quoted(name)} is outside the archive's folder {quoted(root)}"
+                raise CheckpointRefused(message)
+        return root
+
+    def _check_kind(self) -> None:
+        if f"{self._root}constants.pkl" in self._entries:
+            message = (
+                "this is a TorchScript archive, which holds a program; save the model's "
+                "state_dict() with torch.save instead"
+            )
+        elif f"{self._root}models/model.json" in self._entries:
+            message = (
+                "this is a torch.export archive, which holds a program; save the model's "
+                "state_dict() with torch.save instead"
+            )
+        elif f"{self._root}data.pkl" not in self._entries:
+            message = "this zip archive holds no data.pkl and so is no PyTorch checkpoint"
+        else:
+            return
+        raise CheckpointRefused(message)
+
+    def _record(self, name: str) -> bytes | None:
+        entry = self._entries.get(self._root + name)
+        if entry is None:
+            return None
+        return read_small_entry(self._descriptor, entry, _MAX_RECORD_SIZE)
+
+    def _read_byte_order(self) -> bool:
+        """Tell whether numbers are big-endian; before torch 2.1 none said so, and none was."""
+        order = self._record("byteorder")
+        if order is None:
+            return False
+        if order not in _BYTE_ORDERS:
+            message = f"the byte order is {quoted(order[:20].decode('latin-1'))}"
+            raise CheckpointRefused(message)
+        return _BYTE_ORDERS[order]
+
+    def _check_version(self) -> None:
+        version = self._record("version") or self._record(".data/version") or b""
+        if not re.fullmatch(rb"[0-9]{1,3}\n?", version) or not 1 <= int(version) <= _LAST_VERSION:
+            message = (
+                f"the archive's version is {quoted(version[:20].decode('latin-1'))}, not one of "
+                f"1 to {_LAST_VERSION}"
+            )
+            raise CheckpointRefused(message)
+
+
+def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) -> bytes:
+    """Return the content of an entry that is a pickle of at most ``limit`` bytes.
+
+    Raises:
+        DamagedSource: it is larger, or is compressed further than pickles of tensors can be.
+        OSError: it cannot be read.
+    """
+    # They compress to a fifth, and what they become here can be a hundred times as large as they.
+    ratio = _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size
+    return read_small_entry(descriptor, entry, min(limit, ratio))

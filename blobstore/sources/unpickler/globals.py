@@ -1,0 +1,247 @@
+"""The closed list of names that a checkpoint may ask for, and what each is used for.
+
+A name is matched as a whole pair of module and name. What is not on the list is never looked for,
+only recorded.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Final
+
+
+class Use(enum.Enum):
+    """What a checkpoint uses a global for."""
+
+    TENSOR = "rebuilds a tensor"
+    STORAGE = "type of a storage"
+    DTYPE = "element type"
+    VALUE = "plain value"
+    RECORD = "record of a training program"
+    UNREADABLE = "kind of tensor that is not read"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether such a global may be called, with the call kept as a record."""
+        return self not in (Use.STORAGE, Use.DTYPE)
+
+
+def make_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    """Make the dict of ``OrderedDict(...)``, ``Counter(...)`` or ``defaultdict(factory, ...)``."""
+    if arguments and type(arguments[0]) is Global:  # the factory of a defaultdict
+        arguments = arguments[1:]
+    if not arguments:
+        return {}
+    (content,) = arguments
+    made: dict[Any, Any] = {}
+    if type(content) is dict:
+        made.update(content)
+    elif type(content) is list:  # the pairs that Python 2 writes
+        for pair in content:
+            if type(pair) not in (list, tuple):
+                raise TypeError
+            put(made, *pair)
+    else:
+        raise TypeError
+    return made
+
+
+def put(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put an entry into a dict; only texts and integers are ever hashed.
+
+    Raises:
+        CheckpointRefused: the key is there already; one of two tensors would be lost.
+    """
+    if type(key) is not str:
+        key = Number(key) if type(key) is int else Key(key)
+    if key in target:
+        message = "a dict has the same key twice"
+        raise CheckpointRefused(message)
+    target[key] = value
+
+
+def _items(arguments: tuple[Any, ...]) -> Items:
+    if not arguments:
+        return Items([])
+    (items,) = arguments
+    if type(items) not in (list, tuple):
+        raise TypeError
+    return Items(list(items))
+
+
+def _encode(arguments: tuple[Any, ...]) -> bytes:
+    """Make the bytes of ``_codecs.encode(text, 'latin1')``; another codec would import a module."""
+    text, codec = arguments
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise TypeError
+    return text.encode("latin-1")
+
+
+def _bytes(arguments: tuple[Any, ...]) -> bytes:
+    """Make bytes of bytes or of a latin-1 text; a number would ask for so much memory."""
+    if not arguments:
+        return b""
+    if len(arguments) == 1 and type(arguments[0]) in (bytes, list):
+        return bytes(arguments[0])
+    return _encode(arguments)
+
+
+def _size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    (sizes,) = arguments
+    if type(sizes) is not tuple:
+        raise TypeError
+    return sizes
+
+
+def _reconstruct(arguments: tuple[Any, ...]) -> Record:
+    """Make the record of an object as protocols 0 and 1 write them: class, base, its state."""
+    cls, base, state = arguments
+    if type(cls) is not Global or type(base) is not Global or base.name != "object" or state:
+        raise TypeError
+    cls.is_class = True
+    return Record(cls, (), cls.offset)
+
+
+def _names(use: Use, module: str, names: str) -> Iterable[tuple[tuple[str, str], Use]]:
+    return (((module, name), use) for name in names.split())
+
+
+STORAGES: Final[Mapping[str, str]] = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "C64",
+    "UntypedStorage": "U8",
+}
+"""The element types of storages by the names of their classes; of an untyped one, its bytes."""
+
+DTYPES: Final[Mapping[str, str]] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
+}
+"""The element types of the safetensors format by torch's names."""
+
+_UNREADABLE_STORAGES = (
+    "ComplexDoubleStorage QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage"
+)
+_UNREADABLE_DTYPES = (
+    "complex32 complex128 qint8 qint32 quint8 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 "
+    "bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
+)
+_UNREADABLE_TENSORS = (
+    "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_qtensor _rebuild_nested_tensor "
+    "_rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy "
+    "_rebuild_device_tensor_from_cpu_tensor"
+)
+_USES: Final[Mapping[tuple[str, str], Use]] = dict(
+    [
+        *_names(
+            Use.TENSOR,
+            "torch._utils",
+            "_rebuild_tensor_v2 _rebuild_tensor _rebuild_tensor_v3 _rebuild_parameter "
+            "_rebuild_parameter_with_state",
+        ),
+        *_names(Use.TENSOR, "torch._tensor", "_rebuild_from_type_v2 _rebuild_from_type"),
+        *_names(Use.UNREADABLE, "torch._utils", _UNREADABLE_TENSORS),
+        *_names(Use.STORAGE, "torch", " ".join(STORAGES)),
+        *_names(Use.STORAGE, "torch.cuda", " ".join(STORAGES)),
+        *_names(Use.STORAGE, "torch.storage", "UntypedStorage"),
+        *_names(Use.UNREADABLE, "torch", _UNREADABLE_STORAGES),
+        *_names(Use.UNREADABLE, "torch.cuda", _UNREADABLE_STORAGES),
+        *_names(Use.UNREADABLE, "torch.storage", "TypedStorage"),
+        *_names(Use.DTYPE, "torch", " ".join(DTYPES)),
+        *_names(Use.UNREADABLE, "torch", _UNREADABLE_DTYPES),
+        *_names(
+            Use.VALUE, "torch", "Size device Tensor Generator per_tensor_affine per_channel_affine"
+        ),
+        *_names(Use.VALUE, "torch.nn.parameter", "Parameter Buffer"),
+        *_names(Use.VALUE, "torch.serialization", "_get_layout"),
+        *_names(Use.VALUE, "collections", "OrderedDict Counter defaultdict deque"),
+        *_names(Use.VALUE, "_codecs", "encode"),
+        *_names(
+            Use.VALUE,
+            "builtins",
+            "bytearray bytes set frozenset complex slice range dict list tuple int float str bool "
+            "object",
+        ),
+        *_names(Use.VALUE, "copyreg", "_reconstructor"),
+        *_names(Use.VALUE, "typing", "Any"),
+        *_names(Use.RECORD, "numpy", "ndarray dtype float64 float32 int64 int32 bool_"),
+        *_names(Use.RECORD, "numpy.core.multiarray", "_reconstruct scalar"),
+        *_names(Use.RECORD, "numpy._core.multiarray", "_reconstruct scalar"),
+        *_names(Use.RECORD, "argparse", "Namespace"),
+        *_names(Use.RECORD, "pathlib", "Path PosixPath WindowsPath PurePosixPath PureWindowsPath"),
+        *_names(Use.RECORD, "pathlib._local", "Path PosixPath WindowsPath PurePosixPath"),
+        *_names(Use.RECORD, "datetime", "datetime date time timedelta timezone"),
+        *_names(Use.RECORD, "decimal", "Decimal"),
+        *_names(Use.RECORD, "uuid", "UUID"),
+        *_names(Use.RECORD, "omegaconf.base", "ContainerMetadata Metadata"),
+        *_names(Use.RECORD, "omegaconf.dictconfig", "DictConfig"),
+        *_names(Use.RECORD, "omegaconf.listconfig", "ListConfig"),
+        *_names(
+            Use.RECORD,
+            "omegaconf.nodes",
+            "AnyNode StringNode IntegerNode FloatNode BooleanNode EnumNode",
+        ),
+        *_names(Use.RECORD, "pytorch_lightning.utilities.parsing", "AttributeDict"),
+        *_names(Use.RECORD, "lightning.fabric.utilities.data", "AttributeDict"),
+        *_names(Use.RECORD, "pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint"),
+    ]
+)
+_MAKERS: Final[Mapping[tuple[str, str], Callable[[tuple[Any, ...]], Any]]] = {
+    ("collections", "OrderedDict"): make_mapping,
+    ("collections", "Counter"): make_mapping,
+    ("collections", "defaultdict"): make_mapping,
+    ("builtins", "dict"): make_mapping,
+    ("builtins", "set"): _items,
+    ("builtins", "frozenset"): _items,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytes,
+    ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstruct,
+    ("torch", "Size"): _size,
+}
+_MODULES: Final[Mapping[str, str]] = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "torch.tensor": "torch._tensor",
+}
+"""Modules under the names that Python 2 and old versions of torch give them."""
+
+
+def look_up(module: str, name: str, offset: int) -> Global:
+    """Return the record of a global that is asked for at byte ``offset``."""
+    key = (_MODULES.get(module, module), name)
+    return Global(module, name, offset, _USES.get(key), _MAKERS.get(key))

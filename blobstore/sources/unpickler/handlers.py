@@ -1,0 +1,400 @@
+"""What the rarer opcodes do, in tables by what they do to the stack."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quoted
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.unpickler import opcodes as op
+from blobstore.sources.unpickler.globals import put
+from blobstore.sources.unpickler.values import Items, Record, Reduced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Final
+
+    from blobstore.sources.unpickler.state import State
+
+_U32 = struct.Struct("<I").unpack_from
+_I32 = struct.Struct("<i").unpack_from
+_U64 = struct.Struct("<Q").unpack_from
+_DOUBLE = struct.Struct(">d").unpack_from
+_LAST_PROTOCOL = 5
+_LAST_SLOT = 2**32 - 1
+_MAX_DIGITS = 1 << 10
+_MAX_INTEGER_SIZE = 1 << 10
+_ESCAPED = re.compile(rb"""(?:[^\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*""").fullmatch
+"""Matches what ``repr`` makes of a byte string in Python 2."""
+
+
+def _byte_size(state: State, position: int) -> tuple[int, int]:
+    return state.data[position], position + 1
+
+
+def _u32_size(state: State, position: int) -> tuple[int, int]:
+    return _U32(state.data, position)[0], position + 4
+
+
+def _i32_size(state: State, position: int) -> tuple[int, int]:
+    size: int = _I32(state.data, position)[0]
+    if size < 0:
+        message = f"a length is {size}"
+        raise CheckpointRefused(message)
+    return size, position + 4
+
+
+def _u64_size(state: State, position: int) -> tuple[int, int]:
+    return _U64(state.data, position)[0], position + 8
+
+
+def _text(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
+    def read(state: State, position: int) -> tuple[str, int]:
+        size, begin = size_of(state, position)
+        return state.text(begin, begin + size), begin + size
+
+    return read
+
+
+def _bytes(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
+    def read(state: State, position: int) -> tuple[bytes, int]:
+        size, begin = size_of(state, position)
+        return state.take(begin, begin + size), begin + size
+
+    return read
+
+
+def _old_text(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
+    """Read a byte string of Python 2: its texts, in whatever encoding, and its bytes."""
+
+    def read(state: State, position: int) -> tuple[str | bytes, int]:
+        size, begin = size_of(state, position)
+        data = state.take(begin, begin + size)
+        return _as_text(data), begin + size
+
+    return read
+
+
+def _as_text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _integer(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
+    def read(state: State, position: int) -> tuple[int, int]:
+        size, begin = size_of(state, position)
+        if size > _MAX_INTEGER_SIZE:
+            message = f"an integer has {size} bytes"
+            raise CheckpointRefused(message)
+        data = state.take(begin, begin + size)
+        return int.from_bytes(data, "little", signed=True), begin + size
+
+    return read
+
+
+def _i32(state: State, position: int) -> tuple[int, int]:
+    return _I32(state.data, position)[0], position + 4
+
+
+def _double(state: State, position: int) -> tuple[float, int]:
+    return _DOUBLE(state.data, position)[0], position + 8
+
+
+def _text_integer(state: State, position: int) -> tuple[int | bool, int]:
+    line, end = state.line(position)
+    if line in (b"00", b"01"):  # how protocol 0 writes false and true
+        return line == b"01", end
+    return _decimal(line.removesuffix(b"L")), end
+
+
+def _decimal(line: bytes) -> int:
+    if len(line) > _MAX_DIGITS or not line.removeprefix(b"-").isdigit():
+        message = f"a line of {len(line)} bytes is no integer that can be read"
+        raise CheckpointRefused(message)
+    return int(line)
+
+
+def _text_float(state: State, position: int) -> tuple[float, int]:
+    line, end = state.line(position)
+    try:
+        return float(line if len(line) <= _MAX_DIGITS else b""), end
+    except ValueError:
+        message = f"a line of {len(line)} bytes is no number that can be read"
+        raise CheckpointRefused(message) from None
+
+
+def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
+    line, end = state.line(position)
+    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
+        message = "a text is not in quotes"
+        raise CheckpointRefused(message)
+    if _ESCAPED(line[1:-1]) is None:
+        message = "a text has an escape that Python 2 does not write"
+        raise CheckpointRefused(message)
+    return _as_text(_unescaped(line[1:-1], "unicode_escape").encode("latin-1")), end
+
+
+def _escaped_text(state: State, position: int) -> tuple[str, int]:
+    line, end = state.line(position)
+    return _unescaped(line, "raw_unicode_escape"), end
+
+
+def _unescaped(line: bytes, codec: str) -> str:
+    try:
+        return line.decode(codec)
+    except UnicodeDecodeError:
+        message = "a text has an escape that means nothing"
+        raise CheckpointRefused(message) from None
+
+
+def _global(state: State, position: int) -> tuple[Any, int]:
+    module, position = state.line(position)
+    name, position = state.line(position)
+    return state.find(_as_text(module), _as_text(name)), position
+
+
+def _instance(state: State, position: int) -> tuple[Any, int]:
+    """Note the class that INST names, for those who want to know; the opcode is refused."""
+    found, _ = _global(state, position)
+    found.is_called = True
+    message = f"the opcode makes an object of {quoted(found)}, in a way that torch never writes"
+    raise CheckpointRefused(message)
+
+
+def _get(state: State, position: int) -> tuple[Any, int]:
+    slot, end = _slot(state, position)
+    return state.memo[slot], end
+
+
+def _slot(state: State, position: int) -> tuple[int, int]:
+    """Read where a value is remembered; numbers beyond 32 bits could be chosen to collide."""
+    line, end = state.line(position)
+    if 0 <= (slot := _decimal(line)) <= _LAST_SLOT:
+        return slot, end
+    message = f"values are remembered under 0 to {_LAST_SLOT} only"
+    raise CheckpointRefused(message)
+
+
+def _long_get(state: State, position: int) -> tuple[Any, int]:
+    return state.memo[_U32(state.data, position)[0]], position + 4
+
+
+PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
+    op.BININT: _i32,
+    op.LONG1: _integer(_byte_size),
+    op.LONG4: _integer(_i32_size),
+    op.INT: _text_integer,
+    op.LONG: _text_integer,
+    op.BINFLOAT: _double,
+    op.FLOAT: _text_float,
+    op.BINUNICODE8: _text(_u64_size),
+    op.SHORT_BINUNICODE: _text(_byte_size),
+    op.UNICODE: _escaped_text,
+    op.STRING: _quoted_text,
+    op.BINSTRING: _old_text(_i32_size),
+    op.SHORT_BINSTRING: _old_text(_byte_size),
+    op.BINBYTES: _bytes(_u32_size),
+    op.SHORT_BINBYTES: _bytes(_byte_size),
+    op.BINBYTES8: _bytes(_u64_size),
+    op.BYTEARRAY8: _bytes(_u64_size),
+    op.GLOBAL: _global,
+    op.INST: _instance,
+    op.GET: _get,
+    op.LONG_BINGET: _long_get,
+}
+"""Opcodes that read an argument and push a value: called with where the argument is."""
+
+
+def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
+    target = stack[-1]
+    if type(target) is not list:
+        message = "what is appended to is no list"
+        raise CheckpointRefused(message)
+    target.extend(items)
+
+
+def _put_all(state: State, stack: list[Any], items: list[Any]) -> None:
+    _put_pairs(state, _entries(stack[-1]), items)
+
+
+def _entries(target: Any) -> dict[Any, Any]:
+    if type(target) is dict:
+        return target
+    if type(target) is Record:
+        return target.entries
+    message = "what is given entries is no dict"
+    raise CheckpointRefused(message)
+
+
+def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
+    state.objects += len(items) // 2
+    if len(items) % 2:
+        message = "a key has no value"
+        raise CheckpointRefused(message)
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) is str and key not in target:  # as nearly always
+            target[key] = value
+        else:
+            put(target, key, value)
+
+
+def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
+    target = stack[-1]
+    if type(target) is not Items:
+        message = "what is added to is no set"
+        raise CheckpointRefused(message)
+    target.items.extend(items)
+
+
+def _list(state: State, stack: list[Any], items: list[Any]) -> None:
+    state.objects += 1
+    stack.append(items)
+
+
+def _dict(state: State, stack: list[Any], items: list[Any]) -> None:
+    state.objects += 1
+    made: dict[Any, Any] = {}
+    _put_pairs(state, made, items)
+    stack.append(made)
+
+
+def _frozenset(state: State, stack: list[Any], items: list[Any]) -> None:
+    state.objects += 1
+    stack.append(Items(items))
+
+
+def _drop(_: State, __: list[Any], ___: list[Any]) -> None:
+    """Forget what came since the mark."""
+
+
+ENDING: Final[Mapping[int, Callable[[State, list[Any], list[Any]], None]]] = {
+    op.SETITEMS: _put_all,
+    op.APPENDS: _append_all,
+    op.ADDITEMS: _add_all,
+    op.LIST: _list,
+    op.DICT: _dict,
+    op.FROZENSET: _frozenset,
+    op.POP_MARK: _drop,
+}
+"""Opcodes that take all since the last mark: called with the stack below it, and those items."""
+
+
+def _empty(make: Callable[[], Any]) -> Callable[[State, list[Any]], None]:
+    def push(state: State, stack: list[Any]) -> None:
+        state.objects += 1
+        stack.append(make())
+
+    return push
+
+
+def _tuple3(state: State, stack: list[Any]) -> None:
+    state.objects += 1
+    third = stack.pop()
+    second = stack.pop()
+    stack[-1] = (stack[-1], second, third)
+
+
+def _append(state: State, stack: list[Any]) -> None:
+    _append_all(state, stack, [stack.pop()])
+
+
+def _put(state: State, stack: list[Any]) -> None:
+    state.objects += 1
+    value = stack.pop()
+    key = stack.pop()
+    put(_entries(stack[-1]), key, value)
+
+
+def _pop(_: State, stack: list[Any]) -> None:
+    stack.pop()
+
+
+def _duplicate(_: State, stack: list[Any]) -> None:
+    stack.append(stack[-1])
+
+
+def _stack_global(state: State, stack: list[Any]) -> None:
+    name = stack.pop()
+    stack[-1] = state.find(stack[-1], name)
+
+
+def _new(state: State, stack: list[Any]) -> None:
+    arguments = stack.pop()
+    stack[-1] = state.new(stack[-1], arguments)
+
+
+def _new_with_names(state: State, stack: list[Any]) -> None:
+    if stack.pop():
+        message = "an object is made with named arguments"
+        raise CheckpointRefused(message)
+    _new(state, stack)
+
+
+def _build(_: State, stack: list[Any]) -> None:
+    """Keep the attributes of an object apart from it; those of a dict or set mean nothing here.
+
+    Given to it, they could stand for its methods, as ``items`` among a dict's attributes would.
+    """
+    attributes = stack.pop()
+    target = stack[-1]
+    if type(target) in (Record, Reduced) and target.state is None:
+        target.state = attributes
+    elif type(target) not in (dict, Items):
+        message = "what is given attributes is no object, or has them already"
+        raise CheckpointRefused(message)
+
+
+TAKING: Final[Mapping[int, Callable[[State, list[Any]], None]]] = {
+    op.EMPTY_DICT: _empty(dict),
+    op.EMPTY_LIST: _empty(list),
+    op.EMPTY_SET: _empty(lambda: Items([])),
+    op.BUILD: _build,
+    op.SETITEM: _put,
+    op.APPEND: _append,
+    op.TUPLE3: _tuple3,
+    op.STACK_GLOBAL: _stack_global,
+    op.NEWOBJ: _new,
+    op.NEWOBJ_EX: _new_with_names,
+    op.POP: _pop,
+    op.DUP: _duplicate,
+}
+"""Opcodes without an argument that work on the top of the stack."""
+
+
+def _memoize(state: State, stack: list[Any], position: int) -> int:
+    state.memo[len(state.memo)] = stack[-1]
+    return position
+
+
+def _text_put(state: State, stack: list[Any], position: int) -> int:
+    slot, end = _slot(state, position)
+    state.memo[slot] = stack[-1]
+    return end
+
+
+def _protocol(state: State, _: list[Any], position: int) -> int:
+    state.protocol = state.data[position]
+    if state.protocol > _LAST_PROTOCOL:
+        message = f"protocol {state.protocol} is not known"
+        raise CheckpointRefused(message)
+    return position + 1
+
+
+def _frame(state: State, _: list[Any], position: int) -> int:
+    size, begin = _u64_size(state, position)
+    if begin + size > len(state.data):
+        raise state.cut_short()
+    return begin
+
+
+NOTING: Final[Mapping[int, Callable[[State, list[Any], int], int]]] = {
+    op.MEMOIZE: _memoize,
+    op.PUT: _text_put,
+    op.PROTO: _protocol,
+    op.FRAME: _frame,
+}
+"""Opcodes that leave the stack as it is; they return where the next one begins."""

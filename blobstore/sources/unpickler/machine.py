@@ -1,0 +1,268 @@
+"""The machine that reads a pickle into inert values.
+
+A pickle is a program for a stack machine. This one knows its opcodes and does none of the things for
+which pickles are feared: a global is a record of two names, a call a record of a global and
+arguments, an object a record of its class and state. Nothing is imported, called or given attributes,
+no value is hashed but texts and integers, and nothing recurses.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.unpickler.fast_path import Numbers, read_calls
+from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
+from blobstore.sources.unpickler.opcodes import (
+    BINGET,
+    BININT1,
+    BININT2,
+    BINPERSID,
+    BINPUT,
+    BINUNICODE,
+    EMPTY_TUPLE,
+    LONG_BINPUT,
+    MARK,
+    NAMES,
+    NEWFALSE,
+    NEWTRUE,
+    NONE,
+    POP,
+    REDUCE,
+    REFUSED,
+    STOP,
+    TUPLE,
+    TUPLE1,
+    TUPLE2,
+)
+from blobstore.sources.unpickler.state import CutShort, State
+from blobstore.sources.unpickler.values import Persistent
+
+if TYPE_CHECKING:
+    from blobstore.sources.unpickler.values import Global, Record
+
+_U16 = struct.Struct("<H").unpack_from
+_U32 = struct.Struct("<I").unpack_from
+_CONSTANTS = {EMPTY_TUPLE: (), NEWFALSE: False, NEWTRUE: True, NONE: None}
+_SEGMENT = 1 << 14
+"""Bytes of the pickle between two looks at the limits; every opcode takes at least one."""
+
+
+class Limits(NamedTuple):
+    """What a pickle may use; real checkpoints need a small part of it."""
+
+    values: int = 1 << 20
+    """Values on the stack."""
+    marks: int = 1 << 10
+    """Containers begun and not ended."""
+    memories: int = 1 << 23
+    """Values remembered under a number."""
+    objects: int = 1 << 21
+    """Lists, dicts and their entries, tuples, calls and objects made."""
+
+
+class Result(NamedTuple):
+    """What a pickle holds."""
+
+    value: Any
+    end: int
+    """The byte behind the pickle."""
+    protocol: int
+    globals: tuple[Global, ...]
+    """Every global that it asks for, in order; also those that the value does not hold."""
+    records: tuple[Record, ...]
+    """Objects of classes that are not on the list of globals."""
+    persistents: tuple[Persistent, ...]
+    """Every reference to data outside; also those that the value does not hold."""
+
+    @property
+    def refused(self) -> list[Global]:
+        """The globals that are neither on the list nor used as the class of a plain object."""
+        return [
+            item
+            for item in self.globals
+            if item.use is None and (item.is_called or not item.is_class)
+        ]
+
+
+LIMITS = Limits()
+
+
+class Scan(NamedTuple):
+    """What a pickle asks for, whether or not it can be read."""
+
+    globals: tuple[Global, ...]
+    """Up to where it was read."""
+    result: Result | None
+    refusal: CheckpointRefused | None
+    """Why there is no result."""
+
+
+def run(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Result:
+    """Read the pickle at byte ``start`` of ``data``.
+
+    Raises:
+        CutShort: ``data`` ends before the pickle does.
+        CheckpointRefused: it is no pickle, goes over the limits, or has an opcode that makes no
+            inert value. The message says at which byte and opcode.
+    """
+    return _run(State(data, start), limits)
+
+
+def scan(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Scan:
+    """Read a pickle as :func:`run` does, as far as that goes."""
+    state = State(data, start)
+    try:
+        result = _run(state, limits)
+    except CheckpointRefused as error:
+        return Scan(tuple(state.globals.values()), None, error)
+    return Scan(result.globals, result, None)
+
+
+def _run(state: State, limits: Limits) -> Result:
+    data = state.data
+    try:
+        return _loop(state, limits)
+    except CutShort:
+        raise
+    except (IndexError, struct.error) as error:
+        # An argument that ends too early, or an opcode that finds too few values.
+        if isinstance(error, struct.error) or state.position >= len(data):
+            raise state.cut_short() from None
+        reason = "the stack holds too few values"
+    except UnicodeDecodeError:
+        reason = "a text is not UTF-8"
+    except KeyError:
+        reason = "nothing was remembered under that number"
+    except CheckpointRefused as error:
+        reason = str(error)
+    code = data[state.at]
+    raise state.refusal(reason, NAMES.get(code, f"0x{code:02x}"))
+
+
+def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR0915 - one loop
+    """Run to STOP.
+
+    The commonest opcodes of checkpoints come first and are done in place: a call costs more than
+    what they do.
+    """
+    data, memo, persistents = state.data, state.memo, state.persistents
+    remembered, others = memo.items, memo.others
+    size = len(data)
+    frames: list[list[Any]] = []
+    stack: list[Any] = []
+    numbers = Numbers()
+    at = position = state.at
+    objects = 0
+    try:
+        while True:
+            _check_limits(limits, len(stack), len(frames), len(memo), objects + state.objects)
+            segment = position + _SEGMENT
+            while position < segment:
+                at = position
+                code = data[at]
+                position += 1
+                if code == LONG_BINPUT:
+                    slot = _U32(data, position)[0]
+                    position += 4
+                    if slot == len(remembered) and not others:
+                        remembered.append(stack[-1])
+                    else:
+                        memo[slot] = stack[-1]
+                elif code == BINGET:
+                    slot = data[position]
+                    position += 1
+                    if data[position] == MARK:  # most likely a tensor's
+                        end = read_calls(state, stack, at, segment, numbers)
+                        if end > at:
+                            position = end
+                            continue
+                    stack.append(remembered[slot] if slot < len(remembered) else memo[slot])
+                elif code == BINUNICODE:
+                    begin = position + 4
+                    position = begin + _U32(data, position)[0]
+                    if position > size:
+                        raise state.cut_short()
+                    stack.append(str(data[begin:position], "utf-8", "surrogatepass"))
+                elif code == BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif code == TUPLE1:
+                    stack[-1] = (stack[-1],)
+                    objects += 1
+                elif code == MARK:
+                    frames.append(stack)
+                    stack = []
+                elif code == TUPLE:
+                    value = tuple(stack)
+                    stack = frames.pop()
+                    stack.append(value)
+                    objects += 1
+                elif code == BININT2:
+                    stack.append(_U16(data, position)[0])
+                    position += 2
+                elif code == TUPLE2:
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                    objects += 1
+                elif code == REDUCE:
+                    arguments = stack.pop()
+                    stack[-1] = state.call(stack[-1], arguments, at)
+                elif code == BINPUT:
+                    memo[data[position]] = stack[-1]
+                    position += 1
+                elif code in _CONSTANTS:
+                    stack.append(_CONSTANTS[code])
+                elif code == BINPERSID:
+                    stack[-1] = Persistent(stack[-1], at)
+                    persistents.append(stack[-1])
+                    objects += 1
+                elif code == POP and not stack:  # as protocol 0 takes back a mark
+                    stack = frames.pop()
+                elif code in PUSHING:
+                    state.at = at
+                    value, position = PUSHING[code](state, position)
+                    stack.append(value)
+                elif code in ENDING:
+                    items = stack
+                    stack = frames.pop()
+                    ENDING[code](state, stack, items)
+                elif code in TAKING:
+                    state.at = at
+                    TAKING[code](state, stack)
+                elif code in NOTING:
+                    position = NOTING[code](state, stack, position)
+                elif code == STOP:
+                    return _result(state, stack, frames, position)
+                else:
+                    raise _unknown(code)
+    finally:
+        state.at, state.position = at, position
+
+
+def _check_limits(limits: Limits, *used: int) -> None:
+    for what, count, limit in zip(Limits._fields, used, limits, strict=True):
+        if count > limit:
+            message = f"the pickle needs more than {limit} {what}"
+            raise CheckpointRefused(message)
+
+
+def _unknown(code: int) -> CheckpointRefused:
+    if code in REFUSED:
+        return CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint does")
+    return CheckpointRefused("there is no such opcode; this is no pickle, or a damaged one")
+
+
+def _result(state: State, stack: list[Any], frames: list[list[Any]], end: int) -> Result:
+    if len(stack) != 1 or frames:
+        message = "the stack holds more or less than one value"
+        raise CheckpointRefused(message)
+    return Result(
+        stack[0],
+        end,
+        state.protocol,
+        tuple(state.globals.values()),
+        tuple(state.records),
+        tuple(state.persistents),
+    )

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import pickle
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save as to_safetensors
+
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.pytorch.container import open_container, other_kind
+from tests.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
+from tests.zip_files import Member, make_zip, opened
+
+if TYPE_CHECKING:
+    from blobstore.sources.pytorch.storages import Container
+
+PICKLE = pickled(mapping(a=tensor()))
+
+
+def container_of(data: bytes) -> Container:
+    with opened(data) as (descriptor, size):
+        return open_container(descriptor, size)
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(CheckpointRefused) as caught:
+        container_of(data)
+    return str(caught.value)
+
+
+def tar() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"), io.BytesIO(b""))
+    return file.getvalue()
+
+
+def numpy_file() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
+
+
+OTHERS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "an empty file"),
+    "gguf": (b"GGUF\3\0\0\0", "a GGUF file; import it with Ollama"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
+    "numpy": (numpy_file(), "a numpy array"),
+    "gzip": (gzip.compress(PICKLE), "compressed with gzip; unpack it first"),
+    "bzip2": (bz2.compress(PICKLE), "compressed with bzip2; unpack it first"),
+    "xz": (lzma.compress(PICKLE), "compressed with xz; unpack it first"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive; unpack it first"),
+    "joblib, compressed": (b"ZF\x31", "a file of joblib, which is a pickle"),
+    "joblib": (
+        b"\x80\x04\x95\xab\0\0\0\0\0\0\0\x8c\x13joblib.numpy_pickle\x94",
+        "a file of joblib, which is a pickle",
+    ),
+    "page": (b"<!DOCTYPE html><html></html>", "a web page, most likely an error"),
+    "lower-case page": (b"\n  <html>", "a web page"),
+    "head": (b"<head>", "a web page"),
+    "xml": (b'<?xml version="1.0"?><Error><Code>AccessDenied', "a web page"),
+    "tar": (tar(), "a tar archive: a checkpoint of torch before 0.2"),
+    "safetensors": (to_safetensors({"a": np.zeros(2)}), "give it the ending .safetensors"),
+    "empty safetensors": (to_safetensors({}), "give it the ending .safetensors"),
+    "spaced safetensors": (b"\x08\0\0\0\0\0\0\0{      }", "give it the ending .safetensors"),
+    "bare pickle": (pickle.dumps({"a": 1}), "a bare pickle of Python objects"),
+    "old pickle": (pickle.dumps({"a": 1}, 2), "a bare pickle of Python objects"),
+    "text": (b"hello", "no PyTorch checkpoint, nor any other file that blobstore knows"),
+    "json": (json.dumps({"a": 1}).encode(), "no PyTorch checkpoint, nor"),
+    "zeros": (bytes(5000), "no PyTorch checkpoint, nor"),
+    "split archive": (b"PK\7\10PK\3\4", "no PyTorch checkpoint, nor"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_what_is_no_checkpoint(name: str) -> None:
+    data, what = OTHERS[name]
+    message = refusal(data)
+    assert message.startswith("this is ")
+    assert what in message
+
+
+def test_says_nothing_of_a_pickle_that_it_does_not_know() -> None:
+    message = refusal(pickle.dumps({"password": "secret"}, 2))
+    assert "secret" not in message
+    assert "blobstore inspect" in message
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [(zip_file(PICKLE), "zip checkpoint"), (legacy_file(PICKLE), "legacy stream")],
+    ids=["zip", "legacy"],
+)
+def test_opens_both_containers(data: bytes, kind: str) -> None:
+    container = container_of(data)
+    assert container.kind == kind
+    assert container.pickle_size == len(PICKLE)
+    assert list(container.result.value) == ["a"]
+    assert not container.is_swapped
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_knows_the_magic_number_in_every_protocol(protocol: int) -> None:
+    magic = pickle.dumps(0x1950A86A20F9469CFC6C, protocol)
+    rest = legacy_file(PICKLE).partition(b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.")[2]
+    assert container_of(magic + rest).kind == "legacy stream"
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_knows_what_torch_writes(is_zip: bool) -> None:
+    file = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, file, _use_new_zipfile_serialization=is_zip)
+    kind = "zip checkpoint" if is_zip else "legacy stream"
+    assert container_of(file.getvalue()).kind == kind
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, -0x1950A86A20F9469CFC6C, 0x1950A86A20F9469CFC6D, "1950A86A20F9469CFC6C"],
+    ids=str,
+)
+def test_another_number_is_not_the_magic_number(value: Any) -> None:
+    data = pickle.dumps(value, 2) + legacy_file(PICKLE)
+    assert "a bare pickle of Python objects" in refusal(data)
+
+
+def test_a_pickle_that_runs_code_is_a_bare_pickle() -> None:
+    assert "a bare pickle" in refusal(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R.")
+
+
+def test_an_archive_without_entries_is_a_zip_archive() -> None:
+    assert refusal(make_zip([])) == "the archive is empty"
+
+
+def test_an_archive_of_other_files_is_no_checkpoint() -> None:
+    assert "holds no data.pkl" in refusal(make_zip([Member(b"a/b", b"x")]))
+
+
+def test_a_checkpoint_is_nothing_else() -> None:
+    assert other_kind(zip_file(PICKLE)) is None
+    assert other_kind(legacy_file(PICKLE)) is None
+    assert other_kind(PICKLE) is None

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import io
+import os
+import pickle as pickles
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from blobstore.core.tensor import DType
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.pytorch import legacy as torch_legacy
+from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, MAGIC, LegacyStream, is_legacy
+from blobstore.sources.pytorch.tensors import Storage, TensorReader
+from blobstore.sources.unpickler.machine import run
+from blobstore.sources.unpickler.state import CutShort
+from tests.checkpoints import (
+    VALUES,
+    call,
+    legacy_file,
+    listed,
+    mapping,
+    named,
+    number,
+    pickled,
+    several,
+    storage,
+    tensor,
+    text,
+)
+from tests.zip_files import opened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from blobstore.sources.pytorch.zip_entries import ZipEntry
+
+PICKLE = pickled(mapping(a=tensor()))
+HEAD = pickled(b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
+FLOATS = Storage("0", "FloatStorage", DType.F32, 4, 4)
+BYTES = Storage("0", "ByteStorage", DType.U8, 1, 16)
+
+
+def parsed(data: bytes) -> LegacyStream:
+    with opened(data) as (descriptor, size):
+        return LegacyStream(descriptor, size)
+
+
+def located(data: bytes, storages: Mapping[str, Storage] | None = None) -> dict[str, ZipEntry]:
+    with opened(data) as (descriptor, size):
+        stream = LegacyStream(descriptor, size)
+        return stream.locate({"0": FLOATS} if storages is None else storages)
+
+
+def refusal(function: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(CheckpointRefused) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+def torch_file(value: object, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, _use_new_zipfile_serialization=False, **options)
+    return file.getvalue()
+
+
+def test_reads_a_stream() -> None:
+    data = legacy_file(PICKLE)
+    found = parsed(data)
+    assert (found.kind, found.is_swapped) == ("legacy stream", False)
+    assert found.pickle_size == len(PICKLE)
+    assert list(found.result.value) == ["a"]
+    assert found.notices() == []
+    place = located(data)["0"]
+    assert data[place.offset : place.offset + place.size] == VALUES
+    assert (place.stored_size, place.crc, place.is_deflated) == (16, 0, False)
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+def test_reads_what_torch_writes(protocol: int) -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.arange(5, dtype=torch.int16)}
+    data = torch_file(tensors, pickle_protocol=protocol)
+    with opened(data) as (descriptor, size):
+        stream = LegacyStream(descriptor, size)
+        reader = TensorReader(stream.result.persistents, stream.locate)
+        for name, value in stream.result.value.items():
+            found = reader.read(name, value)
+            content = data[found.offset : found.offset + found.nbytes]
+            assert content == tensors[name].numpy().tobytes()
+
+
+# The header
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_knows_its_beginning(protocol: int) -> None:
+    assert is_legacy(pickles.dumps(MAGIC, protocol))
+    assert not is_legacy(pickles.dumps(MAGIC + 1, protocol))
+    assert not is_legacy(pickles.dumps(str(MAGIC), protocol))
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"\x80", b"\x80\x02.", b"hello", HEAD[:-1], b"cos\nsystem\n."]
+)
+def test_anything_else_is_not_its_beginning(head: bytes) -> None:
+    assert not is_legacy(head)
+
+
+def test_the_magic_number_is_looked_for_at_the_beginning_alone() -> None:
+    late = b"\x80\x02" + b"N0" * 4000 + HEAD[2:]
+    assert not is_legacy(late)
+
+
+def test_there_are_five_pickles_before_the_storages() -> None:
+    data, end = legacy_file(PICKLE), 0
+    for _ in range(LEGACY_PICKLES):
+        end = run(data, start=end).end
+    assert data[end:] == struct.pack("<q", 4) + VALUES
+
+
+@pytest.mark.parametrize("protocol", [1000, 1002, 0, -1])
+def test_rejects_another_protocol(protocol: int) -> None:
+    data = legacy_file(PICKLE).replace(pickled(number(1001)), pickled(number(protocol)), 1)
+    assert refusal(parsed, data) == "this is no stream of torch's protocol 1001"
+
+
+def test_rejects_another_magic_number() -> None:
+    data = legacy_file(PICKLE).replace(b"\x6c\xfc", b"\x6d\xfc", 1)
+    assert refusal(parsed, data) == "this is no stream of torch's protocol 1001"
+
+
+@pytest.mark.parametrize(("flag", "is_swapped"), [(b"\x88", False), (b"\x89", True)])
+def test_reads_the_byte_order(flag: bytes, is_swapped: bool) -> None:
+    assert parsed(legacy_file(PICKLE, facts=mapping(little_endian=flag))).is_swapped is is_swapped
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [b"N", b"]", mapping(), mapping(little_endian=number(1)), mapping(little_endian=text("True"))],
+)
+def test_rejects_a_stream_without_byte_order(facts: bytes) -> None:
+    message = refusal(parsed, legacy_file(PICKLE, facts=facts))
+    assert message == "the stream does not say its byte order"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"facts": mapping(little_endian=b"\x88", x=named("posix", "system"))},
+        {"keys": listed(text("0")) + named("posix", "system") + b"0"},
+    ],
+)
+def test_rejects_globals_in_the_header(parts: dict[str, bytes]) -> None:
+    message = refusal(parsed, legacy_file(PICKLE, **parts))  # type: ignore[arg-type]
+    assert message == "the stream's header asks for 'posix.system'"
+
+
+def test_globals_beside_tensors_are_noted() -> None:
+    value = mapping(a=tensor(), b=call(named("posix", "system"), text("id")))
+    assert [str(item) for item in parsed(legacy_file(pickled(value))).result.refused] == [
+        "posix.system"
+    ]
+
+
+@pytest.mark.parametrize("keys", [b"N", b"}", text("0"), listed(number(0)), several(text("0"))])
+def test_rejects_keys_that_are_no_list_of_texts(keys: bytes) -> None:
+    message = refusal(parsed, legacy_file(PICKLE, keys=keys))
+    assert message == "the list of storage keys is no list of texts"
+
+
+def test_rejects_a_key_that_is_listed_twice() -> None:
+    data = legacy_file(PICKLE, keys=listed(text("0"), text("0")))
+    assert refusal(parsed, data) == "the list of storage keys has one twice"
+
+
+# The storages
+
+
+def test_finds_storages_of_several_types_in_the_order_of_the_list() -> None:
+    kinds = {
+        "10": Storage("10", "HalfStorage", DType.F16, 2, 3),
+        "2": Storage("2", "ComplexDoubleStorage", None, 16, 1),
+        "1": Storage("1", "LongStorage", DType.I64, 8, 0),
+        "9": Storage("9", "BoolStorage", DType.BOOL, 1, 5),
+    }
+    contents = {
+        key: bytes([len(key) + n]) * kind.nbytes for n, (key, kind) in enumerate(kinds.items())
+    }
+    data = legacy_file(PICKLE, contents, counts={key: kind.elements for key, kind in kinds.items()})
+    places = located(data, dict(reversed(kinds.items())))
+    assert {
+        key: data[place.offset : place.offset + place.size] for key, place in places.items()
+    } == contents
+
+
+@pytest.mark.parametrize(
+    ("storages", "odd"),
+    [({}, "0"), ({"0": FLOATS, "1": FLOATS}, "1"), ({"1": FLOATS}, "0")],
+)
+def test_keys_listed_are_the_keys_referred_to(storages: dict[str, Storage], odd: str) -> None:
+    assert refusal(located, legacy_file(PICKLE), storages) == (
+        f"storage '{odd}' is in the list of keys or in a tensor, but not in both"
+    )
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, -1, -4, 2**63 - 1])
+def test_rejects_another_count_of_elements(count: int) -> None:
+    data = legacy_file(PICKLE, counts={"0": count})
+    assert f"storage '0' has {count} elements, but its tensors say 4" in refusal(located, data)
+
+
+def test_a_count_counts_elements_and_not_bytes() -> None:
+    data = legacy_file(PICKLE, itemsize=1)
+    assert located(data, {"0": BYTES})["0"].size == 16
+    assert "has 16 elements, but its tensors say 4" in refusal(located, data)
+
+
+def test_says_at_which_byte_a_count_is() -> None:
+    data = legacy_file(PICKLE, counts={"0": 7})
+    at = data.index(struct.pack("<q", 7))
+    assert refusal(located, data).startswith(f"byte {at}: storage '0' has 7 elements")
+
+
+def test_rejects_a_storage_of_unknown_size() -> None:
+    kind = Storage("0", "QUInt4x2Storage", None, 0, 4)
+    message = refusal(located, legacy_file(PICKLE), {"0": kind})
+    assert message == "the size of torch.QUInt4x2Storage '0' cannot be told"
+
+
+@pytest.mark.parametrize("missing", [1, 15, 16])
+def test_rejects_a_storage_that_is_cut_short(missing: int) -> None:
+    data = legacy_file(PICKLE)
+    assert refusal(located, data[:-missing]) == (
+        f"storage '0' ends at byte {len(data)}, but the file at {len(data) - missing}: "
+        "it was cut short"
+    )
+
+
+@pytest.mark.parametrize("missing", [17, 24])
+def test_rejects_a_count_that_is_cut_short(missing: int) -> None:
+    assert "has -1 elements" in refusal(located, legacy_file(PICKLE)[:-missing])
+
+
+@pytest.mark.parametrize("more", [1, 100])
+def test_rejects_bytes_after_the_last_storage(more: int) -> None:
+    data = legacy_file(PICKLE)
+    assert refusal(located, data + bytes(more)) == (
+        f"{more} bytes follow the last storage at byte {len(data)}"
+    )
+
+
+def test_a_stream_can_have_no_storages() -> None:
+    assert located(legacy_file(pickled(b"}"), {}), {}) == {}
+
+
+# The pickles
+
+
+def test_rejects_a_stream_that_is_cut_short_anywhere() -> None:
+    data = legacy_file(PICKLE)
+    for end in range(len(data) - len(VALUES) - 8):
+        with pytest.raises(CutShort):
+            parsed(data[:end])
+
+
+def test_reads_pickles_larger_than_what_it_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_legacy, "_WINDOW", 64)
+    value = pickled(mapping(a=tensor(), b=text("x" * 10_000)))
+    data = legacy_file(value)
+    assert parsed(data).pickle_size == len(value)
+    assert located(data)["0"].offset == len(data) - 16
+
+
+def test_reads_no_more_of_a_pickle_than_pickles_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_legacy, "_WINDOW", 64)
+    monkeypatch.setattr(torch_legacy, "MAX_PICKLE_SIZE", 1000)
+    data = legacy_file(pickled(mapping(a=tensor(), b=text("x" * 10_000))))
+    asked = 0
+    pread = os.pread
+
+    def counted(descriptor: int, count: int, offset: int) -> bytes:
+        nonlocal asked
+        asked = max(asked, offset + count)
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    with pytest.raises(CutShort):
+        parsed(data)
+    assert asked == 1000
+
+
+def test_rejects_a_stream_that_became_shorter() -> None:
+    data = legacy_file(PICKLE)[:200]
+    with opened(data) as (descriptor, size), pytest.raises(CutShort):
+        LegacyStream(descriptor, size + 1000)
+
+
+def test_rejects_a_module_saved_whole() -> None:
+    message = refusal(parsed, torch_file(nn.Sequential(nn.Linear(2, 2))))
+    assert message.endswith(
+        "NEWOBJ: it holds a model saved whole, class and all; save its state_dict() instead"
+    )
+
+
+def test_rejects_a_module_s_class() -> None:
+    cls = several(*map(text, ("module", "Linear", "linear.py", "class Linear: ..."))) + b"Q"
+    with opened(legacy_file(pickled(mapping(a=tensor(), b=cls)))) as (descriptor, size):
+        stream = LegacyStream(descriptor, size)
+        message = refusal(TensorReader, stream.result.persistents, stream.locate)
+    assert message.startswith("pickle byte ")
+    assert message.endswith("a reference to outside data is not of the form that torch writes")
+
+
+def test_views_of_storages_begin_within_them() -> None:
+    part = several(text("1"), number(1), number(2))
+    data = legacy_file(pickled(mapping(a=tensor((2,), (1,), of=storage(view=part)))))
+    with opened(data) as (descriptor, size):
+        stream = LegacyStream(descriptor, size)
+        reader = TensorReader(stream.result.persistents, stream.locate)
+        found = reader.read("a", stream.result.value["a"])
+    assert data[found.offset : found.offset + found.nbytes] == VALUES[4:12]

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import io
+import random
+import warnings
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from blobstore.core.tensor import DType
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.pytorch import zip as torch_zip
+from blobstore.sources.pytorch.tensors import Storage
+from blobstore.sources.pytorch.zip import ZipCheckpoint
+from tests.checkpoints import (
+    VALUES,
+    call,
+    deflated_file,
+    mapping,
+    members,
+    named,
+    pickled,
+    storage,
+    tensor,
+    text,
+    zip_file,
+)
+from tests.zip_files import Member, make_zip, opened
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.sources.pytorch.zip_entries import ZipEntry
+
+PICKLE = pickled(mapping(a=tensor()))
+FLOATS = Storage("0", "FloatStorage", DType.F32, 4, 4)
+
+
+def with_records(**replaced: bytes | None) -> bytes:
+    """Return a checkpoint with records replaced, or left out for None."""
+    found = members(PICKLE)
+    for name, content in replaced.items():
+        key = name.replace("__", ".")
+        found.pop(key, None)
+        if content is not None:
+            found[key] = Member(f"archive/{key}".encode(), content)
+    return make_zip(list(found.values()))
+
+
+def parsed(data: bytes) -> ZipCheckpoint:
+    with opened(data) as (descriptor, size):
+        return ZipCheckpoint(descriptor, size)
+
+
+def located(data: bytes, **storages: Storage) -> Mapping[str, ZipEntry]:
+    found = {name.removeprefix("_"): value for name, value in storages.items()}
+    return parsed(data).locate(found or {"0": FLOATS})
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(CheckpointRefused) as caught:
+        parsed(data)
+    return str(caught.value)
+
+
+def test_reads_a_checkpoint() -> None:
+    data = zip_file(PICKLE)
+    found = parsed(data)
+    assert (found.kind, found.is_swapped) == ("zip checkpoint", False)
+    assert found.pickle_size == len(PICKLE)
+    places = found.locate({"0": FLOATS})
+    place = places["0"]
+    assert data[place.offset : place.offset + place.size] == VALUES
+    assert found.notices() == []
+
+
+# The records
+
+
+@pytest.mark.parametrize(
+    ("order", "is_swapped"), [(b"little", False), (b"big", True), (None, False)]
+)
+def test_reads_the_byte_order(order: bytes | None, is_swapped: bool) -> None:
+    assert parsed(with_records(byteorder=order)).is_swapped is is_swapped
+
+
+@pytest.mark.parametrize("order", [b"", b"Little", b"little\n", b"middle", b"big\0"])
+def test_rejects_another_byte_order(order: bytes) -> None:
+    assert refusal(with_records(byteorder=order)).startswith("the byte order is '")
+
+
+def test_rejects_a_record_that_is_too_large() -> None:
+    message = refusal(with_records(byteorder=b"little" + bytes(2000)))
+    assert "over the limit of 1024" in message
+
+
+@pytest.mark.parametrize("version", [b"1\n", b"2", b"3\n", b"10\n"])
+def test_reads_all_versions_that_torch_reads(version: bytes) -> None:
+    data = with_records(version=version)
+    assert parsed(data).result.value
+    torch.load(io.BytesIO(data), weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "version", [b"0\n", b"11\n", b"", b"\n", b"-1", b"3 ", b"3\n\n", b"x", b"1000", b"\xb2", None]
+)
+def test_rejects_other_versions_and_none(version: bytes | None) -> None:
+    message = refusal(with_records(version=version))
+    assert message.startswith("the archive's version is '")
+    assert message.endswith("', not one of 1 to 10")
+
+
+def test_finds_the_version_in_its_second_place() -> None:
+    data = with_records(version=None, __data__version=b"3\n").replace(
+        b".data.version", b".data/version"
+    )
+    assert parsed(data).result.value
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "version"])
+def test_checks_the_sums_of_records(name: str) -> None:
+    data = bytearray(zip_file(PICKLE))
+    at = data.index(f"archive/{name}".encode()) + len(f"archive/{name}") + 1
+    data[at] ^= 1
+    assert "its bytes have been changed" in refusal(bytes(data))
+
+
+# The folder
+
+
+@pytest.mark.parametrize("root", [b"archive", b"a b", b"v3.pth", b"\xe4\xbd\xa0", b".."])
+def test_the_folder_can_have_any_name(root: bytes) -> None:
+    found = members(PICKLE)
+    for member in found.values():
+        member.name = member.name.replace(b"archive", root)
+    assert len(located(make_zip(list(found.values())))) == 1
+
+
+@pytest.mark.parametrize("odd", ["other/x", "x", "archive2/x", "archive"])
+def test_rejects_entries_outside_the_folder(odd: str) -> None:
+    message = refusal(make_zip([*members(PICKLE).values(), Member(odd.encode())]))
+    assert message.startswith(f"entry '{odd}' is outside the archive's folder 'archive")
+
+
+@pytest.mark.parametrize("first", [b"data.pkl", b"/data.pkl"])
+def test_rejects_archives_without_a_folder(first: bytes) -> None:
+    assert refusal(make_zip([Member(first)])) == (
+        "the zip archive has no folder with a checkpoint in it"
+    )
+
+
+def test_folders_have_entries_of_their_own() -> None:
+    folders = [Member(b"archive/", b""), Member(b"archive/data/", b"")]
+    assert len(located(make_zip([*folders, *members(PICKLE).values()]))) == 1
+
+
+# Other archives
+
+
+def test_rejects_torchscript() -> None:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # type: ignore[no-untyped-call]
+    assert refusal(file.getvalue()).startswith("this is a TorchScript archive, which holds a prog")
+
+
+def test_rejects_exported_programs() -> None:
+    data = with_records(data__pkl=None, **{"models/model__json": b"{}"})
+    assert refusal(data).startswith("this is a torch.export archive, which holds a program; save")
+
+
+def test_rejects_archives_without_a_pickle() -> None:
+    assert "holds no data.pkl" in refusal(with_records(data__pkl=None))
+
+
+def test_rejects_what_is_no_archive() -> None:
+    assert "zip" in refusal(b"PK\3\4 and nothing more")
+
+
+# The pickle
+
+
+def test_rejects_bytes_after_the_pickle() -> None:
+    message = refusal(zip_file(PICKLE + b"more"))
+    assert message == "4 bytes follow the end of data.pkl's pickle"
+
+
+def test_rejects_a_pickle_that_is_cut_short() -> None:
+    assert "before its STOP" in refusal(zip_file(PICKLE[:-1]))
+
+
+def test_reads_a_pickle_that_is_compressed() -> None:
+    found = parsed(deflated_file(PICKLE))
+    assert found.pickle_size == len(PICKLE)
+    assert found.locate({"0": FLOATS})["0"].is_deflated
+
+
+def padded(size: int) -> bytes:
+    """Return a pickle of about ``size`` bytes that compress well."""
+    return pickled(mapping(a=tensor(), b=text("x" * size)))
+
+
+def test_rejects_a_pickle_that_compresses_beyond_belief() -> None:
+    size = 8 * 2**20
+    assert parsed(deflated_file(padded(4 * 2**20))).pickle_size > 4 * 2**20
+    assert parsed(zip_file(padded(size))).pickle_size > size
+    assert "over the limit of 4" in refusal(deflated_file(padded(size)))
+
+
+@pytest.mark.parametrize(("ratio", "is_read"), [(2, True), (1, False)])
+def test_what_a_pickle_may_become_depends_on_its_size(
+    monkeypatch: pytest.MonkeyPatch, ratio: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(torch_zip, "_SPARE_PICKLE_SIZE", 0)
+    monkeypatch.setattr(torch_zip, "_MAX_PICKLE_RATIO", ratio)
+    digits = random.Random(1).randbytes(10_000).hex()  # which compresses to a little over half
+    data = deflated_file(pickled(mapping(a=tensor(), b=text(digits))))
+    if is_read:
+        assert parsed(data).pickle_size > len(digits)
+    else:
+        assert "over the limit of 1" in refusal(data)
+
+
+# The storages
+
+
+@pytest.mark.parametrize("key", ["0", "94340341200128", "_", "a b", "../0", "\u4f60", "0/1", "\n"])
+def test_keys_can_be_any_text(key: str) -> None:
+    data = zip_file(pickled(mapping(a=tensor(of=storage(key)))), {key: VALUES})
+    found = parsed(data)
+    place = found.locate({key: FLOATS._replace(key=key)})[key]
+    assert data[place.offset : place.offset + place.size] == VALUES
+
+
+@pytest.mark.parametrize("key", ["1", "00", "0\0", "", "./0", "0 "])
+def test_rejects_a_key_without_an_entry(key: str) -> None:
+    with pytest.raises(CheckpointRefused, match="there is no entry for storage '"):
+        parsed(zip_file(PICKLE)).locate({key: FLOATS})
+
+
+@pytest.mark.parametrize("elements", [0, 3, 5, 2**62])
+def test_rejects_an_entry_of_another_size(elements: int) -> None:
+    with pytest.raises(CheckpointRefused) as caught:
+        located(zip_file(PICKLE), _0=FLOATS._replace(elements=elements))
+    assert str(caught.value) == (
+        f"entry 'archive/data/0' has 16 bytes, but its tensors say {elements * 4}"
+    )
+
+
+def test_a_storage_whose_elements_are_no_whole_bytes_can_have_any_size() -> None:
+    packed = Storage("0", "QUInt4x2Storage", None, 0, 7)
+    assert located(zip_file(PICKLE), _0=packed)["0"].size == 16
+
+
+def test_tells_of_entries_that_no_tensor_refers_to() -> None:
+    found = parsed(zip_file(PICKLE, {"0": VALUES, "2": VALUES, "1": VALUES}))
+    found.locate({"0": FLOATS})
+    assert found.notices() == ["no tensor refers to entry 'archive/data/1' and 1 more"]
+    found.locate({"0": FLOATS, "1": FLOATS._replace(key="1")})
+    assert found.notices() == ["no tensor refers to entry 'archive/data/2'"]
+
+
+def test_of_two_entries_of_one_name_neither_is_taken() -> None:
+    found = list(members(PICKLE).values())
+    assert "more than one entry 'archive/data/0'" in refusal(
+        make_zip([*found, Member(b"archive/data/0", b"other")])
+    )
+
+
+def test_a_global_is_only_noted_here() -> None:
+    pickle = pickled(call(named("posix", "system"), text("id")))
+    assert [str(item) for item in parsed(zip_file(pickle)).result.refused] == ["posix.system"]
+
+
+def test_reads_what_torch_writes(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.arange(4.0)}, path)
+    data = path.read_bytes()
+    found = parsed(data)
+    place = found.locate({"0": FLOATS})["0"]
+    assert data[place.offset : place.offset + 16] == torch.arange(4.0).numpy().tobytes()
+    with zipfile.ZipFile(path) as archive:
+        assert len(archive.read("model/data.pkl")) == found.pickle_size

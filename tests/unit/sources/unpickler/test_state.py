@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blobstore.errors import CheckpointRefused
+from blobstore.sources.unpickler.globals import Use
+from blobstore.sources.unpickler.state import CutShort, State
+from blobstore.sources.unpickler.values import Global, Items, Persistent, Record, Reduced
+
+
+def state(data: bytes = b"", start: int = 0) -> State:
+    return State(data, start)
+
+
+def refusal(act: Any, *arguments: Any) -> str:
+    with pytest.raises(CheckpointRefused) as caught:
+        act(*arguments)
+    assert type(caught.value) is CheckpointRefused
+    return str(caught.value)
+
+
+# bytes
+
+
+def test_takes_bytes_up_to_the_end() -> None:
+    assert state(b"abcd").take(1, 3) == b"bc"
+    assert state(b"abcd").take(1, 4) == b"bcd"
+    assert state(b"abcd").take(4, 4) == b""
+
+
+@pytest.mark.parametrize("end", [5, 2**32, 2**64 + 3])
+def test_takes_no_bytes_behind_the_end(end: int) -> None:
+    with pytest.raises(CutShort, match="the pickle ends at byte 4, before its STOP"):
+        state(b"abcd").take(1, end)
+
+
+def test_reads_texts_with_lone_surrogates() -> None:
+    data = "a€\ud800".encode("utf-8", "surrogatepass")
+    assert state(b"-" + data).text(1, 1 + len(data)) == "a€\ud800"
+    with pytest.raises(CutShort):
+        state(data).text(0, len(data) + 1)
+
+
+def test_reads_a_line_and_where_the_next_begins() -> None:
+    assert state(b"-ab\ncd\n").line(1) == (b"ab", 4)
+    assert state(b"-ab\ncd\n").line(4) == (b"cd", 7)
+    assert state(b"\n").line(0) == (b"", 1)
+    assert state(b"a\r\n").line(0) == (b"a\r", 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"ab", b"a" * 70_000])
+def test_a_line_without_an_end_is_cut_short_or_too_long(data: bytes) -> None:
+    if len(data) < 65_536:
+        with pytest.raises(CutShort):
+            state(data).line(0)
+    else:
+        assert refusal(state(data).line, 0) == "a line is longer than 65536 bytes"
+
+
+def test_a_line_has_at_most_64_kib() -> None:
+    assert state(b"a" * 65_535 + b"\n").line(0) == (b"a" * 65_535, 65_536)
+    assert "longer than 65536" in refusal(state(b"a" * 65_536 + b"\n").line, 0)
+
+
+def test_says_where_the_opcode_at_hand_is() -> None:
+    assert str(state(b"", 12).refusal("it is odd", "POP")) == "pickle byte 12, POP: it is odd"
+
+
+# globals
+
+
+def test_finds_a_global_once() -> None:
+    reading = state(b"", 5)
+    found = reading.find("torch._utils", "_rebuild_tensor_v2")
+    reading.at = 9
+    assert reading.find("torch._utils", "_rebuild_tensor_v2") is found
+    assert found.offset == 5
+    assert found.use is Use.TENSOR
+    assert reading.find("os", "system").offset == 9
+    assert list(reading.globals) == [("torch._utils", "_rebuild_tensor_v2"), ("os", "system")]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("os", b"system"), (b"os", "system"), ("os", None), (1, "system"), (("os",), "a"), ([], [])],
+    ids=repr,
+)
+def test_refuses_a_global_that_is_not_named_by_texts(module: Any, name: Any) -> None:
+    assert refusal(state().find, module, name) == "a global is not named by two texts"
+
+
+def test_refuses_long_names_of_globals() -> None:
+    most = "a" * 1024
+    assert state().find(most, most).name == most
+    message = "the name of a global is longer than 1024 characters"
+    assert refusal(state().find, most + "a", "b") == message
+    assert refusal(state().find, "b", most + "a") == message
+
+
+def test_refuses_more_globals_than_a_checkpoint_has() -> None:
+    reading = state()
+    for index in range(4096):
+        reading.find("module", str(index))
+    assert reading.find("module", "7").name == "7"
+    message = "the pickle asks for more than 4096 globals"
+    assert refusal(reading.find, "module", "4096") == message
+
+
+# calls
+
+
+def test_keeps_a_call_as_a_record() -> None:
+    reading = state()
+    function = reading.find("torch._utils", "_rebuild_tensor_v2")
+    made = reading.call(function, (1, 2), 33)
+    assert type(made) is Reduced
+    assert (made.function, made.arguments, made.offset) == (function, (1, 2), 33)
+    assert function.is_called
+    assert not function.is_class
+
+
+def test_keeps_a_call_of_a_global_that_is_not_on_the_list() -> None:
+    reading = state()
+    function = reading.find("os", "system")
+    made = reading.call(function, ("ls",), 3)
+    assert type(made) is Reduced
+    assert function.is_called
+    assert reading.records == []
+
+
+def test_makes_plain_values_of_calls() -> None:
+    reading = state()
+    function = reading.find("collections", "OrderedDict")
+    assert reading.call(function, ([["a", 1]],), 3) == {"a": 1}
+    assert not function.is_called
+
+
+FUNCTION = Global("os", "system", 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (Reduced(FUNCTION, (), 0), ()),
+        (Record(FUNCTION, (), 0), ()),
+        (Persistent("a", 0), ()),
+        (Items([]), ()),
+        ("os.system", ()),
+        (("os", "system"), ()),
+        (None, ()),
+        (FUNCTION, []),
+        (FUNCTION, {}),
+        (FUNCTION, None),
+        (FUNCTION, "ab"),
+        (FUNCTION, Items([])),
+    ],
+    ids=range(12),
+)
+def test_calls_and_makes_objects_of_globals_and_tuples_only(function: Any, arguments: Any) -> None:
+    message = "what is called is not a global, or its arguments are no tuple"
+    assert refusal(state().call, function, arguments, 0) == message
+    message = "the class of an object is not a global, or its arguments are no tuple"
+    assert refusal(state().new, function, arguments) == message
+
+
+@pytest.mark.parametrize("name", ["FloatStorage", "float32", "UntypedStorage", "bool"])
+def test_calls_no_storages_and_no_element_types(name: str) -> None:
+    reading = state()
+    function = reading.find("torch", name)
+    assert refusal(reading.call, function, (5,), 0) == f"'torch.{name}' is no function"
+    assert not function.is_called
+
+
+def test_refuses_other_arguments_than_torch_writes() -> None:
+    reading = state()
+    function = reading.find("builtins", "bytearray")
+    message = "'builtins.bytearray' is called with other arguments than torch writes"
+    assert refusal(reading.call, function, (2**36,), 0) == message
+    assert refusal(reading.new, function, (2**36,)) == message
+
+
+def test_shows_hostile_names_escaped_and_short() -> None:
+    reading = state()
+    hostile = Global("\x1b[2J\u202e" * 100, "\ud800", 0, Use.STORAGE)
+    message = refusal(reading.call, hostile, (), 0)
+    assert message.isprintable()
+    assert len(message) < 3000
+
+
+def test_a_key_that_comes_twice_in_a_call_is_told() -> None:
+    reading = state()
+    function = reading.find("collections", "OrderedDict")
+    message = "a dict has the same key twice"
+    assert refusal(reading.call, function, ([["a", 1], ["a", 1]],), 0) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        (("collections", "OrderedDict"), dict.fromkeys(map(str, range(1000)))),
+        (("collections", "OrderedDict"), [[str(index), 0] for index in range(1000)]),
+        (("builtins", "set"), [0] * 1000),
+        (("builtins", "frozenset"), (0,) * 1000),
+        (("builtins", "bytearray"), [0] * 1000),
+    ],
+    ids=["dict", "pairs", "list", "tuple", "numbers"],
+)
+def test_copies_a_shared_value_only_so_often(name: tuple[str, str], argument: Any) -> None:
+    reading = state()
+    function = reading.find(*name)
+    for _ in range(1048):
+        reading.call(function, (argument,), 0)
+    message = "the pickle has its lists and texts copied too often"
+    assert refusal(reading.call, function, (argument,), 0) == message
+
+
+def test_encodes_a_shared_text_only_so_often() -> None:
+    reading = state()
+    function = reading.find("_codecs", "encode")
+    for _ in range(1048):
+        reading.call(function, ("a" * 64_000, "latin1"), 0)
+    message = "the pickle has its lists and texts copied too often"
+    assert refusal(reading.call, function, ("a" * 64_000, "latin1"), 0) == message
+
+
+def test_values_that_are_not_copied_do_not_count() -> None:
+    reading = state()
+    size, copy = reading.find("torch", "Size"), reading.find("builtins", "bytes")
+    shape, data = (0,) * 1000, bytes(64_000)
+    for _ in range(2000):
+        assert reading.call(size, (shape,), 0) is shape
+        assert reading.call(copy, (data,), 0) is data
+    assert reading.copied == 0
+
+
+# objects
+
+
+def test_keeps_an_object_of_an_unknown_class_as_a_record() -> None:
+    reading = state(b"", 21)
+    cls = reading.find("my.model", "Net")
+    made = reading.new(cls, ())
+    assert type(made) is Record
+    assert (made.cls, made.arguments, made.offset) == (cls, (), 21)
+    assert cls.is_class
+    assert not cls.is_called
+    assert reading.records == [made]
+
+
+def test_an_object_made_with_arguments_is_a_call_of_its_class() -> None:
+    reading = state()
+    cls = reading.find("my.model", "Net")
+    assert reading.new(cls, (1,)).arguments == (1,)
+    assert cls.is_class
+    assert cls.is_called
+    reading.new(cls, ())
+    assert cls.is_called  # it stays so
+
+
+def test_objects_of_classes_on_the_list_are_not_noted() -> None:
+    reading = state()
+    made = reading.new(reading.find("argparse", "Namespace"), ())
+    assert type(made) is Record
+    assert reading.records == []
+
+
+def test_notes_objects_of_the_first_protocols() -> None:
+    reading = state()
+    function = reading.find("copy_reg", "_reconstructor")
+    base = reading.find("__builtin__", "object")
+    made = reading.call(function, (reading.find("m", "C"), base, None), 0)
+    assert reading.records == [made]
+    reading.call(function, (reading.find("argparse", "Namespace"), base, None), 0)
+    assert reading.records == [made]
+
+
+def test_makes_plain_values_of_plain_classes() -> None:
+    reading = state()
+    assert reading.new(reading.find("collections", "OrderedDict"), ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "FloatStorage"),
+        ("torch", "float32"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch", "Tensor"),
+        ("torch.storage", "TypedStorage"),
+    ],
+)
+def test_makes_no_objects_of_storages_tensors_and_functions(module: str, name: str) -> None:
+    reading = state()
+    message = f"'{module}.{name}' is not made in this way"
+    assert refusal(reading.new, reading.find(module, name), ()) == message
+
+
+def test_tells_of_a_model_that_was_saved_whole() -> None:
+    message = "it holds a model saved whole, class and all; save its state_dict() instead"
+    cls = Persistent(("module", FUNCTION, "net.py", "class Net: ..."), 0)
+    assert refusal(state().new, cls, ()) == message
+    message = "the class of an object is not a global, or its arguments are no tuple"
+    assert refusal(state().new, Persistent("module", 0), ()) == message
+
+
+def test_counts_calls_and_objects() -> None:
+    reading = state()
+    reading.call(FUNCTION, (), 0)
+    reading.new(reading.find("m", "C"), ())
+    reading.call(reading.find("collections", "OrderedDict"), (), 0)
+    assert reading.objects == 3
