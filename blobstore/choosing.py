@@ -11,9 +11,9 @@ from blobstore.coding import Blob
 from blobstore.equals import Equals
 from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.marks import Marks
 from blobstore.relatives import Relatives
 from blobstore.store.cold import Bases
+from blobstore.store.reachability import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -24,10 +24,10 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import read_regular, sync_folder
 from blobstore.errors import BlobstoreError, InvalidDigest, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
-from blobstore.marks import Marks
 from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
+from blobstore.store.reachability import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

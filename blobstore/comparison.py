@@ -23,10 +23,10 @@ from blobstore.core.workers import check_jobs
 from blobstore.deviation import Deviation, WorstGroup, relative_error, snr_db
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
+from blobstore.models.dequantize import plain_pieces, rows_at_once
 from blobstore.pairs import pair_tensors
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
-from blobstore.unpacking import plain_pieces, rows_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

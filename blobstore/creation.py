@@ -26,7 +26,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places, write_index
+from blobstore.models.index import find_places, write_index
 from blobstore.planning import Quantize, plan_source
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.small_layers import config_bytes, small_layers

@@ -153,9 +153,9 @@ class _Copying:
 
 def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
     """Yield the bytes of a tensor of a mapped blob, of a quantized one as plain numbers."""
-    from blobstore.frameworks import NAMES
+    from blobstore.models.dequantize import plain_pieces, transposed_pieces
+    from blobstore.models.frameworks import NAMES
     from blobstore.safetensors.numpy import as_bytes
-    from blobstore.unpacking import plain_pieces, transposed_pieces
 
     if tensor.packed is None:
         yield memoryview(region.memory)[tensor.begin : tensor.begin + tensor.spec.nbytes]

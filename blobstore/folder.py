@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.contents import read_contents
 from blobstore.core.escape import quoted
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
-from blobstore.frameworks import FLOATS, original_dtype
 from blobstore.manifests import media_types
+from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.frameworks import FLOATS, original_dtype
+from blobstore.models.tensors import read_contents
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS, SCALE
 from blobstore.safetensors.writer import in_file_order
 from blobstore.shards import divided, file_names, index, index_name, weight_file
-from blobstore.stacks import read_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from blobstore.contents import Contents, StoredTensor
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.models.tensors import Contents, StoredTensor
     from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import Header
     from blobstore.shards import WeightFile

@@ -22,8 +22,8 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.making import BLOCK, Made, Maker, blocks
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
+from blobstore.store.bases import pin
 from blobstore.store.cold import Bases, file_state
-from blobstore.store.forms import pin
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 

@@ -6,16 +6,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.catalog import read_catalog
+from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from blobstore.catalog import Entry
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
+    from blobstore.store.catalog import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
-from blobstore.opened import Framework, Model
+from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.models.model import Framework, Model
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
-from blobstore.verification import Verify, check_level, reads_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.core.progress import Progress
-    from blobstore.residence import Prefetch, Read
+    from blobstore.models.memory import Prefetch, Read
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 

@@ -13,7 +13,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.catalog import read_catalog, read_entries
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quoted
 from blobstore.errors import (
@@ -24,13 +23,14 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from blobstore.catalog import Entry
+    from blobstore.store.catalog import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

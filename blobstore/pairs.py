@@ -10,18 +10,18 @@ import contextlib
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.contents import read_contents
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
 from blobstore.manifests import media_types
-from blobstore.stacks import read_stacks
+from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.tensors import read_contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from blobstore.contents import Contents, StoredTensor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.models.tensors import Contents, StoredTensor
     from blobstore.store.local import LocalStore
 
 _PLAIN_GROUP = 64

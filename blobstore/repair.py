@@ -25,10 +25,10 @@ from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places, write_index
+from blobstore.models.index import find_places, write_index
 from blobstore.rebuilding import OwnOrigin, StoreOrigin, open_origin
 from blobstore.restoring import restore_manifests
-from blobstore.store.forms import states, which_are_whole
+from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_cold_aside, put_in_place
 from blobstore.verify import verify_models

@@ -20,8 +20,8 @@ from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.moving import Moving
+from blobstore.store.bases import link_base
 from blobstore.store.cold import Bases, file_state
-from blobstore.store.forms import link_base
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 

@@ -11,18 +11,18 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.catalog import read_catalog, read_entries
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError, InvalidDigest, StoreError
 from blobstore.manifests.reference import Reference
+from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.catalog import Entry
+    from blobstore.store.catalog import Entry
 
 
 class Space(NamedTuple):

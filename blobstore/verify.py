@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.contents import COMPANIONS, read_contents
 from blobstore.core import strict_json as strictjson
 from blobstore.core.escape import quoted
 from blobstore.core.workers import Pace, check_jobs
@@ -28,22 +27,23 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.stacks import read_stacks
+from blobstore.models.checks import IndexedNames, name_fault, tensor_name
+from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.tensors import COMPANIONS, read_contents
 from blobstore.store.blobs import ADVICE
-from blobstore.store.check import bases_of, damaged_blobs
 from blobstore.store.local import LocalStore
-from blobstore.store.verified import VerifiedBlobs
-from blobstore.verification import IndexedNames, name_fault, tensor_name
+from blobstore.store.verified_cache import VerifiedBlobs
+from blobstore.store.verify_blobs import bases_of, damaged_blobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from blobstore.contents import Contents
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.models.tensors import Contents
 
 
 @dataclass(frozen=True, slots=True)

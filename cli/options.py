@@ -87,8 +87,8 @@ def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
 
 def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -> LocalStore:
     from blobstore.cli.render import show_note
-    from blobstore.store.concerns import folder_concerns
     from blobstore.store.local import LocalStore
+    from blobstore.store.permissions import folder_concerns
 
     if value == "":  # an unset variable of a script must not mean the current folder
         message = "the store's folder is empty text"
@@ -148,7 +148,7 @@ def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iter
     Whether other users have given these names is said first.
     """
     from blobstore.cli.render import show_note
-    from blobstore.store.concerns import name_concerns
+    from blobstore.store.permissions import name_concerns
 
     for concern in name_concerns(store, references):
         show_note(concern)

@@ -18,11 +18,11 @@ from blobstore.errors import BlobMissing, BlobstoreError, Damaged, NotFound
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.contents import Contents, StoredTensor
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.models.tensors import Contents, StoredTensor
     from blobstore.store.local import LocalStore
 
 View = Literal["tensors", "layers", "files", "manifest"]
@@ -141,8 +141,8 @@ def command(
 
 
 def _read_model(store: LocalStore, reference: Reference) -> _Model:
-    from blobstore.contents import read_contents
     from blobstore.manifests import media_types
+    from blobstore.models.tensors import read_contents
 
     manifest = store.resolve(reference)
     contents = read_contents(store, manifest, collect_faults=True)

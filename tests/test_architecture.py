@@ -48,7 +48,7 @@ HEAVY = {
 # Modules without a test file of their own, and why.
 WITHOUT_TESTS = {
     "blobstore/choosing.py": "the tests of blobstore/freezing.py see what it chooses",
-    "blobstore/marks.py": "the tests of blobstore/collect.py see what is marked",
+    "blobstore/store/reachability.py": "the tests of blobstore/collect.py see what is marked",
     "blobstore/store/hot.py": "the tests of blobstore/store/blobs.py read by it",
     "blobstore/sources/base.py": "a protocol; the tests of the sources bind it",
     "blobstore/farm.py": "the tests of blobstore/linking.py read what it decides back from the folder",
@@ -59,11 +59,11 @@ WITHOUT_TESTS = {
     "blobstore/integrations/vllm_loader.py": "tests/vllm, with the library itself",
     "blobstore/integrations/vllm_server.py": "tests/vllm/test_vllm_docs.py, as above",
     "blobstore/folder.py": "the tests of blobstore/export.py read what it decides back from the folder",
-    "blobstore/opened.py": "the tests of blobstore/loader.py, which opens models",
+    "blobstore/models/model.py": "the tests of blobstore/loader.py, which opens models",
     "blobstore/quantization/recipes.py": "values; the tests of blobstore/plan.py and of what makes them",
     "blobstore/shards.py": "the tests of blobstore/export.py read names, headers and the index back",
-    "blobstore/packed_weights.py": "the tests of blobstore/loader.py open weights of every type by it",
-    "blobstore/stacks.py": "the tests of blobstore/export.py read lists of every form through it",
+    "blobstore/models/quantized.py": "the tests of blobstore/loader.py open weights of every type by it",
+    "blobstore/models/expert_stacks.py": "the tests of blobstore/export.py read lists of every form through it",
     "cli/__main__.py": "one call of what tests/unit/cli/test_main.py tests",
 }
 needs_links = pytest.mark.skipif(

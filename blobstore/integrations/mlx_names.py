@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.contents import COMPANIONS
 from blobstore.core.tensor import TensorSpec
+from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.mlx_layout import joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS

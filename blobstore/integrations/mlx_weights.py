@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from blobstore.contents import COMPANIONS
 from blobstore.core.gc_pause import collector_paused
 from blobstore.integrations.mlx_names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
+from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import mlx_name
 from blobstore.quantization.recipes import SCALE

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.documents import Documents
     from blobstore.loader import Model, Verify
-    from blobstore.residence import Prefetch, Read
+    from blobstore.models.files import Documents
+    from blobstore.models.memory import Prefetch, Read
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")
 """Keys of configs that say how many layers there are, each of which has tensors."""

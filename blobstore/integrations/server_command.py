@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from blobstore.core.escape import printable
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.residence import Prefetch, Read
+from blobstore.models.checks import Verify
+from blobstore.models.memory import Prefetch, Read
 from blobstore.store.local import LocalStore
-from blobstore.verification import Verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

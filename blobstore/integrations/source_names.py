@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.contents import read_contents
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged
+from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.tensors import read_contents
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.source_config import StatedQuantization
-from blobstore.stacks import read_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -19,7 +19,6 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from blobstore.core.escape import quoted
-from blobstore.documents import Documents
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.model_files import (
     blaming,
@@ -34,6 +33,7 @@ from blobstore.integrations.source_names import (
     stacked_names,
 )
 from blobstore.loader import open_model
+from blobstore.models.files import Documents
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.local import LocalStore
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from blobstore.loader import Verify
     from blobstore.manifests.reference import Reference
-    from blobstore.residence import Prefetch, Read
+    from blobstore.models.memory import Prefetch, Read
 
 _FEW = 1 << 20
 """Parameters that cost little if they are made up in vain."""

@@ -16,14 +16,14 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quoted
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.frameworks import NAMES
 from blobstore.integrations.model_files import decoded, folder_of_files
 from blobstore.loader import open_model
 from blobstore.manifests.reference import Reference
+from blobstore.models.checks import Verify
+from blobstore.models.frameworks import NAMES
+from blobstore.models.memory import Prefetch, Read
 from blobstore.quantization.mlx_layout import exported_config
-from blobstore.residence import Prefetch, Read
 from blobstore.store.local import LocalStore
-from blobstore.verification import Verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders, sync_folder, write_file
-from blobstore.store.forms import link_base
+from blobstore.store.bases import link_base
 
 if TYPE_CHECKING:
     from pathlib import Path

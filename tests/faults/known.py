@@ -17,7 +17,7 @@ from tests.models import Arrays, write_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.opened import Model
+    from blobstore.models.model import Model
 
 _FILES = {
     "config.json": b'{"model_type": "known"}\n',

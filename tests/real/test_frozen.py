@@ -18,7 +18,7 @@ from tests.frozen import forms_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.residence import Read
+    from blobstore.models.memory import Read
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=512,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.contents import read_contents
 from blobstore.creation import create
 from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
+from blobstore.models.tensors import read_contents
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

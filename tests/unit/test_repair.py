@@ -23,7 +23,7 @@ from blobstore.creation import create
 from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
 from blobstore.loader import open_model
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places, write_index
+from blobstore.models.index import find_places, write_index
 from blobstore.planning import plan_source
 from blobstore.repair import _Repair, repair_models
 from blobstore.store.local import LocalStore

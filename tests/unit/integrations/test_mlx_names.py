@@ -9,8 +9,8 @@ import pytest
 import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_names import Naming, mlx_naming
+from blobstore.models.expert_stacks import read_stacks
 from blobstore.quantization.formats import FORMATS
-from blobstore.stacks import read_stacks
 from blobstore.store.local import LocalStore
 from tests.models import add_blobs, blob, quantizable_tensors, write_folder
 

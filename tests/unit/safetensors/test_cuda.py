@@ -7,9 +7,9 @@ import torch
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
+from blobstore.models.device import Part, transferred
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.safetensors.torch import copy_to, empty_tensor
-from blobstore.transfer import Part, transferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable

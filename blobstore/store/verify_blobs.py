@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blobstore.core.workers import Pace
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
-    from blobstore.store.verified import VerifiedBlobs
+    from blobstore.store.verified_cache import VerifiedBlobs
 
 
 def bases_of(store: LocalStore, blobs: Iterable[Descriptor]) -> dict[Digest, Descriptor]:

@@ -9,15 +9,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import blobstore
-from blobstore import slices
 from blobstore.core.digest import Digest
 from blobstore.core.slicing import cut
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
+from blobstore.models import slices
+from blobstore.models.slices import Stored, read_part, view_part
 from blobstore.safetensors.numpy import as_array
-from blobstore.slices import Stored, read_part, view_part
 from blobstore.store.local import LocalStore
 from tests import sandbox
 

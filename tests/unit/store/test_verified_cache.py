@@ -8,9 +8,9 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, StoreError
-from blobstore.store import verified
+from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
-from blobstore.store.verified import VerifiedBlobs
+from blobstore.store.verified_cache import VerifiedBlobs
 from tests import sandbox
 
 if TYPE_CHECKING:

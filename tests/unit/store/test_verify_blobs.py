@@ -11,10 +11,10 @@ from blobstore.core.digest import Digest
 from blobstore.core.workers import Pace
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.store import verified
-from blobstore.store.check import damaged_blobs
+from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
-from blobstore.store.verified import VerifiedBlobs
+from blobstore.store.verified_cache import VerifiedBlobs
+from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

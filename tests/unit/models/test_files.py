@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.documents import Documents
 from blobstore.errors import InvalidManifest, ModelNotFound
 from blobstore.manifests.reference import Reference
+from blobstore.models.files import Documents
 from blobstore.store.local import LocalStore
 from tests.damage import blob_path
 from tests.models import add_blobs, with_layers

@@ -12,7 +12,7 @@ from blobstore.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.places import Place
+    from blobstore.models.index import Place
 
 
 def dealt(

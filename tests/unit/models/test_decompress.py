@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore import decoding
 from blobstore.core.digest import Digest
 from blobstore.core.mmap import Region
-from blobstore.decoding import Decoding, Wanted
 from blobstore.errors import BlobDamaged
 from blobstore.freezing import freeze_models
+from blobstore.models import decompress as decoding
+from blobstore.models.decompress import Decoding, Wanted
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models

@@ -12,7 +12,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
-from blobstore.places import find_places, write_index
+from blobstore.models.index import find_places, write_index
 from blobstore.store.local import LocalStore
 from tests.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 

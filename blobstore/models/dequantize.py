@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from blobstore.contents import StoredTensor
-    from blobstore.frameworks import FloatName
+    from blobstore.models.frameworks import FloatName
+    from blobstore.models.tensors import StoredTensor
 
 _PIECE_ELEMENTS = 1 << 20
 

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore import unpacking
-from blobstore.contents import read_contents
 from blobstore.core.mmap import Region
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models import dequantize as unpacking
+from blobstore.models.dequantize import plain_pieces
+from blobstore.models.tensors import read_contents
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
-from blobstore.unpacking import plain_pieces
 from tests.models import add_blobs, blob, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.contents import StoredTensor
+    from blobstore.models.tensors import StoredTensor
 
 NAME = Reference.parse("m")
 TENSORS = quantizable_tensors()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.contents import COMPANIONS
 from blobstore.core.escape import quoted
 from blobstore.core.slicing import cut
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
-from blobstore.frameworks import FLOATS, original_dtype
+from blobstore.models.frameworks import FLOATS, original_dtype
+from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from blobstore.core.slicing import Cut, Index
-    from blobstore.frameworks import Dequantize, FloatName
-    from blobstore.places import Place
+    from blobstore.models.frameworks import Dequantize, FloatName
+    from blobstore.models.index import Place
     from blobstore.quantization.formats import QuantFormat
 
 

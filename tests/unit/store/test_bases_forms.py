@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.freezing import freeze_models
-from blobstore.store.forms import states, which_are_whole
+from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from tests.frozen import flip, layers, put

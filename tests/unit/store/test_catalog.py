@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.catalog import read_catalog, read_entries
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
+from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
 from tests.models import add_blobs, blob
 

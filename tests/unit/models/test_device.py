@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
+from blobstore.models.device import Part, _Ring, transferred
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.store.local import LocalStore
-from blobstore.transfer import Part, _Ring, transferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from blobstore.frameworks import Move
+    from blobstore.models.frameworks import Move
 
     Read = Callable[[int, int, memoryview], None]
 

@@ -12,27 +12,26 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.contents import at_layer
 from blobstore.core.escape import quoted
 from blobstore.core.gc_pause import collector_paused
 from blobstore.core.mmap import Region
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
-from blobstore.dealing import dealt
-from blobstore.documents import Documents
 from blobstore.errors import (
     BlobstoreError,
     Damaged,
     TensorNotFound,
 )
-from blobstore.frameworks import checked_dtype, converter, dequantizer, has_lane, lane_to
 from blobstore.manifests import media_types
-from blobstore.packed_weights import PackedWeights
-from blobstore.parts import Parts
-from blobstore.places import find_places, write_index
-from blobstore.residence import Residence
-from blobstore.slices import Stored, read_part, view_part
-from blobstore.uploads import uploaded
-from blobstore.verification import check_blobs, check_level
+from blobstore.models.checks import check_blobs, check_level
+from blobstore.models.device import uploaded
+from blobstore.models.files import Documents
+from blobstore.models.frameworks import checked_dtype, converter, dequantizer, has_lane, lane_to
+from blobstore.models.index import find_places, write_index
+from blobstore.models.memory import Residence
+from blobstore.models.quantized import PackedWeights
+from blobstore.models.sharding import dealt
+from blobstore.models.slices import Parts, Stored, read_part, view_part
+from blobstore.models.tensors import at_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.core.slicing import Cut, Index
-    from blobstore.frameworks import Lane
     from blobstore.manifests.reference import Reference
-    from blobstore.parts import Plan, TensorSlice
-    from blobstore.places import Place
+    from blobstore.models.frameworks import Lane
+    from blobstore.models.index import Place
+    from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.local import LocalStore
 
 Framework = Literal["numpy", "torch", "mlx"]

@@ -16,7 +16,6 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.contents import COMPANIONS, at_layer, only_tensor, read_contents, tensors_of
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quoted
 from blobstore.core.gc_pause import collector_paused
@@ -24,6 +23,7 @@ from blobstore.core.tensor import DTYPES
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
+from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_contents, tensors_of
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
 
-from blobstore.contents import at_layer
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.places import find_places, indexed_places
-from blobstore.store.check import damaged_blobs
-from blobstore.store.verified import VerifiedBlobs
+from blobstore.models.index import find_places, indexed_places
+from blobstore.models.tensors import at_layer
+from blobstore.store.verified_cache import VerifiedBlobs
+from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.places import Places
+    from blobstore.models.index import Places
     from blobstore.store.local import LocalStore
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.contents import StoredTensor, read_contents
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.reference import Reference
+from blobstore.models.tensors import StoredTensor, read_contents
 from blobstore.store.local import LocalStore
 from tests.models import add_blobs, blob
 

@@ -5,7 +5,7 @@ import torch
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
-from blobstore.frameworks import (
+from blobstore.models.frameworks import (
     FLOATS,
     NAMES,
     checked_dtype,

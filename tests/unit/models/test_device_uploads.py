@@ -16,9 +16,9 @@ from blobstore import frameworks, opened
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
+from blobstore.models.device import uploaded
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.store.local import LocalStore
-from blobstore.uploads import uploaded
 from tests.frozen import forms_of, layer, weights
 from tests.models import (
     add_blobs,

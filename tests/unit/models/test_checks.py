@@ -13,11 +13,11 @@ from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.models.checks import Verify, check_level, reads_headers
 from blobstore.safetensors.header import encode_header
-from blobstore.store import verified
+from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
-from blobstore.store.verified import VerifiedBlobs
-from blobstore.verification import Verify, check_level, reads_headers
+from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.verify import verify_models
 from tests.models import (
     add_blobs,

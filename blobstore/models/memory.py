@@ -18,8 +18,8 @@ from zlib_ng.zlib_ng import crc32  # which lets other threads run
 from blobstore.core.escape import quoted
 from blobstore.core.mmap import Region
 from blobstore.core.progress import Meter
-from blobstore.decoding import Decoding, Wanted
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.models.decompress import Decoding, Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from blobstore.manifests.reference import Reference
-from blobstore.store.concerns import folder_concerns, name_concerns
 from blobstore.store.local import LocalStore
+from blobstore.store.permissions import folder_concerns, name_concerns
 from tests.models import add_blobs, blob
 from tests.sandbox import NOBODY
 

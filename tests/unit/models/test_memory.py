@@ -9,7 +9,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.freezing import freeze_models
-from blobstore.residence import _REQUEST, Residence
+from blobstore.models.memory import _REQUEST, Residence
 from blobstore.store.local import LocalStore
 from blobstore.thawing import thaw_models
 from tests.frozen import forms_of, layer, layers, put, weights

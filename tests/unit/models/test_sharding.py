@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.dealing import dealt
 from blobstore.errors import UsageError
+from blobstore.models.sharding import dealt
 
 PLACES = {
     "c": ("U8", (10,), 0, 0),
