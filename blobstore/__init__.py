@@ -11,21 +11,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blobstore.creation import Created, create
     from blobstore.errors import BlobstoreError
-    from blobstore.loader import Model
-    from blobstore.loader import open_model as open  # noqa: A004
+    from blobstore.operations.create.create import Created, create
+    from blobstore.operations.open import Model
+    from blobstore.operations.open import open_model as open  # noqa: A004
     from blobstore.store.local import LocalStore
 
 __all__ = ["BlobstoreError", "Created", "LocalStore", "Model", "create", "open"]
 
 _HOMES = {
     "BlobstoreError": ("blobstore.errors", "BlobstoreError"),
-    "Created": ("blobstore.creation", "Created"),
+    "Created": ("blobstore.operations.create.create", "Created"),
     "LocalStore": ("blobstore.store.local", "LocalStore"),
-    "Model": ("blobstore.loader", "Model"),
-    "create": ("blobstore.creation", "create"),
-    "open": ("blobstore.loader", "open_model"),
+    "Model": ("blobstore.operations.open", "Model"),
+    "create": ("blobstore.operations.create.create", "create"),
+    "open": ("blobstore.operations.open", "open_model"),
 }
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from blobstore.cli import render
-from blobstore.cli.heatmap import badness, decibels, group_of, number, page, type_of
 from blobstore.cli.options import (
     jobs_option,
     json_option,
@@ -20,12 +19,13 @@ from blobstore.cli.options import (
 )
 from blobstore.core.escape import quoted
 from blobstore.errors import BlobstoreError
+from blobstore.operations.ui.compare_page import badness, decibels, group_of, number, page, type_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.comparison import Comparison, TensorError
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.compare.compare import Comparison, TensorError
     from blobstore.store.local import LocalStore
 
 Order = Literal["error", "snr", "name", "size"]
@@ -86,7 +86,7 @@ def command(
     In JSON an infinite number is the text "Infinity" or "-Infinity", and one that cannot be told is
     null. A group or tensor that has an error where the base has only zeros is infinitely wrong.
     """
-    from blobstore.comparison import compare_models
+    from blobstore.operations.compare.compare import compare_models
 
     target = None if html is None else _free_target(html)
     with suggesting_names(store, [name, base]), render.progress_bar() as progress:

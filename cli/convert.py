@@ -38,7 +38,7 @@ def command(
 
     Nothing of the source is run. The file appears complete or not at all.
     """
-    from blobstore.copying import copy_to_safetensors
+    from blobstore.operations.export.convert import copy_to_safetensors
 
     with render.progress_bar() as progress:
         copied = copy_to_safetensors(

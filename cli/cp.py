@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from blobstore.manifests.reference import Reference
-    from blobstore.naming import Named
+    from blobstore.operations.maintenance.names import Named
     from blobstore.store.local import LocalStore
 
 _force_option = click.option(
@@ -58,7 +58,7 @@ def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:
     """Give the model SRC the name DST too. No bytes are copied: both names share all blobs."""
-    from blobstore.naming import copy_model
+    from blobstore.operations.maintenance.names import copy_model
 
     with suggesting_names(store, [source]):
         named = copy_model(source, target, store=store, force=force)

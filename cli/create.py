@@ -12,9 +12,9 @@ from blobstore.cli.options import jobs_option, json_option, parse_name, store_op
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.creation import Created
     from blobstore.manifests.reference import Reference
-    from blobstore.planning import ModelPlan, PlannedTensor, Quantize
+    from blobstore.operations.create.create import Created
+    from blobstore.operations.create.plan import ModelPlan, PlannedTensor, Quantize
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
@@ -113,7 +113,7 @@ def command(
         show_parts(source, as_json=as_json)
         return
     if dry_run:
-        from blobstore.planning import Quantize
+        from blobstore.operations.create.plan import Quantize
 
         quantize = Quantize(
             quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
@@ -127,7 +127,7 @@ def command(
         planned, files = _plan(source, name, store, experts, quantize, options)
         _show_plan(name, planned, files, as_json)
         return
-    from blobstore.creation import create
+    from blobstore.operations.create.create import create
 
     with render.progress_bar() as progress:
         created = create(
@@ -183,7 +183,7 @@ def _plan(
     options: Mapping[str, Any],
 ) -> tuple[ModelPlan, list[str]]:
     """Return the plan of a source and the names of its small files."""
-    from blobstore.planning import plan_source
+    from blobstore.operations.create.plan import plan_source
     from blobstore.sources.open import open_source
 
     store.check_name(name)
@@ -197,7 +197,7 @@ def _plan(
 
 
 def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
-    from blobstore.layerfile import blob_size
+    from blobstore.operations.create.blobs import blob_size
 
     sizes = [(blob, blob_size(blob)) for blob in planned.blobs]
     _show_notes(planned.notices)

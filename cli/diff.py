@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blobstore.cli import render
-from blobstore.cli.heatmap import type_of
 from blobstore.cli.options import (
     jobs_option,
     json_option,
@@ -15,13 +14,19 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
+from blobstore.operations.ui.compare_page import type_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.difference import Difference, FileDifference, TensorDifference, TensorSide
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.compare.diff import (
+        Difference,
+        FileDifference,
+        TensorDifference,
+        TensorSide,
+    )
     from blobstore.store.local import LocalStore
 
 _DIFFERENT = 1
@@ -51,7 +56,7 @@ def command(
     Blobs that both have are not read; of others only the size is checked, for "blobstore verify"
     hashes them. The exit code is 0 if nothing differs and 1 if something does.
     """
-    from blobstore.difference import diff_models
+    from blobstore.operations.compare.diff import diff_models
 
     with suggesting_names(store, [ours, theirs]), render.progress_bar() as progress:
         found = diff_models(ours, theirs, store=store, jobs=jobs, progress=progress)

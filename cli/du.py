@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage
     from blobstore.store.local import LocalStore
-    from blobstore.usage import ModelUsage, Space, StoreUsage
 
 Order = Literal["name", "size", "unique"]
 
@@ -57,7 +57,7 @@ def command(
     run; SHARED is the rest. Sizes are those of the files on disk. A blob that is missing or of a wrong
     size is told, and the exit code is then 4.
     """
-    from blobstore.usage import measure_usage
+    from blobstore.operations.maintenance.disk_usage import measure_usage
 
     with suggesting_names(store, names):
         usage = measure_usage(names, store=store)

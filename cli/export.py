@@ -48,7 +48,7 @@ def command(
 
     The tensors are those of the source bit for bit, however they are stored.
     """
-    from blobstore.export import export_model
+    from blobstore.operations.export.export import export_model
 
     with suggesting_names(store, [name]), render.progress_bar() as progress:
         exported = export_model(

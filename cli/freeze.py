@@ -22,9 +22,9 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.coding import Level
-    from blobstore.freezing import Frozen
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.operations.freeze.freeze import Frozen
     from blobstore.store.local import LocalStore
 
 _KEPT = {
@@ -98,7 +98,7 @@ def command(
     compared before its file goes. Blobs that a model shares with one that is not frozen stay.
     Tensors that are equal under different names are stored once, unless --no-base is given.
     """
-    from blobstore.freezing import freeze_models
+    from blobstore.operations.freeze.freeze import freeze_models
 
     if base is not None and no_base:
         message = "--base and --no-base contradict each other"

@@ -10,7 +10,7 @@ from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_duration, store_option, wait_option
 
 if TYPE_CHECKING:
-    from blobstore.collect import Collected, Removed
+    from blobstore.operations.maintenance.gc import Collected, Removed
     from blobstore.store.local import LocalStore
 
 
@@ -33,7 +33,7 @@ def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) 
     Other processes may go on meanwhile: what a running create, load or copy uses is kept, however
     old it is. A manifest that cannot be read stops it, for nobody knows which blobs that one needs.
     """
-    from blobstore.collect import collect_garbage
+    from blobstore.operations.maintenance.gc import collect_garbage
 
     collected = collect_garbage(store, older_than=older_than, dry_run=dry_run)
     if as_json:

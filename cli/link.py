@@ -13,8 +13,8 @@ from blobstore.core.escape import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.linking import Linked
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.export.link import Linked
     from blobstore.store.local import LocalStore
 
 
@@ -50,7 +50,7 @@ def command(
     become files, such as those of quantized weights.
     """
     from blobstore.cli.thaw import thaw_whole
-    from blobstore.linking import link_model
+    from blobstore.operations.export.link import link_model
 
     with suggesting_names(store, [name]), render.progress_bar() as progress:
         if thaw:

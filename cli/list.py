@@ -14,7 +14,7 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blobstore.listing import ListedModel
+    from blobstore.operations.maintenance.list import ListedModel
     from blobstore.store.local import LocalStore
 
 Order = Literal["name", "size", "modified"]
@@ -41,7 +41,7 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     size at most. FROZEN is what "blobstore freeze" has coded of it, if of any model. ID is the beginning of the manifest's digest. A manifest that cannot be read is
     listed with its error, and the exit code is then 4.
     """
-    from blobstore.listing import list_models
+    from blobstore.operations.maintenance.list import list_models
 
     models = _ordered(list_models(store), order)
     if as_json:

@@ -22,7 +22,7 @@ def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:
     """Give the model SRC the name DST instead. A process that is killed in between leaves both."""
-    from blobstore.naming import rename_model
+    from blobstore.operations.maintenance.names import rename_model
 
     with suggesting_names(store, [source]):
         named = rename_model(source, target, store=store, force=force)

@@ -18,8 +18,8 @@ from blobstore.cli.options import (
 from blobstore.core.escape import printable, quoted
 
 if TYPE_CHECKING:
-    from blobstore.coding import Level
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.freeze.blob_encoder import Level
     from blobstore.store.local import LocalStore
 
 SUFFIX = ".bsar"
@@ -62,7 +62,7 @@ def command(
     What several of them share is there once. "blobstore unpack" brings them into another store. All
     is read back and compared before the file appears.
     """
-    from blobstore.packing import pack_models
+    from blobstore.operations.archive.pack import pack_models
 
     with suggesting_names(store, names), render.progress_bar() as progress:
         packed = pack_models(

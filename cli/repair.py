@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
-    from blobstore.repair import Mended, Repaired
-    from blobstore.restoring import Restored
+    from blobstore.operations.maintenance.repair import Mended, Repaired
+    from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.store.local import LocalStore
 
 _ADVICE = (
@@ -80,7 +80,7 @@ def command(
     Damaged manifests are put back too, from a STORE that has the same model.
     Without --from, it mends what the store has in another form, hot or cold. The exit code is 4 while anything remains.
     """
-    from blobstore.repair import repair_models
+    from blobstore.operations.maintenance.repair import repair_models
 
     store.check_root()
     if not store.layout.root.exists():

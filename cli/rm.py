@@ -17,7 +17,7 @@ from blobstore.cli.options import (
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
-    from blobstore.naming import RemovedModels
+    from blobstore.operations.maintenance.names import RemovedModels
     from blobstore.store.local import LocalStore
 
 
@@ -36,7 +36,7 @@ def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_j
 
     No blob is removed. A name goes also if its manifest cannot be read.
     """
-    from blobstore.naming import remove_models
+    from blobstore.operations.maintenance.names import remove_models
 
     with suggesting_names(store, names):
         removed = remove_models(names, store=store, dry_run=dry_run)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @naming_options
 def command(name: Reference, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
     """Give the model NAME the tag TAG too, as "blobstore cp" does with a whole name."""
-    from blobstore.naming import copy_model
+    from blobstore.operations.maintenance.names import copy_model
 
     with suggesting_names(store, [name]):
         named = copy_model(name, replace(name, tag=tag), store=store, force=force)

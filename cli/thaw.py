@@ -43,7 +43,7 @@ def command(
 
     Each file has its digest and is safe on disk before what it was decoded from goes.
     """
-    from blobstore.thawing import thaw_models
+    from blobstore.operations.freeze.thaw import thaw_models
 
     with suggesting_names(store, names), render.progress_bar() as progress:
         thawed = thaw_models(names, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
@@ -77,7 +77,7 @@ def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) ->
     Raises:
         BlobMissing, BlobDamaged: one of its blobs cannot be had.
     """
-    from blobstore.thawing import thaw_models
+    from blobstore.operations.freeze.thaw import thaw_models
 
     for fault in thaw_models([name], store=store, progress=progress).faults:
         raise fault

@@ -17,8 +17,8 @@ from blobstore.cli.options import (
 from blobstore.core.escape import printable
 
 if TYPE_CHECKING:
-    from blobstore.extraction import CheckedArchive, Unpacked
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.archive.unpack import CheckedArchive, Unpacked
     from blobstore.store.local import LocalStore
 
 
@@ -52,7 +52,7 @@ def command(
     if verify_only and force:
         message = "--verify-only and --force contradict each other"
         raise click.UsageError(message, ctx)
-    from blobstore.extraction import check_archive, unpack_archive
+    from blobstore.operations.archive.unpack import check_archive, unpack_archive
 
     with render.progress_bar() as progress:
         if verify_only:

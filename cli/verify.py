@@ -21,8 +21,8 @@ from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.store.local import LocalStore
-    from blobstore.verify import Fault, Verified
 
 _ADVICE = "'blobstore repair NAME --from SOURCE' writes damaged and missing blobs anew"
 
@@ -66,7 +66,7 @@ def command(
     Every fault is one line: model, layer, tensor and what is wrong. The exit code is then 4. A model
     that is removed meanwhile is no fault.
     """
-    from blobstore.verify import verify_models
+    from blobstore.operations.maintenance.verify import verify_models
 
     store.check_root()
     if not store.layout.root.exists():

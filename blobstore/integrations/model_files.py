@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from blobstore.core.escape import printable, quoted
 from blobstore.errors import BlobDamaged, BlobstoreError
-from blobstore.folder import small_files
+from blobstore.operations.export.folder import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.loader import Model, Verify
     from blobstore.models.files import Documents
     from blobstore.models.memory import Prefetch, Read
+    from blobstore.operations.open import Model, Verify
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")
 """Keys of configs that say how many layers there are, each of which has tensors."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
 
-    from blobstore.loader import Model
+    from blobstore.operations.open import Model
     from blobstore.store.local import LocalStore
 
 

@@ -32,8 +32,8 @@ from blobstore.integrations.source_names import (
     gpt_oss_experts,
     stacked_names,
 )
-from blobstore.loader import open_model
 from blobstore.models.files import Documents
+from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.local import LocalStore
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.loader import Verify
     from blobstore.manifests.reference import Reference
     from blobstore.models.memory import Prefetch, Read
+    from blobstore.operations.open import Verify
 
 _FEW = 1 << 20
 """Parameters that cost little if they are made up in vain."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import Reader, deflated_file, legacy_file, zip_file
+from tests.support.checkpoints import Reader, deflated_file, legacy_file, zip_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

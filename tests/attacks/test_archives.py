@@ -30,14 +30,14 @@ from blobstore.compression.table import (
 )
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
-from blobstore.extraction import check_archive, unpack_archive
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.operations.archive.format import PREFIX, Kind, Member
+from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.store.local import LocalStore
-from tests.archives import Parts, archive, model_archive, packed_family, raw
-from tests.cold import cold
+from tests.support.archives import Parts, archive, model_archive, packed_family, raw
+from tests.support.cold import cold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

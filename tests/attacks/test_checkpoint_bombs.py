@@ -9,7 +9,7 @@ from itertools import repeat
 
 import pytest
 
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     GOOD,
     MIB,
     VALUES,
@@ -34,7 +34,7 @@ from tests.checkpoints import (
     text,
     zip_file,
 )
-from tests.zip_files import Member, make_zip
+from tests.support.zip_files import Member, make_zip
 
 Write = Callable[..., bytes]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import blobstore
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     GOOD,
     VALUES,
     Reader,
@@ -33,7 +33,7 @@ from tests.checkpoints import (
     text,
     zip_file,
 )
-from tests.zip_files import Member, deflated, extra_field, make_zip
+from tests.support.zip_files import Member, deflated, extra_field, make_zip
 
 Write = Callable[..., bytes]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import FOLDER
-from tests.zip_files import Member, make_zip
+from tests.support.checkpoints import FOLDER
+from tests.support.zip_files import Member, make_zip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.checkpoints import Reader
+    from tests.support.checkpoints import Reader
 
 COUNT = 120
 LOAD = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     GOOD,
     HOOKS,
     VALUES,
@@ -31,7 +31,7 @@ from tests.checkpoints import (
     text,
     zip_file,
 )
-from tests.zip_files import make_zip
+from tests.support.zip_files import make_zip
 
 Write = Callable[..., bytes]
 

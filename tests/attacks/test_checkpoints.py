@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     FOLDER,
     GOOD,
     Reader,

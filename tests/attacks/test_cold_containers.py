@@ -32,7 +32,7 @@ from blobstore.compression.table import (
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from tests.cold import cold, noise, safetensors, weights
+from tests.support.cold import cold, noise, safetensors, weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests import sandbox
-from tests.models import dense_tensors, write_folder
+from tests.support import sandbox
+from tests.support.models import dense_tensors, write_folder
 
 NAME = Reference.parse("m")
 CREATE = """

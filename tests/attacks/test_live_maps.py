@@ -15,8 +15,8 @@ import pytest
 import blobstore
 from blobstore.errors import BlobDamaged
 from blobstore.store.local import LocalStore
-from tests.damage import blob_path
-from tests.models import write_folder
+from tests.support.damage import blob_path
+from tests.support.models import write_folder
 
 ROWS = 64
 PAGE = 4096

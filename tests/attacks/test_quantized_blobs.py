@@ -8,9 +8,9 @@ import pytest
 
 import blobstore
 from blobstore.errors import BlobDamaged
-from blobstore.export import export_model
+from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
-from tests.models import add_blobs, blob
+from tests.support.models import add_blobs, blob
 from tests.unit.cli.running import run
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import json
 import shutil
 from pathlib import Path
 
-from blobstore.collect import collect_garbage
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.benchmarks.common import arguments, rounds, table, timed, workspace
 

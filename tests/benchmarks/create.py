@@ -136,7 +136,7 @@ def main() -> None:
         }
         table(rounds(present, options.rounds, prepare), "sha256", nbytes)
         used = private_memory(
-            "import blobstore, blobstore.creation\n"
+            "import blobstore, blobstore.operations.create.create\n"
             "begin()\n"
             "blobstore.create(sys.argv[1], 'model', store=blobstore.LocalStore(sys.argv[2]), jobs=2)",
             str(source),

@@ -17,9 +17,9 @@ import numpy as np
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.freezing import freeze_models
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.safetensors.writer import write_safetensors
-from blobstore.thawing import thaw_models
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from blobstore.coding import Level
+    from blobstore.operations.freeze.blob_encoder import Level
 
 _TUNED = ("light", "medium", "heavy", "contrastive")
 _TENSORS = 200

@@ -61,7 +61,7 @@ _CONFIG = {
 _SIZES = {"int4": 64, "mxfp8": 32}
 _LIMIT = "mx.quantize + sha256 + write + sync"
 _CREATE = """
-import blobstore, blobstore.creation
+import blobstore, blobstore.operations.create.create
 begin()
 blobstore.create(sys.argv[1], 'm', store=blobstore.LocalStore(sys.argv[2]), jobs=2,
                  quantize=sys.argv[3], group_size=int(sys.argv[4]), policy='uniform')

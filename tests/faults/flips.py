@@ -16,7 +16,7 @@ from tests.faults.invariants import Findings, layers
 from tests.faults.known import Known, command, write_models
 from tests.faults.outcomes import Outcome
 from tests.faults.processes import workspace
-from tests.models import moe_tensors, write_folder
+from tests.support.models import moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

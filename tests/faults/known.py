@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from tests.models import Arrays, write_folder
+from tests.support.models import Arrays, write_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

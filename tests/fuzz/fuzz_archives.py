@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 with atheris.instrument_imports(include=["blobstore"]):
-    from blobstore.bundles import open_bundle
     from blobstore.core.digest import Digest
     from blobstore.errors import ArchiveDamaged
     from blobstore.operations.archive.bundle import Bundle
     from blobstore.operations.archive.format import PREFIX
+    from blobstore.operations.archive.reader import open_bundle
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
 _LARGEST = 1 << 24

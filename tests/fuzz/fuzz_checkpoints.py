@@ -30,7 +30,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
     from blobstore.sources.unpickler import globals as known
 
-from tests.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file
+from tests.support.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file
 
 STORAGES = {"0": VALUES * 16, "1": VALUES}
 FORMS = (

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from blobstore.creation import create
-from blobstore.extraction import check_archive, unpack_archive
-from blobstore.freezing import freeze_models
 from blobstore.manifests.reference import Reference
-from blobstore.packing import pack_models
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import check_archive, unpack_archive
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
-from blobstore.verify import verify_models
 from tests.real.packages import package
 
 if TYPE_CHECKING:

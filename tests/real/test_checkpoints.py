@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import blobstore
-from blobstore.copying import copy_to_safetensors
-from blobstore.creation import create
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.export.convert import copy_to_safetensors
 from blobstore.safetensors.torch import as_tensor
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.store.local import LocalStore

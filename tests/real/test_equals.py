@@ -8,12 +8,12 @@ import transformers
 from safetensors.torch import save_file
 
 import blobstore
-from blobstore.creation import create
-from blobstore.freezing import freeze_models
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
-from blobstore.verify import verify_models
-from tests.frozen import layers
 from tests.real.packages import package
+from tests.support.frozen import layers
 
 if TYPE_CHECKING:
     from pathlib import Path

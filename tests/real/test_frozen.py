@@ -9,11 +9,11 @@ import torch
 import transformers
 
 import blobstore
-from blobstore.creation import create
-from blobstore.freezing import freeze_models
 from blobstore.integrations.transformers import from_store
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from tests.frozen import forms_of
+from tests.support.frozen import forms_of
 
 if TYPE_CHECKING:
     from pathlib import Path

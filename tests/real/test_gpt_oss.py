@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import blobstore
-from blobstore.export import export_model
+from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from tests.models import blob
 from tests.real.tiny import make
+from tests.support.models import blob
 
 if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
@@ -199,7 +199,7 @@ def test_mlx_lm_gets_no_array_of_a_model_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
-    from blobstore.integrations import mlx_weights
+    from blobstore.integrations.mlx_lm import weights as mlx_weights
 
     source = without_norm(saved(kind, tmp_path / "source"))
     options: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
@@ -219,7 +219,7 @@ def test_mlx_lm_gets_no_array_of_quantized_layers_that_do_not_fit(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
-    from blobstore.integrations import mlx_weights
+    from blobstore.integrations.mlx_lm import weights as mlx_weights
 
     source = saved("llama", tmp_path / "source")
     path = source / "config.json"

@@ -35,15 +35,15 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
-from blobstore.export import export_model
 from blobstore.manifests.reference import Reference
+from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
-from tests.models import blob, write_folder
+from tests.support.models import blob, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
     from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
@@ -51,7 +51,7 @@ mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machi
 mlx_utils = pytest.importorskip("mlx_lm.utils")
 mlx_server = pytest.importorskip("mlx_lm.server")
 integration = pytest.importorskip("blobstore.integrations.mlx_lm")
-program = pytest.importorskip("blobstore.integrations.mlx_lm_server")
+program = pytest.importorskip("blobstore.integrations.mlx_lm.server")
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")
@@ -567,7 +567,7 @@ def asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
 def served(store: LocalStore, log: Path, *options: str) -> Iterator[str]:
     """Give the address of a server of the model ``m``, when it answers."""
     address = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "blobstore.integrations.mlx_lm_server", "m"]
+    command = [sys.executable, "-m", "blobstore.integrations.mlx_lm.server", "m"]
     command += ["--store", str(store.layout.root), "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(

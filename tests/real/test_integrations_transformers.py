@@ -24,7 +24,6 @@ from blobstore.errors import (
     ModelNotFound,
     UsageError,
 )
-from blobstore.export import export_model
 from blobstore.integrations.transformers import (
     _check_attention,
     config_from_store,
@@ -32,11 +31,12 @@ from blobstore.integrations.transformers import (
     tokenizer_from_store,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.verify import verify_models
+from blobstore.operations.export.export import export_model
+from blobstore.operations.maintenance.verify import verify_models
 from tests.real.tiny import TEXT, logits, make
 
 if TYPE_CHECKING:
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
     from blobstore.store.local import LocalStore
 
 needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel in Linux's way")

@@ -10,15 +10,15 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from blobstore.creation import create
-from blobstore.export import export_model
-from blobstore.linking import link_model
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from tests.real.tiny import logits, make
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
     from blobstore.store.local import LocalStore
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blobstore.creation import create
-from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from tests.meta_models import split, to_meta
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from tests.support.meta_models import split, to_meta
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,16 +10,16 @@ import torch
 import transformers
 
 import blobstore
-from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm does not run on this machine")

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import blobstore
-from blobstore.export import export_model
-from blobstore.linking import link_model
+from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from tests.real import test_integrations_mlx_lm as helpers
 from tests.real.test_linking import assert_opened_by_safetensors
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
     from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")

@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import load_file
 
 import blobstore
-from blobstore.creation import create
 from blobstore.errors import CheckpointRefused, SourceError, UnsupportedSource
-from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
-from blobstore.verify import verify_models
 from tests.real.packages import package
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.creation import Created
+    from blobstore.operations.create.create import Created
 
 NAME = Reference.parse("m")
 

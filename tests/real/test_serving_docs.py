@@ -20,11 +20,11 @@ pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 import torch
 import transformers
 
-from tests.pages import ROOT, commands, in_python, program
 from tests.real.test_integrations_mlx_lm import free_port, write_tokenizer
+from tests.support.pages import ROOT, commands, in_python, program
 
 PAGES = ROOT / "docs" / "serving"
-SERVER = "python -m blobstore.integrations.mlx_lm_server "
+SERVER = "python -m blobstore.integrations.mlx_lm.server "
 
 
 @pytest.fixture

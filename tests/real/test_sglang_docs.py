@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.pages import ROOT, commands, in_python, program
+from tests.support.pages import ROOT, commands, in_python, program
 
 if TYPE_CHECKING:
     from pathlib import Path

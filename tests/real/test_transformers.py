@@ -11,18 +11,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import blobstore
-from blobstore.creation import create
-from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
-from blobstore.verify import verify_models
 from tests.real.tiny import logits, make
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
 
 NAME = Reference.parse("m")
 

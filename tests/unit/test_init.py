@@ -25,9 +25,7 @@ def test_importing_the_package_imports_none_of_its_modules() -> None:
 
 
 def test_a_public_name_imports_only_its_own_home() -> None:
-    code = (
-        "import sys, blobstore; blobstore.BlobstoreError; print('blobstore.loader' in sys.modules)"
-    )
+    code = "import sys, blobstore; blobstore.BlobstoreError; print('blobstore.operations.open' in sys.modules)"
     assert run(code) == "False\n"
 
 
@@ -41,11 +39,11 @@ for name in found:
     if not name.endswith(("__main__", ".vllm_loader")):
         importlib.import_module(name)
 names = {name: getattr(blobstore, name) for name in blobstore.__all__}
-assert "blobstore.creation" in found
+assert "blobstore.operations.create.create" in found
 assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
 print(names["create"].__module__, names["open"].__name__, names["LocalStore"].__module__)
 """
-    assert run(code) == "blobstore.creation open_model blobstore.store.local\n"
+    assert run(code) == "blobstore.operations.create.create open_model blobstore.store.local\n"
 
 
 @pytest.mark.parametrize("name", blobstore.__all__)

@@ -20,16 +20,16 @@ from vllm.plugins import load_general_plugins
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
-from blobstore.export import export_model
 from blobstore.integrations.vllm import engine_options
-from blobstore.linking import link_model
+from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
 from tests.vllm.models import FAST, answer, changed, expected, saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.plan import ExpertForm
+    from blobstore.operations.create.blobs import ExpertForm
 
 LAYER = "model.layers.1"
 
@@ -296,7 +296,7 @@ def test_the_load_format_is_found_by_its_entry_point(store: LocalStore) -> None:
         LoadConfig(load_format="BlobStore", model_loader_extra_config={"name": "m"})
     )
 
-    assert type(loader).__module__ == "blobstore.integrations.vllm_loader"
+    assert type(loader).__module__ == "blobstore.integrations.vllm.loader"
     with pytest.raises(UsageError, match="must name the model"):
         get_model_loader(LoadConfig(load_format="blobstore"))
 

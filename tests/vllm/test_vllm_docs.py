@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 
-from tests.pages import ROOT, commands, in_python, program
+from tests.support.pages import ROOT, commands, in_python, program
 from tests.vllm.models import saved
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def test_the_page_on_vllm_is_right(environment: dict[str, str]) -> None:
 
 def test_the_server_says_in_one_line_what_the_store_lacks(environment: dict[str, str]) -> None:
     done = subprocess.run(
-        in_python("python -m blobstore.integrations.vllm_server nothing"),
+        in_python("python -m blobstore.integrations.vllm.server nothing"),
         capture_output=True,
         check=False,
         env=environment,
@@ -125,7 +125,7 @@ def test_the_server_refuses_another_source_of_the_weights(
     option: str, environment: dict[str, str]
 ) -> None:
     done = subprocess.run(
-        [*in_python("python -m blobstore.integrations.vllm_server m"), option, "x"],
+        [*in_python("python -m blobstore.integrations.vllm.server m"), option, "x"],
         capture_output=True,
         check=False,
         env=environment,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.unit.cli.running import run
 
 if TYPE_CHECKING:

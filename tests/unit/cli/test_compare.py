@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from blobstore.comparison import compare_models
-from tests.models import Arrays, write_folder
+from blobstore.operations.compare.compare import compare_models
+from tests.support.models import Arrays, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.damage import blob_path, flip
-from tests.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.support.damage import blob_path, flip
+from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.manifests.reference import Reference
-from tests.models import add_blobs, blob, dense_tensors, write_folder
+from tests.support.models import add_blobs, blob, dense_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.numpy import load_file
 
-from tests.models import dense_tensors, quantizable_tensors, write_folder
+from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.manifests.reference import Reference
-from tests.frozen import flip, forms_of, layer, layers, put, tuned, weights
-from tests.models import add_blobs
+from tests.support.frozen import flip, forms_of, layer, layers, put, tuned, weights
+from tests.support.models import add_blobs
 from tests.unit.cli.running import command_line, environment, run, run_json
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from blobstore import listing, verify
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.verify import Fault, Verified
+from blobstore.operations.maintenance import list as listing
+from blobstore.operations.maintenance import verify
+from blobstore.operations.maintenance.verify import Fault, Verified
 from tests.unit.cli.running import run, run_process
 
 if TYPE_CHECKING:

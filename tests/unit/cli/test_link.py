@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tests.models import dense_tensors, quantizable_tensors, write_folder
+from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

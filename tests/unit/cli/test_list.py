@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tests.ollama_store import add_gguf_model
+from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.cli.options import parse_size
 from blobstore.manifests.reference import Reference
-from tests.sandbox import NOBODY
+from tests.support.sandbox import NOBODY
 from tests.unit.cli.running import run
 
 if TYPE_CHECKING:

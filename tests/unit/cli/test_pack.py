@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.extraction import check_archive
-from tests.archives import put_family
-from tests.frozen import flip, layers
+from blobstore.operations.archive.unpack import check_archive
+from tests.support.archives import put_family
+from tests.support.frozen import flip, layers
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

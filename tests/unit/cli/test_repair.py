@@ -7,8 +7,8 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
-from tests.damage import blob_path, flip, truncate
-from tests.models import dense_tensors, quantizable_tensors, write_folder
+from tests.support.damage import blob_path, flip, truncate
+from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

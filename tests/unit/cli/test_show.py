@@ -11,8 +11,15 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
-from tests.models import add_blobs, blob, dense_tensors, moe_tensors, with_layers, write_folder
-from tests.ollama_store import add_gguf_model
+from tests.support.models import (
+    add_blobs,
+    blob,
+    dense_tensors,
+    moe_tensors,
+    with_layers,
+    write_folder,
+)
+from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json, run_process
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.frozen import flip, forms_of, layer, layers, put, weights
+from tests.support.frozen import flip, forms_of, layer, layers, put, weights
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.archives import packed_family
-from tests.frozen import put
+from tests.support.archives import packed_family
+from tests.support.frozen import put
 from tests.unit.cli.running import run, run_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.manifests.reference import Reference
-from tests.damage import blob_path
+from tests.support.damage import blob_path
 from tests.unit.cli.running import command_line, environment, run, run_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from blobstore.compression.table import Base
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from tests.cold import cold, noise, weights
+from tests.support.cold import cold, noise, weights
 
 DATA = weights(DType.BF16, 300_000)
 

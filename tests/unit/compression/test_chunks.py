@@ -14,7 +14,7 @@ from blobstore.compression.table import Chunk, Stored
 from blobstore.compression.transforms import BF16, BF16_PAIRS, WHOLE, difference, layout_of
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from tests.cold import noise, weights
+from tests.support.cold import noise, weights
 
 if TYPE_CHECKING:
     from blobstore.compression.transforms import Layout

@@ -21,7 +21,7 @@ from blobstore.compression.table import Base, encode_table
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged, UsageError
-from tests.cold import cold, cold_with_table, noise, safetensors, weights
+from tests.support.cold import cold, cold_with_table, noise, safetensors, weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

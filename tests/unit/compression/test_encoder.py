@@ -19,7 +19,7 @@ from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
-from tests.cold import TYPES, cold, cold_with_table, noise, safetensors, text, weights
+from tests.support.cold import TYPES, cold, cold_with_table, noise, safetensors, text, weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

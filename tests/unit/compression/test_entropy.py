@@ -16,7 +16,7 @@ from blobstore.compression.entropy import (
     encode_plane,
 )
 from blobstore.errors import ColdDamaged
-from tests.cold import noise
+from tests.support.cold import noise
 
 SKEWED = np.frexp(np.random.default_rng(1).standard_normal(1 << 17))[1].astype(np.uint8).tobytes()
 """The exponents of weights: few values, no order."""

@@ -10,8 +10,8 @@ from blobstore.compression.estimate import Known, estimated, with_factors
 from blobstore.compression.spans import Run
 from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
-from tests.adapted import COLUMNS, ROWS, matrix, merged
-from tests.cold import cold, noise, weights
+from tests.support.adapted import COLUMNS, ROWS, matrix, merged
+from tests.support.cold import cold, noise, weights
 
 BASE = matrix(1)
 MERGED = merged(BASE, 2)

@@ -4,7 +4,7 @@ import pytest
 
 from blobstore.compression.spans import Run, outline, split, with_equals
 from blobstore.core.tensor import DType
-from tests.cold import noise, safetensors, weights
+from tests.support.cold import noise, safetensors, weights
 
 A, B = weights(DType.BF16, 100), weights(DType.F32, 50)
 FILE = safetensors({"a": (DType.BF16, A), "empty": (DType.F16, b""), "b": (DType.F32, B)})

@@ -11,12 +11,21 @@ from hypothesis import strategies as st
 
 from blobstore.compression import transforms as layouts
 from blobstore.compression.delta.codec import Effort
-from blobstore.compression.transforms import WIDTHS, difference, layout_of, suitable, width_of
+from blobstore.compression.transforms import (
+    WIDTHS,
+    bytewise,
+    difference,
+    layout_of,
+    suitable,
+    whole,
+    width_of,
+)
 from blobstore.core.tensor import DType
-from tests.cold import noise, weights
+from tests.support.cold import noise, weights
 
 if TYPE_CHECKING:
     from blobstore.compression.transforms import Layout
+
 
 SOLO = [layout for number in range(32) if (layout := layouts._BY_NUMBER.get(number))]
 TYPED = {4: DType.BF16, 5: DType.BF16, 9: DType.F8_E4M3}
@@ -167,3 +176,28 @@ def test_bytes_without_a_type_are_single() -> None:
     assert width_of(None) == 1
     assert [layout.number for kind in suitable(None) for layout in kind] == [0]
     assert difference(None, Effort.FAST).number == difference(DType.U8, Effort.FAST).number
+
+
+def test_the_lowest_byte_is_the_first_plane() -> None:
+    planes = bytewise(2, 4).split(np.frombuffer(b"abcdefgh", np.uint8), None)
+
+    assert planes is not None
+    assert [plane.tobytes() for plane in planes] == [b"ae", b"bf", b"cg", b"dh"]
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_has_a_plane_for_each_byte(width: int) -> None:
+    assert bytewise(1, width).sizes(100) == (100,) * width
+
+
+def test_whole_chunks_are_one_plane() -> None:
+    layout = whole(0, 4)
+    chunk = np.arange(16, dtype=np.uint8)
+    out = np.empty(16, np.uint8)
+
+    planes = layout.split(chunk, None)
+
+    assert planes is not None
+    assert layout.sizes(4) == (16,)
+    layout.merge(planes, out, None)
+    assert out.tolist() == chunk.tolist()

@@ -10,7 +10,7 @@ from blobstore.compression import transforms as layouts
 from blobstore.compression.entropy import Coder
 from blobstore.compression.tuning import Choice, Level
 from blobstore.core.tensor import DType
-from tests.cold import noise, text, weights
+from tests.support.cold import noise, text, weights
 
 if TYPE_CHECKING:
     from blobstore.compression.chunks import Way

@@ -1,6 +1,6 @@
 """The golden vectors of docs/cold-format.md.
 
-They were written by the code of version 1 and read by tests/cold_reader.py, which shares no code
+They were written by the code of version 1 and read by tests/readers/cold_blobs.py, which shares no code
 with it. What is written today may differ, for zstd may find other codes; what was written must be read.
 """
 
@@ -18,8 +18,8 @@ from blobstore.compression.decoder import ColdBlob
 from blobstore.compression.spans import outline
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
-from tests.cold import cold, safetensors, weights
-from tests.cold_reader import read_cold
+from tests.readers.cold_blobs import read_cold
+from tests.support.cold import cold, safetensors, weights
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cold.json").read_text())
 ALONE = [vector for vector in VECTORS if "base" not in vector]

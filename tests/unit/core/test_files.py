@@ -21,8 +21,8 @@ from blobstore.core.files import (
 )
 from blobstore.core.mmap import is_cached
 from blobstore.errors import BlobstoreError
-from tests import sandbox
-from tests.page_cache import dropped
+from tests.support import sandbox
+from tests.support.page_cache import dropped
 
 
 @pytest.fixture

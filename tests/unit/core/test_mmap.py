@@ -15,8 +15,8 @@ import pytest
 
 from blobstore.core.mmap import Region, is_cached
 from blobstore.errors import BlobstoreError
-from tests import sandbox
-from tests.page_cache import dropped
+from tests.support import sandbox
+from tests.support.page_cache import dropped
 
 PAGE = mmap.PAGESIZE
 LARGE = 2 << 20

@@ -21,7 +21,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests.models import dense_tensors, with_layers, write_folder
+from tests.support.models import dense_tensors, with_layers, write_folder
 
 FILES = {
     "tokenizer.json": b"{}",

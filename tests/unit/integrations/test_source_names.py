@@ -19,7 +19,7 @@ from blobstore.integrations.source_names import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.local import LocalStore
-from tests.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
+from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,12 +14,12 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
-from blobstore.verify import verify_models
-from tests.models import (
+from tests.support.models import (
     add_blobs,
     blob,
     moe_tensors,

@@ -14,15 +14,15 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged
-from blobstore.freezing import freeze_models
 from blobstore.models import decompress as decoding
 from blobstore.models.decompress import Decoding, Wanted
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
-from blobstore.thawing import thaw_models
-from tests.frozen import flip, layer, layers, tuned, weights
-from tests.models import add_blobs
-from tests.page_cache import dropped
+from tests.support.frozen import flip, layer, layers, tuned, weights
+from tests.support.models import add_blobs
+from tests.support.page_cache import dropped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

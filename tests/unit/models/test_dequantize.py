@@ -15,7 +15,7 @@ from blobstore.models.tensors import read_contents
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
-from tests.models import add_blobs, blob, quantizable_tensors, write_folder
+from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,8 @@ from blobstore.errors import InvalidManifest, ModelNotFound
 from blobstore.manifests.reference import Reference
 from blobstore.models.files import Documents
 from blobstore.store.local import LocalStore
-from tests.damage import blob_path
-from tests.models import add_blobs, with_layers
+from tests.support.damage import blob_path
+from tests.support.models import add_blobs, with_layers
 
 
 @pytest.fixture

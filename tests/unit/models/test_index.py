@@ -14,7 +14,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import find_places, write_index
 from blobstore.store.local import LocalStore
-from tests.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,12 +8,12 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.freezing import freeze_models
 from blobstore.models.memory import _REQUEST, Residence
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
-from blobstore.thawing import thaw_models
-from tests.frozen import forms_of, layer, layers, put, weights
-from tests.page_cache import dropped
+from tests.support.frozen import forms_of, layer, layers, put, weights
+from tests.support.page_cache import dropped
 
 Blobs = list[tuple[Digest, int]]
 SIZES = [5, 0, 4096, _REQUEST + 3, 70_000]

@@ -10,7 +10,7 @@ from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.reference import Reference
 from blobstore.models.tensors import StoredTensor, read_contents
 from blobstore.store.local import LocalStore
-from tests.models import add_blobs, blob
+from tests.support.models import add_blobs, blob
 
 NAME = Reference.parse("m")
 WEIGHT = ("w.weight", "U32", (2, 4), bytes(32))

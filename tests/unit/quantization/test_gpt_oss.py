@@ -10,14 +10,14 @@ from safetensors.numpy import load_file, save_file
 
 import blobstore
 from blobstore.errors import UnsupportedSource
-from blobstore.export import export_model
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.gpt_oss import is_form_of
 from blobstore.store.local import LocalStore
-from tests.models import with_layers
+from tests.support.models import with_layers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from safetensors.numpy import save, save_file
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobstoreError, InvalidHeader, TensorNotFound
 from blobstore.safetensors.file import SafetensorsFile, read_header
-from tests.models import dense_tensors
+from tests.support.models import dense_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.writer import in_file_order, write_safetensors
-from tests import sandbox
-from tests.models import dense_tensors
+from tests.support import sandbox
+from tests.support.models import dense_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

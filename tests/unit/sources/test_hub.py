@@ -23,8 +23,8 @@ from blobstore.core.progress import Meter
 from blobstore.errors import UsageError
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
-from tests.hub_server import HubServer
-from tests.models import dense_tensors, moe_tensors, write_folder
+from tests.support.hub_server import HubServer
+from tests.support.models import dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

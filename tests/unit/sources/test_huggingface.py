@@ -23,7 +23,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.local import LocalStore
-from tests.models import dense_tensors, write_folder
+from tests.support.models import dense_tensors, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

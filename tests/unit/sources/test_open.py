@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from blobstore.errors import CheckpointRefused, SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.open import open_source
-from tests import sandbox
-from tests.models import write_folder
+from tests.support import sandbox
+from tests.support.models import write_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.sharded import ShardSet
-from tests import sandbox
+from tests.support import sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.errors import BlobDamaged
-from blobstore.freezing import freeze_models
-from blobstore.store.bases import WholeBases, forms_of_base
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.store.bases import WholeBases, forms_of_base, states, which_are_whole
 from blobstore.store.local import LocalStore
-from blobstore.thawing import thaw_models
-from tests.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
-from tests.models import add_blobs
+from tests.support.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
+from tests.support.models import add_blobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from blobstore.manifests.descriptor import Descriptor
+
 
 CHILD = layer("x", tuned(10, 1))
 
@@ -165,3 +166,38 @@ def test_nothing_is_whole_that_is_no_file(store: LocalStore, base: Descriptor) -
     bases = WholeBases(store)
     assert bases.form(base.digest) is None
     assert not bases.is_whole(base.digest, base.size, None)
+
+
+@pytest.mark.parametrize(
+    ("hot", "cold", "expected"),
+    [
+        ("whole", None, (True, True)),
+        ("damaged", None, (False, True)),
+        (None, None, (False, True)),
+        (None, "whole", (True, True)),
+        (None, "damaged", (False, False)),
+        ("whole", "whole", (True, True)),
+        ("whole", "damaged", (True, False)),
+        ("damaged", "whole", (False, True)),
+        ("damaged", "damaged", (False, False)),
+    ],
+)
+def test_tells_which_forms_are_whole(
+    tmp_path: Path, hot: str | None, cold: str | None, expected: tuple[bool, bool]
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    put(store, "a", {"x": 1})
+    freeze_models(["a"], store=store)
+    thaw_models(["a"], store=store, keep_cold=True)
+    item = layers(store, "a")["x"]
+    for state, path in (
+        (hot, store.layout.blob(item.digest)),
+        (cold, store.layout.cold_blob(item.digest)),
+    ):
+        if state is None:
+            Path(path).unlink()
+        elif state == "damaged":
+            flip(path, 30_000)
+    assert which_are_whole(store, item.digest, item.size, lambda _: None) == expected
+    there = states(store.layout, item.digest)
+    assert [state is None for state in there] == [hot is None, cold is None]

@@ -12,7 +12,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
-from tests import sandbox
+from tests.support import sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

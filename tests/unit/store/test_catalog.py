@@ -9,7 +9,7 @@ from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
-from tests.models import add_blobs, blob
+from tests.support.models import add_blobs, blob
 
 if TYPE_CHECKING:
     from pathlib import Path

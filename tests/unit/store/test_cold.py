@@ -10,13 +10,13 @@ import pytest
 
 from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
-from blobstore.freezing import freeze_models
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import cold
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
-from blobstore.thawing import thaw_models
-from tests import sandbox
-from tests.frozen import flip, layer, layers, put, weights
+from tests.support import sandbox
+from tests.support.frozen import flip, layer, layers, put, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

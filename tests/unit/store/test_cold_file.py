@@ -11,8 +11,8 @@ import pytest
 from blobstore.core.mmap import Region
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
 from blobstore.store.cold_file import ColdFile, room_for
-from tests import sandbox
-from tests.page_cache import dropped
+from tests.support import sandbox
+from tests.support.page_cache import dropped
 
 DATA = os.urandom(40 * mmap.PAGESIZE + 123)
 

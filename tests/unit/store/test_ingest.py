@@ -17,7 +17,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
-from tests import sandbox
+from tests.support import sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,8 +25,8 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
-from tests import sandbox
-from tests.ollama_store import add_gguf_model
+from tests.support import sandbox
+from tests.support.ollama_store import add_gguf_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

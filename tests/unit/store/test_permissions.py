@@ -8,8 +8,8 @@ import pytest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.permissions import folder_concerns, name_concerns
-from tests.models import add_blobs, blob
-from tests.sandbox import NOBODY
+from tests.support.models import add_blobs, blob
+from tests.support.sandbox import NOBODY
 
 A = Reference.parse("a")
 

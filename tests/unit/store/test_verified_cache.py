@@ -11,7 +11,7 @@ from blobstore.errors import BlobDamaged, StoreError
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
-from tests import sandbox
+from tests.support import sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable

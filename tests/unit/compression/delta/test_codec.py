@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blobstore.compression.delta.codec import Effort, as_elements, decode_chunk, encode_chunk
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
-from tests.delta_reader import read_differences
+from tests.readers.deltas import read_differences
 
 Array = np.ndarray[Any, Any]
 _VECTORS = Path(__file__).parents[3] / "vectors" / "deltas.json"

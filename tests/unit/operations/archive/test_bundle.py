@@ -14,9 +14,9 @@ from blobstore.errors import ArchiveDamaged
 from blobstore.operations.archive.bundle import Bundle
 from blobstore.operations.archive.format import Kind
 from blobstore.store.local import LocalStore
-from tests.archive_reader import read_archive
-from tests.archives import Parts, packed_family
-from tests.cold import cold
+from tests.readers.archives import read_archive
+from tests.support.archives import Parts, packed_family
+from tests.support.cold import cold
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from blobstore.operations.archive.format import (
     decode_contents,
     encode_contents,
 )
-from tests.archives import archive, raw
+from tests.support.archives import archive, raw
 
 _NAMES = [("h/n/a:t", 0), ("h/n/b:t", 0)]
 _MANIFEST, _BLOB = b"{}", b"bytes"

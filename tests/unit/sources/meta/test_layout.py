@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blobstore.errors import DamagedSource, UnsupportedSource
-from tests.meta_models import (
+from tests.support.meta_models import (
     PARAMS,
     Maker,
     Params,

@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource
-from tests.meta_models import (
+from tests.support.meta_models import (
     PARAMS,
     WIDTH,
     Maker,

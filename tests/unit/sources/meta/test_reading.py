@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.errors import DamagedSource
 from blobstore.sources.meta import reading as meta_bytes
-from tests.meta_models import (
+from tests.support.meta_models import (
     PARAMS,
     Maker,
     contents,

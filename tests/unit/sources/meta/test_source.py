@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.meta.source import MetaFolder, is_meta_folder
-from tests.meta_models import (
+from tests.support.meta_models import (
     PARAMS,
     Maker,
     MemoryShard,

@@ -21,7 +21,7 @@ from blobstore.errors import (
 )
 from blobstore.sources.pytorch import checkpoint as reading
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     call,
     legacy_file,
     mapping,
@@ -32,7 +32,7 @@ from tests.checkpoints import (
     text,
     zip_file,
 )
-from tests.torch_files import (
+from tests.support.torch_files import (
     Tensors,
     check,
     described_by_torch,

@@ -16,8 +16,8 @@ from safetensors.numpy import save as to_safetensors
 
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch.container import open_container, other_kind
-from tests.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
-from tests.zip_files import Member, make_zip, opened
+from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
+from tests.support.zip_files import Member, make_zip, opened
 
 if TYPE_CHECKING:
     from blobstore.sources.pytorch.storages import Container

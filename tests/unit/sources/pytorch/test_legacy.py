@@ -17,7 +17,7 @@ from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, MAGIC, LegacyStream
 from blobstore.sources.pytorch.tensors import Storage, TensorReader
 from blobstore.sources.unpickler.machine import run
 from blobstore.sources.unpickler.state import CutShort
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     VALUES,
     call,
     legacy_file,
@@ -31,7 +31,7 @@ from tests.checkpoints import (
     tensor,
     text,
 )
-from tests.zip_files import opened
+from tests.support.zip_files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -25,7 +25,7 @@ from blobstore.sources.pytorch.state_dict import (
     walk,
 )
 from blobstore.sources.unpickler.machine import run
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     HOOKS,
     call,
     entries,
@@ -39,7 +39,7 @@ from tests.checkpoints import (
     tensor,
     text,
 )
-from tests.torch_files import check, save
+from tests.support.torch_files import check, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,7 +24,7 @@ from blobstore.sources.pytorch.tensors import (
 from blobstore.sources.pytorch.zip_entries import ZipEntry
 from blobstore.sources.unpickler import globals as known
 from blobstore.sources.unpickler.machine import run
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     HOOKS,
     call,
     entries,

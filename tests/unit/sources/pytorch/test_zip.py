@@ -16,7 +16,7 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch import zip as torch_zip
 from blobstore.sources.pytorch.tensors import Storage
 from blobstore.sources.pytorch.zip import ZipCheckpoint
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     VALUES,
     call,
     deflated_file,
@@ -29,7 +29,7 @@ from tests.checkpoints import (
     text,
     zip_file,
 )
-from tests.zip_files import Member, make_zip, opened
+from tests.support.zip_files import Member, make_zip, opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

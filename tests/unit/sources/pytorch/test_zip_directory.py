@@ -9,7 +9,7 @@ import pytest
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch import zip_directory
 from blobstore.sources.pytorch.zip_directory import Listed, read_directory
-from tests.zip_files import Member, deflated, extra_field, make_zip, opened
+from tests.support.zip_files import Member, deflated, extra_field, make_zip, opened
 
 FULL32 = 0xFFFFFFFF
 

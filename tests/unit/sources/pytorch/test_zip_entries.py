@@ -24,7 +24,7 @@ from blobstore.sources.pytorch.zip_entries import (
     read_entry,
     read_small_entry,
 )
-from tests.zip_files import Member, deflated, extra_field, make_zip, opened
+from tests.support.zip_files import Member, deflated, extra_field, make_zip, opened
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from blobstore.sources.unpickler import machine
 from blobstore.sources.unpickler.fast_path import Numbers, read_calls
 from blobstore.sources.unpickler.machine import run
 from blobstore.sources.unpickler.values import Persistent, Reduced
-from tests.pickle_values import canonical
+from tests.support.pickle_values import canonical
 
 if TYPE_CHECKING:
     from blobstore.sources.unpickler.state import State

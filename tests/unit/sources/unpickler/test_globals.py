@@ -15,7 +15,7 @@ from blobstore.sources.unpickler.globals import (
     put,
 )
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record
-from tests.pickle_values import canonical
+from tests.support.pickle_values import canonical
 
 LISTED = [
     ("torch._utils", "_rebuild_tensor_v2", Use.TENSOR),

@@ -10,7 +10,7 @@ from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
 from blobstore.sources.unpickler.machine import run
 from blobstore.sources.unpickler.state import CutShort
 from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
-from tests.pickle_values import canonical
+from tests.support.pickle_values import canonical
 
 
 def value(data: bytes) -> Any:

@@ -16,7 +16,7 @@ from blobstore.sources.unpickler.machine import LIMITS, Limits, Result, run, sca
 from blobstore.sources.unpickler.opcodes import NAMES, REFUSED
 from blobstore.sources.unpickler.state import CutShort
 from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
-from tests.pickle_values import EXAMPLES, canonical
+from tests.support.pickle_values import EXAMPLES, canonical
 
 if TYPE_CHECKING:
     from typing import Never

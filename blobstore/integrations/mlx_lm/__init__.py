@@ -1,0 +1,251 @@
+"""Models of mlx-lm from the store, with quantized layers as they are.
+
+mlx-lm builds the model, as from a folder; only its weights come from the store, when it asks its
+class to convert them (``sanitize``). MLX cannot adopt memory, so each tensor is copied once.
+
+Importing mlx-lm lowers the number of files that the process may have open; the store needs none once
+the model is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+
+from blobstore.core.escape import quoted
+from blobstore.errors import BlobstoreError
+from blobstore.integrations.mlx_lm.weights import Weights, naming_of
+from blobstore.integrations.model_files import (
+    blaming,
+    check_layers,
+    check_names,
+    decoded,
+    folder_of_files,
+)
+from blobstore.integrations.source_names import gpt_oss_experts
+from blobstore.operations.open import open_model
+from blobstore.quantization.mlx_layout import exported_config, mlx_config
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from typing import Unpack
+
+    from blobstore.integrations.model_files import Opening
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.open import Model
+
+
+def load(
+    name: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    lazy: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    **opening: Unpack[Opening],
+) -> tuple[Any, Any]:
+    """Return a model of the store and its tokenizer, as ``mlx_lm.load`` returns those of a folder.
+
+    Args:
+        name: the name, ``[host/][namespace/]model[:tag]``.
+        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        lazy: leave what mlx-lm computes of the weights to their first use.
+        tokenizer_config: settings of the tokenizer.
+        model_config: what the config shall say instead.
+        opening: ``verify``, ``read``, ``prefetch`` and ``progress`` of :func:`blobstore.open`.
+
+    Raises:
+        ModelNotFound: the store has no such name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
+        UnsupportedDType: MLX has no type for a tensor.
+        BlobstoreError: mlx-lm cannot build it; which tensors are missing or unexpected is listed in
+            full.
+    """
+    model, tokenizer, _ = load_all(
+        name,
+        store=store,
+        lazy=lazy,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        **opening,
+    )
+    return model, tokenizer
+
+
+def load_all(
+    name: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    lazy: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    **opening: Unpack[Opening],
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a model, its tokenizer and its config; otherwise as :func:`load`."""
+    with (
+        _opened(name, store, opening) as (stored, weights, config),
+        _folder(stored, config) as folder,
+    ):
+        with blaming(f"mlx-lm cannot make a tokenizer of the files of {stored.reference}"):
+            tokenizer = utils.load_tokenizer(
+                folder,
+                {"trust_remote_code": False, **(tokenizer_config or {})},
+                eos_token_ids=utils.load_config(folder).get("eos_token_id"),
+            )
+        tokenizer.name_or_path = str(stored.reference)
+        model, used = _build(stored.reference, folder, weights, model_config, lazy=lazy)
+    return model, tokenizer, used
+
+
+def load_model(
+    name: str | Reference,
+    *,
+    store: LocalStore | None = None,
+    lazy: bool = False,
+    model_config: Mapping[str, Any] | None = None,
+    **opening: Unpack[Opening],
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model and its config, which needs no tokenizer; otherwise as :func:`load`."""
+    with (
+        _opened(name, store, opening) as (stored, weights, config),
+        _folder(stored, config, ("*config.json",)) as folder,
+    ):
+        return _build(stored.reference, folder, weights, model_config, lazy=lazy)
+
+
+@contextlib.contextmanager
+def _opened(
+    name: str | Reference, store: LocalStore | None, opening: Opening
+) -> Iterator[tuple[Model, Weights, dict[str, Any]]]:
+    """Give a model, its weights as mlx-lm takes them, not read yet, and its config likewise."""
+    store = store or LocalStore()
+    with open_model(name, store=store, framework="numpy", **opening) as stored:
+        config = decoded(stored, "config.json")
+        if "model_file" in config:
+            message = (
+                f"config.json of {stored.reference} asks for code of its own, "
+                f"{quoted(config['model_file'])}, which is not run"
+            )
+            raise BlobstoreError(message)
+        check_layers(stored, config)
+        experts = gpt_oss_experts(store, stored, config)
+        specs = stored.specs
+        naming = naming_of(store, stored, specs)
+        weights = Weights(stored, specs, naming, experts)
+        if not experts:  # whose config mlx-lm reads as it is
+            config = exported_config(config, naming.types) or config
+        yield stored, weights, mlx_config(config)
+
+
+def _folder(
+    stored: Model, config: dict[str, Any], patterns: Sequence[str] = ("*",)
+) -> AbstractContextManager[Path]:
+    written = {"config.json": json.dumps(config).encode()}
+    return folder_of_files(stored, patterns, written)
+
+
+def _build(
+    reference: Reference,
+    folder: Path,
+    weights: Weights,
+    model_config: Mapping[str, Any] | None,
+    *,
+    lazy: bool,
+) -> tuple[Any, dict[str, Any]]:
+    bases: list[Any] = []
+
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        base, arguments = utils._get_classes(config)  # noqa: SLF001 - as load_model() itself does
+        bases.append(base)
+        return _reading(base, weights, str(reference)), arguments
+
+    with blaming(f"mlx-lm cannot build {reference}"):
+        model, config = utils.load_model(
+            folder,
+            lazy=lazy,
+            strict=False,  # there are no files of weights in the folder; names are checked below
+            model_config=None if model_config is None else dict(model_config),
+            get_model_classes=classes,
+        )
+    model.__class__ = bases[0]  # which lets go of the store, too
+    return model, config
+
+
+def _reading(base: Any, weights: Weights, reference: str) -> Any:
+    """Return a class of models that take their weights from the store."""
+    what = f"{base.__module__.rpartition('.')[2]} of mlx-lm cannot take the tensors of {reference}"
+
+    class FromStore(base):  # type: ignore[misc]
+        def sanitize(self, _: dict[str, Any]) -> dict[str, Any]:
+            # First without a byte of them: what does not fit shall not take the memory either. On
+            # another model, for some change themselves by what they find; and some look at values.
+            tried = copy.copy(self)
+            with contextlib.suppress(ValueError):
+                _check(what, tried, _sanitized(tried, weights.stand_ins()))
+            return _sanitized(self, dict(weights.arrays()))
+
+        def load_weights(self, found: list[tuple[str, Any]], *, strict: bool) -> Any:
+            del strict
+            _check(what, self, dict(found))
+            return super().load_weights(found, strict=True)
+
+    def _sanitized(model: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = (
+            base.sanitize(model, arrays) if hasattr(base, "sanitize") else arrays
+        )
+        return found
+
+    return FromStore
+
+
+def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
+    """Check that a model gets all that it needs and no other, also before its layers are quantized.
+
+    Raises:
+        BlobstoreError: it does not; all is listed.
+    """
+    parameters: Any = tree_flatten(model.parameters())
+    expected = dict(parameters)
+    given = dict(found)
+    packed = {
+        name.removesuffix("scales")
+        for name in found
+        if name.endswith(".scales") and name not in expected
+    }
+    for module in packed:
+        weight = f"{module}weight"
+        if weight in expected and weight in given:  # the layer will have these three; of its rows
+            for kind in ("scales", "biases"):  # only the number is known
+                given.pop(module + kind, None)
+            rows = expected[weight].shape[:-1]
+            expected[weight] = mx.zeros((*rows, given[weight].shape[-1]), given[weight].dtype)
+    pairs = [(name, given[name], expected[name]) for name in given.keys() & expected.keys()]
+    check_names(
+        what,
+        missing=list(expected.keys() - given.keys()),
+        unexpected=list(given.keys() - expected.keys()),
+        misshapen=[
+            (name, array.shape, wanted.shape)
+            for name, array, wanted in pairs
+            if array.shape != wanted.shape
+        ],
+        mistyped=[
+            (name, _type_name(array), _type_name(wanted))
+            for name, array, wanted in pairs
+            if mx.issubdtype(wanted.dtype, mx.floating)
+            and not mx.issubdtype(array.dtype, mx.floating)
+        ],
+    )
+
+
+def _type_name(array: Any) -> str:
+    return str(array.dtype).rpartition(".")[2]

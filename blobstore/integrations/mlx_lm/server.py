@@ -1,0 +1,200 @@
+"""mlx-lm's own OpenAI-compatible server for one model of the store: ``python -m`` this module.
+
+The model is loaded before a port is opened, in the thread that generates: what MLX has not computed
+yet belongs to the thread that asked for it. The options are those of ``mlx_lm.server``, less the ones
+that name another model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from http.server import ThreadingHTTPServer
+from threading import Event
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
+
+from mlx_lm import server
+from mlx_lm.models.cache import LRUPromptCache
+
+from blobstore.core.escape import quoted
+from blobstore.errors import BlobstoreError, InvalidReference, UsageError
+from blobstore.integrations.mlx_lm import load_all
+from blobstore.integrations.server_command import Asked, run_server
+from blobstore.manifests.reference import Reference
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_DEFAULT = "default_model"
+"""What mlx-lm calls the model that a request does not name."""
+_PORTS = 2**16
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class StoreProvider(server.ModelProvider):
+    """Gives the server its one model, and tells whether it was loaded."""
+
+    def __init__(self, cli_args: argparse.Namespace) -> None:
+        if cli_args.adapter_path or cli_args.draft_model or cli_args.pipeline:
+            message = "adapters, draft models and pipelines are not served from the store"
+            raise UsageError(message)
+        self.reference = Reference.parse(cli_args.model)
+        super().__init__(cli_args)
+        self._is_done = Event()
+        self._error: Exception | None = None
+
+    def load_default(self) -> None:
+        """Load the model, which is the first that the server's thread does."""
+        try:
+            self.load(_DEFAULT)
+        except Exception as error:  # noqa: BLE001 - wait() raises it
+            self._error = error
+        finally:
+            self._is_done.set()
+
+    def wait(self) -> None:
+        """Wait until the model is loaded, and raise what was raised instead."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> tuple[Any, Any]:
+        """Return the model and its tokenizer to a request that names it, or no model.
+
+        Raises:
+            UsageError: it names another, which is not loaded from wherever it may be.
+        """
+        if adapter_path is not None or draft_model_path not in (None, _DEFAULT):
+            message = "this server has neither adapters nor draft models"
+            raise UsageError(message)
+        if model_path != _DEFAULT and not self.is_served(model_path):
+            message = f"this server has only {self.reference}, not {quoted(model_path)}"
+            raise UsageError(message)
+        model, tokenizer = super().load(_DEFAULT)
+        return model, tokenizer
+
+    def is_served(self, name: str) -> bool:
+        """Return whether a name is that of the model, spelled in whatever way."""
+        try:
+            return Reference.parse(name) == self.reference
+        except InvalidReference:
+            return False
+
+
+class _Handler(server.APIHandler):
+    """mlx-lm's, which would list what the Hub's cache has."""
+
+    def handle_models_request(self) -> None:
+        """Answer ``/v1/models`` and ``/v1/models/NAME``."""
+        provider: Any = self.response_generator.model_provider
+        name = unquote(self.path.removeprefix("/v1/models").lstrip("/"))
+        entry = {"id": str(provider.reference), "object": "model", "created": self.created}
+        models = [entry] if not name or provider.is_served(name) else []
+        self._set_completion_headers(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"object": "list", "data": models}).encode())
+        self.wfile.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve a model until the process is told to end, and return its exit code."""
+    name = "blobstore.integrations.mlx_lm.server"
+    own = "mlx-lm's OpenAI-compatible server"
+    return run_server(name, own, "python -m mlx_lm server", _serve, arguments)
+
+
+def _serve(asked: Asked) -> None:
+    """Run mlx-lm's own program, with what is said above in place of three of its parts."""
+    reference = Reference.parse(asked.name)
+
+    def load(path: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
+        return load_all(
+            path,
+            store=asked.store,
+            tokenizer_config=settings["tokenizer_config"],
+            **asked.opening,
+        )
+
+    def run(host: str, port: int, provider: StoreProvider) -> None:
+        if provider.reference != reference:
+            message = "--model is the first argument here, and named once"
+            raise UsageError(message)
+        _run(host, port, provider)
+
+    vars(server).update(load=load, run=run, ModelProvider=StoreProvider)
+    sys.argv = ["mlx_lm.server", "--model", str(reference), *asked.rest]
+    signal.signal(signal.SIGTERM, _stop)
+    server.main()
+
+
+def _run(host: str, port: int, provider: StoreProvider) -> None:
+    if port not in range(_PORTS):  # others would be taken modulo their number
+        message = f"port {port} is not one of 0 to {_PORTS - 1}"
+        raise UsageError(message)
+    cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
+    generator = server.ResponseGenerator(provider, cache)
+    try:
+        provider.wait()
+        with _listen(host, port, generator) as httpd:
+            place = httpd.server_address
+            logging.getLogger(__name__).info(
+                "serving %s at http://%s:%s", provider.reference, *place[:2]
+            )
+            httpd.serve_forever()
+    finally:
+        generator.stop_and_join()
+
+
+def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
+    """Return a server that listens.
+
+    Raises:
+        BlobstoreError: it cannot, at that place.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        place: Any
+        family, _, _, _, place = found[0]
+
+        class Server(ThreadingHTTPServer):
+            address_family = family
+
+        return Server(place, partial(_Handler, generator))
+    except (OSError, OverflowError) as error:
+        message = f"cannot listen at {quoted(host)}, port {port}: {error}"
+        raise BlobstoreError(message) from error
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    del number, frame
+    sys.exit(_TERMINATED)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process at once: what is to be closed or removed has been by now.
+
+    MLX sometimes aborts a process that ends after a thread of it has computed something.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except SystemExit as ended:  # by a signal, or with a parser's message
+        status = ended.code if isinstance(ended.code, int) else 0
+    _exit(status)

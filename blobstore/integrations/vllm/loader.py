@@ -1,0 +1,253 @@
+"""vLLM's loader of models of the store.
+
+vLLM builds the model; its weights are handed over as views of the mapped blobs, and it copies each to
+where it belongs. What it reports as loaded is not all that there is to know: a fused parameter counts
+as loaded with one of its parts, and a tensor that is not known may be skipped without a word. So it
+is watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import transformers
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
+
+from blobstore.core.escape import printable, quoted
+from blobstore.errors import BlobstoreError
+from blobstore.integrations.model_files import check_names
+from blobstore.integrations.source_names import (
+    component_prefixes,
+    gpt_oss_experts,
+    stacked_names,
+)
+from blobstore.integrations.vllm import Settings, check_types
+from blobstore.integrations.vllm.writes import Offered, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.operations.open import Model
+    from blobstore.store.local import LocalStore
+
+_LOGGER = init_logger("vllm.plugins.blobstore")  # below vLLM's own, so that it is shown
+_UNKNOWN = "There is no module or parameter named "
+_COMPUTED = re.compile(r"rotary_(emb|pos_emb)\.(inv_freq|cos_cached|sin_cached)$")
+"""What vLLM computes by itself, whatever a checkpoint has."""
+_EXPERT = re.compile(r"(\d+)\.(.+)", re.ASCII)
+_MAX_REASON = 500
+
+
+class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be installed
+    """Loads a model of the store; see :class:`blobstore.integrations.vllm.Settings`."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._settings = Settings.parse(load_config.model_loader_extra_config)
+        self._opened: tuple[LocalStore, Model] | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Check that the model is there: it is in the store, or it is nowhere."""
+        del model_config
+        with self._stored():
+            pass
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """Return the model, built when the store has been checked and not before.
+
+        Raises:
+            ModelNotFound: the store has no such name.
+            BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
+            BlobstoreError: vLLM cannot take it; which tensors are missing or unexpected is listed.
+        """
+        with self._stored():
+            return super().load_model(vllm_config, model_config, prefix)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Give a model its weights. Raises as :meth:`load_model`."""
+        with self._stored() as (store, stored):
+            began = time.perf_counter()
+            weights = _weights(store, stored)
+            # Plain ones are views, and are best made where nobody watches.
+            offered = Offered(weights if stored.quantized else list(weights))
+            watch = Watch(dict(model.named_parameters()), offered)
+            with watch:
+                loaded = _load(model, offered, stored)
+            missing = _missing(model, watch, loaded.names, offered.names)
+            unexpected = _unexpected(offered, model, model_config, stored)
+            unexpected = list(dict.fromkeys([*loaded.refused, *unexpected]))
+            self._judge(model, stored, missing, unexpected)
+            if loaded.error is not None:
+                raise loaded.error
+            _LOGGER.info(
+                "Loading %d tensors of %s from the store took %.3f seconds (verify: %s)",
+                len(offered.names),
+                stored.reference,
+                time.perf_counter() - began,
+                self._settings.verify,
+            )
+
+    def _judge(self, model: Any, stored: Model, missing: list[str], unexpected: list[str]) -> None:
+        what = f"{type(model).__name__} of vLLM cannot take the tensors of {stored.reference}"
+        try:
+            check_names(what, missing=missing, unexpected=unexpected)
+        except BlobstoreError as error:
+            if self._settings.strict:
+                raise
+            _LOGGER.warning("%s; they are let pass, for strict is false", error)
+
+    @contextlib.contextmanager
+    def _stored(self) -> Iterator[tuple[LocalStore, Model]]:
+        """Give the store and the model, opened by whoever asks first and closed by them."""
+        if self._opened is not None:
+            yield self._opened
+            return
+        with self._settings.opened() as opened:
+            check_types(opened[1])
+            self._opened = opened
+            try:
+                yield opened
+            finally:
+                self._opened = None
+
+
+class _Loaded(NamedTuple):
+    """What vLLM made of a model's tensors."""
+
+    names: set[str]
+    """The parameters that it says it loaded."""
+    refused: list[str]
+    """The tensors that it has no place for."""
+    error: BlobstoreError | None
+    """What it found wrong when it had all of them."""
+
+
+def _weights(store: LocalStore, stored: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's tensors under the names of its source."""
+    stacks = stacked_names(store, stored)
+    transposed = gpt_oss_experts(store, stored, stored.config)
+    others = component_prefixes(stored)
+    for name, tensor in stored.iter_tensors():
+        if name.startswith(others):
+            continue
+        if name in stacks:
+            yield from zip(stacks[name], tensor.unbind(0), strict=True)
+        else:
+            yield name, tensor.transpose(-1, -2) if name in transposed else tensor
+
+
+def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
+    """Let vLLM load what is offered, and go on after what it has no place for."""
+    names: set[str] = set()
+    refused: list[str] = []
+    what = f"{type(model).__name__} of vLLM cannot take"
+    while True:
+        try:
+            names |= model.load_weights(offered) or set()
+        except BlobstoreError:
+            raise
+        except Exception as error:
+            reason = (
+                f"{type(error).__name__}: {printable(' '.join(str(error).split()), _MAX_REASON)}"
+            )
+            if offered.last is None:  # it had all of them, and something is missing
+                message = f"{what} the tensors of {stored.reference}: {reason}"
+                return _Loaded(names, refused, BlobstoreError(message))
+            name, tensor = offered.last
+            if not isinstance(error, KeyError) and _UNKNOWN not in str(error):
+                kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                message = f"{what} tensor {quoted(name)} of {stored.reference}, {kind}: {reason}"
+                raise BlobstoreError(message) from error
+            refused.append(name)
+        else:
+            return _Loaded(names, refused, None)
+
+
+def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> list[str]:
+    """Return what vLLM needs and was not given: names of tensors, or of parameters and how much."""
+    exempt = _made_by_vllm(model)
+    found: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if name in exempt or not parameter.numel():
+            continue
+        count = watch.written(name)
+        if not count and name not in loaded:
+            found[name] = None
+        elif count and count < parameter.numel():
+            whole = f"{name} ({count} of {parameter.numel()} elements)"
+            found |= dict.fromkeys(_absent_parts(model, name, given) or [whole])
+    return list(found)
+
+
+def _made_by_vllm(model: Any) -> set[str]:
+    """Return the parameters that do not come from a checkpoint, or do so in another form."""
+    return {
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod)
+        or getattr(method, "uses_meta_device", False)  # it is quantized while it is loaded
+        for name, _ in module.named_parameters()
+    }
+
+
+def _absent_parts(model: Any, name: str, given: list[str]) -> list[str]:
+    """Return which tensors a fused parameter lacks, if their names can be told."""
+    have = set(given)
+    for fused, members in getattr(model, "packed_modules_mapping", {}).items():
+        if f".{fused}." in name:
+            return _some([name.replace(f".{fused}.", f".{member}.") for member in members], have)
+    place, mark, _ = name.partition(".experts.")
+    experts = [
+        (int(match[1]), match[2])
+        for match in (_EXPERT.fullmatch(other.removeprefix(place + mark)) for other in have)
+        if mark and match
+    ]
+    numbers = range(max((number for number, _ in experts), default=-1) + 1)
+    kinds = sorted({kind for _, kind in experts})
+    return _some([f"{place}{mark}{number}.{kind}" for number in numbers for kind in kinds], have)
+
+
+def _some(expected: list[str], have: set[str]) -> list[str]:
+    """Return those that are not there, if others are."""
+    absent = [name for name in expected if name not in have]
+    return absent if len(absent) < len(expected) else []
+
+
+def _unexpected(offered: Offered, model: Any, model_config: Any, stored: Model) -> list[str]:
+    """Return what vLLM has passed over, though nothing says that it may."""
+    parallel = get_current_vllm_config().parallel_config
+    if parallel.enable_expert_parallel or any(
+        isinstance(module, PPMissingLayer | StageMissingLayer) for module in model.modules()
+    ):
+        return []  # what is for others cannot be told from what is for nobody
+    config = model_config.hf_config
+    ignored = [_COMPUTED.pattern]
+    for name in config.architectures or []:
+        known = getattr(transformers, name, None)
+        ignored += getattr(known, "_keys_to_ignore_on_load_unexpected", None) or []
+    pattern = re.compile("|".join(f"(?:{part})" for part in ignored))
+    is_tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    return [
+        name
+        for name in offered.unused
+        if not pattern.search(name) and not (is_tied and _is_tied_head(name, stored))
+    ]
+
+
+def _is_tied_head(name: str, stored: Model) -> bool:
+    """Return whether a tensor is the output layer, and the same as another tensor."""
+    if not name.endswith("lm_head.weight") or name not in stored:
+        return False
+    specs = stored.specs
+    alike = [
+        other for other, spec in specs.items() if other != name and spec.shape == specs[name].shape
+    ]
+    return any(torch.equal(stored[name], stored[other]) for other in alike)

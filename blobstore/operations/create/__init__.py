@@ -1,0 +1,1 @@
+"""Import: a checkpoint becomes blobs, a manifest and a name."""

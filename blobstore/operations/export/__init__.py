@@ -1,0 +1,1 @@
+"""Stored models written back as files: exported, linked, or converted from a checkpoint."""

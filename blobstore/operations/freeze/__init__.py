@@ -1,0 +1,1 @@
+"""Cold storage: models are compressed in place, alone or against a base, and restored."""

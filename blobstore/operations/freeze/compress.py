@@ -1,0 +1,189 @@
+"""The cold form of a blob: coded into a file, read back, decoded and hashed.
+
+What is coded by another blob must decode by the bytes that the other one's digest promises. By other
+bytes, rotten or written over, it would decode as well, until these are mended; then it would be lost. So
+the file of the base that is decoded by is hashed, and must be the same file before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.files import write_all
+from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.operations.freeze.base_search import LEAST_GAIN
+from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.store.bases import WholeBases, forms_of_base
+from blobstore.store.cold import ColdBlob, file_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from blobstore.compression.base import BaseBlob
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.freeze.batches import Moving
+    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.store.cold import State
+    from blobstore.store.local import LocalStore
+
+BLOCK = 4096
+"""What file systems give room in."""
+_CHECKS = 3
+"""How often a blob is decoded whose base becomes hot or cold meanwhile."""
+
+
+class Made(NamedTuple):
+    """A blob whose cold form is whole, and durable."""
+
+    blob: Descriptor
+    path: Path | None
+    """Its file; None if it has its name already."""
+    state: State | None
+    """That of the file; None if there is no use in one."""
+    stored: int
+    base: Digest | None
+
+
+class Maker:
+    """Makes cold forms, on any thread."""
+
+    def __init__(self, store: LocalStore, level: Level, bases: Mapping[Digest, Blob]) -> None:
+        """Take the store, how hard to try, and by what blobs may be coded."""
+        self._store = store
+        self._layout = store.layout
+        self._level = level
+        self._bases = bases
+        self._whole = WholeBases(store)
+        self.has_links = True
+        """Whether a base that is hot can have a second name; without that it can be none."""
+
+    def coding(self, blob: Descriptor) -> Coding:
+        """Return how a blob is best coded.
+
+        Raises as :class:`Coding`.
+        """
+        base = self._bases.get(blob.digest)
+        if base is None or not (self.has_links or self._store.cold.has(base.digest)):
+            return self._alone(blob)
+        coding = Coding(self._store, Blob(blob.digest, blob.size), self._level, base)
+        if coding.has_base:
+            other = self._alone(blob)
+            is_gain = coding.estimate() <= (1 - LEAST_GAIN) * other.estimate()
+            # What would be in vain need not be tried; it is looked at again when it is done.
+            if not is_gain or not self._whole.is_whole(*base, self._whole.form(base.digest)):
+                return other
+        return coding
+
+    def make(self, blob: Descriptor, moving: Moving) -> Made:
+        """Code a blob, and check that it decodes to what it was.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is not whole.
+            OSError: the file cannot be written.
+        """
+        left = 2 * blob.size
+
+        def tell(count: int) -> None:
+            nonlocal left
+            count = min(count, left)  # some is done twice
+            left -= count
+            moving.tell(count, blob.name)
+
+        made = self._found(blob, tell) or self._made(blob, moving, tell)
+        tell(left)
+        return made
+
+    def settled(self, made: Made) -> None:
+        """Note that what was made has its name."""
+        if made.base is None and made.state is not None:
+            cold = self._layout.cold_blob(made.blob.digest)
+            self._whole.add(made.blob.digest, (cold, made.state))
+
+    def _alone(self, blob: Descriptor) -> Coding:
+        return Coding(self._store, Blob(blob.digest, blob.size), self._level)
+
+    def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> Made | None:
+        """Return the cold form beside the hot one, kept or left by a killed freeze, if it is whole."""
+        if not self._store.cold.has(blob.digest):
+            return None
+        with contextlib.suppress(BlobMissing, BlobDamaged):  # the hot one is there to make it anew
+            self._store.cold.open(blob.digest, blob.size)
+            return self._checked(blob, self._layout.cold_blob(blob.digest), None, tell)
+        return None
+
+    def _made(self, blob: Descriptor, moving: Moving, tell: Callable[[int], None]) -> Made:
+        coding = self.coding(blob)
+        if coding.has_base:
+            with contextlib.suppress(BlobDamaged):  # so much the base may be to blame for
+                made = self._coded(blob, coding, moving, tell)
+                if made is not None:
+                    return made
+            coding.alone()
+        try:
+            made = self._coded(blob, coding, moving, tell)
+        except BlobDamaged:
+            self._store.check_digest(blob.digest, blob.size)  # says so of the blob itself
+            raise
+        if made is None:
+            raise AssertionError
+        return made
+
+    def _coded(
+        self, blob: Descriptor, coding: Coding, moving: Moving, tell: Callable[[int], None]
+    ) -> Made | None:
+        """Code a blob into a new file; None if it is coded by what is not whole.
+
+        Raises:
+            BlobDamaged: it does not decode to what it should be.
+        """
+        with moving.temporary() as (path, descriptor):
+            coding.write(lambda data: write_all(descriptor, data), tell)
+            stored = os.fstat(descriptor).st_size
+            is_gain = blocks(stored) < blocks(blob.size)
+            if not is_gain:
+                os.ftruncate(descriptor, 0)
+        if not is_gain:
+            path.unlink()
+            return Made(blob, None, None, blob.size, None)
+        made = None
+        try:
+            made = self._checked(blob, str(path), path, tell)
+        finally:
+            if made is None:
+                path.unlink(missing_ok=True)
+        return made
+
+    def _checked(
+        self, blob: Descriptor, where: str, path: Path | None, tell: Callable[[int], None]
+    ) -> Made | None:
+        """Decode a cold form; None if what it is coded by is not whole, or does not keep still.
+
+        Raises:
+            BlobMissing, BlobDamaged: it is not there, or does not decode to the blob.
+        """
+        state = file_state(where)
+        for _ in range(_CHECKS):
+            cold = ColdBlob(where, blob.digest, self._first_form)
+            form = None
+            if cold.base is not None:
+                form = self._whole.form(cold.base)
+                if not self._whole.is_whole(cold.base, cold.base_size, form):
+                    return None
+            cold.check(tell)
+            if cold.base is None or self._whole.form(cold.base) == form:
+                return Made(blob, path, state, cold.stored, cold.base)
+        return None
+
+    def _first_form(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield the form of a base that was hashed, and no other."""
+        return islice(forms_of_base(self._store, digest, size), 1)
+
+
+def blocks(size: int) -> int:
+    """Return the blocks of a file system that a file of ``size`` bytes takes."""
+    return -(-size // BLOCK)

@@ -1,0 +1,1 @@
+"""Keeping a store in order: verify, repair, garbage collection, names, disk usage."""

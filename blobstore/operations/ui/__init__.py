@@ -1,0 +1,1 @@
+"""Web pages about models, as self-contained HTML."""

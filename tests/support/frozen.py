@@ -1,0 +1,84 @@
+"""Models that are worth freezing: weights of which a codec makes something, and what a store has of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from blobstore.manifests.reference import Reference
+from tests.support.models import add_blobs, blob
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.local import LocalStore
+
+COUNT = 40_000
+
+
+def weights(seed: int, count: int = COUNT) -> bytes:
+    """Return bf16 numbers as weights are; coding saves a third of them."""
+    numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * 0.02
+    return numbers.astype(ml_dtypes.bfloat16).tobytes()
+
+
+def tuned(seed: int, of: int, count: int = COUNT) -> bytes:
+    """Return what :func:`weights` are after a little training."""
+    base = np.frombuffer(weights(of, count), ml_dtypes.bfloat16).astype(np.float32)
+    step = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * 2e-5
+    return (base + step).astype(ml_dtypes.bfloat16).tobytes()
+
+
+def layer(name: str, data: bytes) -> bytes:
+    """Return a blob of bf16 numbers."""
+    return blob((name, "BF16", (len(data) // 2,), data))
+
+
+def put(store: LocalStore, name: str, seeds: Mapping[str, int]) -> None:
+    """Give a store a model of weights, by the names of their layers.
+
+    Layers of one name and one seed are one blob, in whatever model.
+    """
+    add_blobs(store, name, {key: layer(key, weights(seed)) for key, seed in seeds.items()})
+
+
+def layers(store: LocalStore, name: str) -> dict[str, Descriptor]:
+    """Return the layers of a model by their names."""
+    return {item.name: item for item in store.resolve(Reference.parse(name)).layers}
+
+
+def forms(store: LocalStore, digest: Digest) -> str:
+    """Return ``hot``, ``cold``, ``both`` or ``neither``."""
+    hot = store.hot.has(digest)
+    cold = store.cold.has(digest)
+    return "both" if hot and cold else "hot" if hot else "cold" if cold else "neither"
+
+
+def forms_of(store: LocalStore, name: str) -> dict[str, str]:
+    """Return the forms of a model's blobs, by their layers."""
+    return {key: forms(store, item.digest) for key, item in layers(store, name).items()}
+
+
+def flip(path: str, place: int = -100) -> None:
+    """Flip a bit of a file, as a new file."""
+    file = Path(path)
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+def flip_in_place(path: str, place: int = -100) -> None:
+    """Flip a bit of a file, whatever other names it has."""
+    file = Path(path)
+    file.chmod(0o600)
+    with file.open("r+b") as opened:
+        opened.seek(place, 2)
+        byte = opened.read(1)
+        opened.seek(place, 2)
+        opened.write(bytes([byte[0] ^ 1]))

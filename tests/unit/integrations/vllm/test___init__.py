@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+from blobstore.errors import (
+    BlobMissing,
+    BlobstoreError,
+    ModelNotFound,
+    UnsupportedDType,
+    UsageError,
+)
+from blobstore.integrations.vllm import Settings, engine_options
+from blobstore.store.local import LocalStore
+from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHERE = "--model-loader-extra-config of load format blobstore"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_takes_all_that_it_knows() -> None:
+    given = {
+        "name": "m",
+        "store": "here",
+        "manifest": "sha256:00",
+        "verify": "digest",
+        "read": "pread",
+        "prefetch": "read",
+        "strict": False,
+    }
+
+    settings = Settings.parse(given)
+
+    assert {key: getattr(settings, key) for key in given} == given
+
+
+def test_needs_a_name_alone() -> None:
+    assert Settings.parse({"name": "m"}) == Settings(
+        name="m", store=None, manifest=None, verify="size", read="mmap", prefetch=None, strict=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "must be a JSON object, got '[]'"),
+        ({}, 'must name the model, as in {"name": "llama-3.2:1b"}'),
+        (
+            {"name": "m", "num\nthreads": 2, "digest": ""},
+            r"has unknown keys: 'digest', 'num\nthreads'; known are name, store, manifest, verify, ",
+        ),
+        ({"name": ""}, "has name '', which must be a text that is not empty"),
+        ({"name": None}, "has name 'None', which must be a text that is not empty"),
+        ({"name": "m", "store": ""}, "has store '', which must be a text that is not empty"),
+        ({"name": "m", "store": 1}, "has store '1', which must be a text that is not empty"),
+        ({"name": "m", "read": "fast"}, 'has read \'fast\', which must be one of "mmap", "pread"'),
+        ({"name": "m", "verify": ["size"]}, "has verify '['size']', which must be one of "),
+        ({"name": "m", "prefetch": "all"}, "has prefetch 'all', which must be one of null, "),
+        ({"name": "m", "strict": 1}, "has strict '1', which must be true or false"),
+    ],
+)
+def test_rejects_settings_that_mean_nothing(given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{WHERE} {said}")):
+        Settings.parse(given)
+
+
+def test_gives_the_files_and_the_settings_of_a_model(store: LocalStore, tmp_path: Path) -> None:
+    files = {"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}
+    blobstore.create(write_folder(tmp_path / "m", dense_tensors(), files=files), "m", store=store)
+
+    with engine_options("m", store=store, verify="digest", read="pread", strict=False) as options:
+        folder = tmp_path / options["model"]
+        found = {
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        }
+        settings = Settings.parse(json.loads(json.dumps(options["model_loader_extra_config"])))
+
+    assert found == set(files)
+    assert not folder.exists()
+    assert options["load_format"] == "blobstore"
+    assert options["served_model_name"] == ["m:latest", "m"]
+    assert settings.name == "m:latest"
+    assert settings.store == str(store.layout.root)
+    # The blobs have been hashed by now.
+    assert (settings.verify, settings.read, settings.strict) == ("size", "pread", False)
+    with settings.opened() as (_, model):
+        assert "scalar" in model
+
+
+def test_settings_hold_for_the_model_that_was_named_and_no_later_one(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_folder(tmp_path / "1", dense_tensors()), "m", store=store)
+    with engine_options("m", store=store) as options:
+        settings = Settings.parse(options["model_loader_extra_config"])
+    source = write_folder(tmp_path / "2", dense_tensors(), files={"tokenizer.json": b"{}"})
+    blobstore.create(source, "m", store=store)
+
+    with pytest.raises(BlobstoreError, match="m:latest is another model now"), settings.opened():
+        pass
+
+
+def configured(store: LocalStore, tmp_path: Path, config: Any, **options: Any) -> Any:
+    """Return the config that vLLM is given of a model with this one."""
+    files = {"config.json": json.dumps(config).encode()}
+    source = write_folder(tmp_path / "m", quantizable_tensors(), files=files)
+    blobstore.create(source, "m", store=store, **options)
+    with engine_options("m", store=store) as engine:
+        return json.loads((tmp_path / engine["model"] / "config.json").read_bytes())
+
+
+def test_the_config_says_nothing_of_quantization(store: LocalStore, tmp_path: Path) -> None:
+    described = {"bits": 4, "group_size": 64}
+    config = {"dtype": "bfloat16", "quantization": described, "quantization_config": described}
+
+    given = configured(store, tmp_path, config)
+
+    assert given == {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_the_config_tells_the_type_of_the_weights(
+    quantize: str | None, store: LocalStore, tmp_path: Path
+) -> None:
+    given = configured(store, tmp_path, {"model_type": "tiny"}, quantize=quantize)
+
+    assert given == {"model_type": "tiny", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "config", [{"torch_dtype": "float16"}, {"text_config": {"dtype": "float32"}}]
+)
+def test_the_config_keeps_the_type_that_it_tells(
+    config: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    assert configured(store, tmp_path, config) == config
+
+
+def test_several_types_of_weights_are_served_as_float32(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)
+
+    with engine_options("m", store=store) as options:
+        config = json.loads((tmp_path / options["model"] / "config.json").read_bytes())
+
+    assert config["dtype"] == "float32"
+
+
+def test_rejects_types_that_vllm_has_not(store: LocalStore) -> None:
+    add_blobs(store, "m", {"x": blob(("x", "F4", (2, 2), bytes(2)))})
+
+    with (
+        pytest.raises(UnsupportedDType, match=r"cannot take m:latest: tensor 'x' is of type F4$"),
+        engine_options("m", store=store),
+    ):
+        pass
+
+
+def test_rejects_what_is_not_there(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="'m:latest'"), engine_options("m", store=store):
+        pass
+    blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        layer = next(item for item in model.manifest.layers if item.name == "scalar")
+    (tmp_path / store.layout.blob(layer.digest)).unlink()
+    with pytest.raises(BlobMissing, match="'scalar'"), engine_options("m", store=store):
+        pass
+
+
+def test_rejects_a_model_without_a_config(store: LocalStore) -> None:
+    add_blobs(store, "m", {"x": blob(("x", "F32", (1,), bytes(4)))})
+
+    with (
+        pytest.raises(BlobstoreError, match=r"^m:latest has no config\.json"),
+        engine_options("m", store=store),
+    ):
+        pass

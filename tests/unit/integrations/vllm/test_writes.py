@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from blobstore.integrations.vllm.writes import Offered, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def parameter(*shape: int) -> torch.Tensor:
+    return torch.nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def watched(parameters: dict[str, torch.Tensor], offered: Offered | None = None) -> Watch:
+    return Watch(parameters, offered or Offered([]))
+
+
+def test_counts_what_is_written_through_views() -> None:
+    weight = parameter(4, 6)
+    watch = watched({"weight": weight})
+    with watch:
+        weight.data.narrow(0, 0, 2).copy_(torch.ones(2, 6))
+        weight.data[2:, :3].fill_(1)
+
+    assert watch.written("weight") == 18
+
+
+def test_counts_what_is_written_twice_once() -> None:
+    weight = parameter(4)
+    watch = watched({"weight": weight})
+    with watch:
+        weight.data[:3].fill_(1)
+        weight.data[:3].copy_(torch.ones(3))
+
+    assert watch.written("weight") == 3
+
+
+def test_counts_what_operations_put_out() -> None:
+    weight = parameter(4)
+    watch = watched({"weight": weight})
+    with watch:
+        torch.add(torch.ones(4), 1, out=weight.data)
+
+    assert watch.written("weight") == 4
+
+
+def test_does_not_count_what_is_only_read() -> None:
+    weight = parameter(4)
+    watch = watched({"weight": weight})
+    with watch:
+        torch.ones(4).copy_(weight.data)
+
+    assert watch.written("weight") == 0
+
+
+def test_does_not_count_what_is_written_before_and_after() -> None:
+    weight = parameter(4)
+    weight.data.fill_(1)
+    watch = watched({"weight": weight})
+    with watch:
+        pass
+    weight.data.fill_(1)
+
+    assert watch.written("weight") == 0
+
+
+def test_tells_parameters_apart_that_share_memory() -> None:
+    whole = torch.empty(10)
+    watch = watched({"first": whole[:4], "second": whole[4:]})
+    with watch:
+        whole[4:8].fill_(1)
+
+    assert watch.written("first") == 0
+    assert watch.written("second") == 4
+
+
+def test_does_not_know_of_parameters_that_got_other_memory() -> None:
+    weight = parameter(4)
+    watch = watched({"weight": weight})
+    with watch:
+        weight.data = torch.ones(4)
+
+    assert watch.written("weight") is None
+
+
+def test_does_not_know_of_parameters_without_memory() -> None:
+    watch = watched({"meta": torch.empty(4, device="meta"), "empty": parameter(0)})
+
+    assert watch.written("meta") is None
+    assert watch.written("empty") is None
+
+
+def test_names_the_tensors_that_nobody_looked_at() -> None:
+    tensors = {name: torch.ones(2, 2) for name in ("copied", "passed over", "viewed", "joined")}
+    offered = Offered(tensors.items())
+    weight = parameter(2, 2)
+    with watched({"weight": weight}, offered):
+        for name, tensor in offered:
+            if name == "copied":
+                weight.data.copy_(tensor.data)
+            elif name == "viewed":
+                tensor.narrow(0, 1, 1)
+            elif name == "joined":
+                torch.cat([torch.ones(2, 2), tensor])
+
+    assert offered.unused == ["passed over"]
+    assert offered.names == list(tensors)
+
+
+def test_takes_a_look_that_comes_late_for_one() -> None:
+    offered = Offered([("first", torch.ones(2)), ("second", torch.ones(2))])
+    with watched({}, offered):
+        torch.stack([tensor for _, tensor in offered])
+
+    assert offered.unused == []
+
+
+def test_names_what_was_passed_over_even_if_its_memory_is_used_again() -> None:
+    memory = torch.ones(4)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "passed over", memory[:2]
+        yield "copied", memory[:2]
+
+    offered = Offered(tensors())
+    with watched({}, offered):
+        for name, tensor in offered:
+            if name == "copied":
+                torch.empty(2).copy_(tensor)
+
+    assert offered.unused == ["passed over"]
+
+
+def test_does_not_count_a_look_at_what_others_are_made_of() -> None:
+    whole = torch.ones(2, 3)
+    offered = Offered((str(number), whole[0]) for number in range(1))
+    again = Offered(offered)
+    with watched({}, again):
+        list(again)
+
+    assert again.unused == ["0"]
+
+
+def test_empty_tensors_need_no_look() -> None:
+    offered = Offered([("empty", torch.empty(0, 3))])
+    list(offered)
+
+    assert offered.unused == []
+
+
+def test_goes_on_where_it_was() -> None:
+    offered = Offered((name, torch.ones(1)) for name in "abc")
+
+    first, _ = next(iter(offered))
+    given_then = offered.last
+    rest = [name for name, _ in offered]
+
+    assert first == "a"
+    assert given_then is not None
+    assert given_then[0] == "a"
+    assert rest == ["b", "c"]
+    assert offered.last is None

@@ -1,0 +1,485 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.spans import Run
+from blobstore.core.digest import Digest
+from blobstore.core.files import write_all
+from blobstore.core.tensor import DType
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    ModelNotFound,
+    NameConflict,
+    StoreError,
+    UsageError,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.operations.archive import ordered_writer as turns
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import Kind
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.plan import gather_blobs
+from blobstore.operations.archive.unpack import check_archive
+from blobstore.operations.freeze.blob_encoder import Coding
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.store.local import LocalStore
+from tests.readers.archives import read_archive
+from tests.support import sandbox
+from tests.support.archives import put_family
+from tests.support.cold import cold, noise
+from tests.support.frozen import flip, layer, layers, tuned, weights
+from tests.support.models import add_blobs, dense_tensors, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
+CHILDREN = ("one", "two", "three")
+EVERYONE = ("base", *CHILDREN)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store", wait=1)
+    put_family(store, children=CHILDREN)
+    return store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "family.bsar"
+
+
+@pytest.fixture(autouse=True)
+def _folder(path: Path) -> None:
+    path.parent.mkdir()
+
+
+def left(path: Path) -> list[str]:
+    return sorted(os.listdir(path.parent))
+
+
+def test_an_archive_has_all_that_its_models_need_once(store: LocalStore, path: Path) -> None:
+    packed = pack_models(EVERYONE, path, store=store)
+    bundle = Bundle(path.read_bytes())
+    wanted = {
+        blob.digest: blob.size
+        for name in EVERYONE
+        for blob in store.resolve(Reference.parse(name)).blobs
+    }
+    assert {bundle.members[number].digest for number in bundle.blobs.values()} == set(wanted)
+    for digest, number in bundle.blobs.items():
+        assert Digest.of(bundle.read(number)) == digest
+    for name, number in bundle.names:
+        assert bundle.read(number) == store.read_manifest(Reference.parse(name))
+    assert packed.path == path
+    assert [reference.model for reference in packed.references] == sorted(EVERYONE)
+    assert (packed.blobs, packed.size) == (len(wanted), sum(wanted.values()))
+    assert packed.deltas == 9
+    assert packed.stored == path.stat().st_size < 0.5 * packed.size
+    assert left(path) == ["family.bsar"]
+    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.layout.leases.iterdir()) == []
+
+
+def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
+    pack_models(EVERYONE, path, store=store)
+    read = read_archive(path.read_bytes())
+    assert sorted(read.names) == [
+        f"registry.ollama.ai/library/{n}:latest" for n in sorted(EVERYONE)
+    ]
+    for name, digest in read.names.items():
+        assert read.manifests[digest] == store.read_manifest(Reference.parse(name))
+    alone = {digest: data for digest, data in read.blobs.items() if digest not in read.bases}
+    assert len(alone) == 5
+    for digest, data in alone.items():
+        assert data == Path(store.layout.blob(Digest(digest))).read_bytes()
+    assert len(read.bases) == 9
+    assert set(read.bases.values()) <= alone.keys()
+
+
+@pytest.mark.parametrize("frozen", [(), ("one",), EVERYONE])
+def test_equal_models_make_equal_bytes(
+    store: LocalStore, path: Path, frozen: tuple[str, ...]
+) -> None:
+    if frozen:
+        freeze_models(frozen, store=store)
+    pack_models(EVERYONE, path, store=store, jobs=1)
+    again = path.with_name("again.bsar")
+    pack_models((*EVERYONE[::-1], "one"), again, store=store, jobs=4)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_levels_differ_in_size(store: LocalStore, path: Path) -> None:
+    fast = pack_models(["base"], path, store=store)
+    small = pack_models(["base"], path.with_name("small.bsar"), store=store, level="small")
+    assert small.stored <= fast.stored < fast.size
+    check_archive(path.with_name("small.bsar"))
+
+
+def test_names_of_one_model_share_its_manifest(store: LocalStore, path: Path) -> None:
+    copy_model("base", "copy", store=store)
+    pack_models(["base", "copy"], path, store=store)
+    bundle = Bundle(path.read_bytes())
+    assert [number for _, number in bundle.names] == [0, 0]
+    assert [item.kind for item in bundle.members].count(Kind.MANIFEST) == 1
+
+
+def test_what_is_small_or_noise_is_stored_as_it_is(store: LocalStore, path: Path) -> None:
+    blobs = {"noise": noise(100_000), "small": bytes(4096), "empty": b"", "zeros": bytes(4097)}
+    add_blobs(store, "odd", blobs)
+    pack_models(["odd"], path, store=store)
+    bundle = Bundle(path.read_bytes())
+    kinds = {key: bundle.members[bundle.blobs[Digest.of(data)]].kind for key, data in blobs.items()}
+    assert kinds == {
+        "noise": Kind.RAW,
+        "small": Kind.RAW,
+        "empty": Kind.RAW,
+        "zeros": Kind.COLD,
+    }
+    assert check_archive(path).blobs == 5
+
+
+def test_what_is_noise_is_taken_back_also_when_it_is_written_already(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.operations.archive.ordered_writer._KEPT", 0)
+    add_blobs(store, "odd", {f"x{key}": noise(300_000, key) for key in range(6)})
+    pack_models(["odd", "base"], path, store=store, jobs=3)
+    check_archive(path)
+    assert [item.kind for item in Bundle(path.read_bytes()).members].count(Kind.RAW) == 7
+
+
+def test_cold_models_are_packed_as_they_are(store: LocalStore, path: Path) -> None:
+    freeze_models(["base"], store=store, find_base=False)
+    freeze_models(CHILDREN, store=store, base="base")
+    packed = pack_models(EVERYONE, path, store=store)
+    bundle = Bundle(path.read_bytes())
+    for digest in store.cold.files():
+        stored = bundle.stored(bundle.blobs[digest])
+        assert bytes(stored) == Path(store.layout.cold_blob(digest)).read_bytes()
+    assert packed.deltas == 9
+    check_archive(path)
+
+
+def test_a_cold_model_is_packed_without_its_base(store: LocalStore, path: Path) -> None:
+    freeze_models(["one"], store=store, base="base")
+    packed = pack_models(["one"], path, store=store)
+    assert packed.deltas == 0
+    assert packed.stored < 0.9 * packed.size
+    remove_models(EVERYONE, store=store)
+    assert check_archive(path).size == packed.size
+    assert left(path) == ["family.bsar"]
+
+
+def test_a_base_of_many_comes_along_without_a_name(store: LocalStore, path: Path) -> None:
+    freeze_models(CHILDREN, store=store, base="base")
+    remove_models(["base"], store=store)
+    collect_garbage(store, older_than=0)
+    packed = pack_models(CHILDREN, path, store=store)
+    assert packed.deltas == 9
+    checked = check_archive(path)
+    assert checked.blobs == packed.blobs == 1 + 1 + 3 + 9
+    assert check_archive(path, ["one"]).blobs == 1 + 1 + 3 + 3
+
+
+def test_a_damaged_blob_fails_all_and_is_named(store: LocalStore, path: Path) -> None:
+    flip(store.layout.blob(layers(store, "two")["l1"].digest))
+    with pytest.raises(BlobDamaged, match="two:latest: layer 'l1': blob .* is damaged"):
+        pack_models(EVERYONE, path, store=store)
+    assert left(path) == []
+
+
+@pytest.mark.parametrize("data", [noise(50_000), b"small"], ids=["noise", "small"])
+def test_a_damaged_blob_that_is_stored_as_it_is_fails_all(
+    store: LocalStore, path: Path, data: bytes
+) -> None:
+    add_blobs(store, "odd", {"x": data})
+    flip(store.layout.blob(Digest.of(data)), -1)
+    with pytest.raises(BlobDamaged, match="odd:latest: layer 'x': blob .* is damaged"):
+        pack_models(["odd"], path, store=store)
+    assert left(path) == []
+
+
+def test_a_damaged_cold_blob_fails_all_unless_it_is_hot_too(store: LocalStore, path: Path) -> None:
+    freeze_models(["base"], store=store, find_base=False)
+    thaw_models(["base"], store=store, keep_cold=True)
+    digest = layers(store, "base")["l1"].digest
+    flip(store.layout.cold_blob(digest), 500)
+    pack_models(["base"], path, store=store)
+    check_archive(path)
+    Path(store.layout.blob(digest)).unlink()
+    with pytest.raises(BlobDamaged, match="base:latest: layer 'l1': cold blob"):
+        pack_models(["base"], path, store=store, overwrite=True)
+    assert check_archive(path).blobs == 5  # the old one
+    assert left(path) == ["family.bsar"]
+
+
+def test_a_damaged_config_fails_all(store: LocalStore, path: Path) -> None:
+    config = store.resolve(Reference.parse("base")).config
+    flip(store.layout.blob(config.digest), -3)
+    with pytest.raises(BlobDamaged, match="base:latest: 'application/vnd.docker.container.image"):
+        pack_models(["base"], path, store=store)
+
+
+def test_what_a_codec_spoils_is_no_archive(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Coding.write
+
+    def spoiled(self: Coding, write: Callable[..., object], tell: Callable[[int], None]) -> None:
+        def other(data: bytes) -> None:
+            write(bytes(byte ^ (place == 50) for place, byte in enumerate(bytes(data))))
+
+        real(self, other, tell)
+
+    monkeypatch.setattr(Coding, "write", spoiled)
+    with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
+        pack_models(["base"], path, store=store)
+    assert left(path) == []
+
+
+def test_what_a_disk_spoils_is_no_archive(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = noise(9000)
+    add_blobs(store, "odd", {"n": data})
+
+    def spoiled(descriptor: int, written: Buffer) -> None:
+        spoils = written == data
+        write_all(descriptor, bytes(9000) if spoils else written)
+
+    monkeypatch.setattr(turns, "write_all", spoiled)
+    with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
+        pack_models(["odd"], path, store=store)
+    assert left(path) == []
+
+
+def test_a_missing_blob_fails_all(store: LocalStore, path: Path) -> None:
+    Path(store.layout.blob(layers(store, "two")["l1"].digest)).unlink()
+    with pytest.raises(BlobMissing, match="two:latest: layer 'l1'"):
+        pack_models(["two"], path, store=store)
+    assert left(path) == []
+
+
+def test_a_file_that_is_there_stays_unless_it_may_be_replaced(
+    store: LocalStore, path: Path
+) -> None:
+    path.write_bytes(b"mine")
+    with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
+        pack_models(["base"], path, store=store)
+    assert path.read_bytes() == b"mine"
+    pack_models(["base"], path, store=store, overwrite=True)
+    check_archive(path)
+    with pytest.raises(BlobstoreError, match="exists already"):
+        pack_models(["base"], path.parent, store=store, overwrite=True)
+
+
+def test_a_file_that_comes_meanwhile_stays(store: LocalStore, path: Path) -> None:
+    def come(what: str, done: int, total: int) -> None:
+        path.write_bytes(b"mine")
+
+    with pytest.raises(BlobstoreError, match="exists already"):
+        pack_models(["base"], path, store=store, progress=come)
+    assert path.read_bytes() == b"mine"
+    assert left(path) == [path.name]
+
+
+def test_names_that_no_store_can_have_together_are_refused(store: LocalStore, path: Path) -> None:
+    folder = store.layout.manifest(Reference.parse("base")).parent
+    shutil.copy(folder / "latest", folder / "LATEST")  # as another program may
+    with pytest.raises(NameConflict, match="differ in case only"):
+        pack_models(["base", "base:LATEST"], path, store=store)
+    with pytest.raises(NameConflict, match="differ in case only"):
+        pack_models(["base", "Base:x"], path, store=store)
+    assert left(path) == []
+
+
+def test_an_interrupt_leaves_nothing(store: LocalStore, path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_models(EVERYONE, path, store=store, progress=stop)
+    assert left(path) == []
+    assert list(store.layout.leases.iterdir()) == []
+
+
+@pytest.mark.parametrize("names", [("odd", "base"), ("one",), (*EVERYONE, "odd")])
+def test_progress_comes_to_its_end(store: LocalStore, path: Path, names: tuple[str, ...]) -> None:
+    add_blobs(store, "odd", {"noise": noise(100_000), "small": b"small"})
+    freeze_models(["one"], store=store, base="base")
+    told: list[tuple[int, int]] = []
+    pack_models(
+        names, path, store=store, progress=lambda _, done, total: told.append((done, total))
+    )
+    assert told[-1][0] == told[-1][1]
+    assert told == sorted(told)
+
+
+def test_blobs_are_held_while_they_are_packed(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(*arguments: object) -> object:
+        remove_models(EVERYONE, store=store)
+        collect_garbage(store, older_than=0)
+        return gather_blobs(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", removed)
+    pack_models(EVERYONE, path, store=store)
+    check_archive(path)
+    assert collect_garbage(store, older_than=0).blobs
+
+
+def test_what_is_thawed_meanwhile_is_coded_anew(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze_models(EVERYONE, store=store, base="base")
+
+    def thawed(*arguments: object) -> object:
+        blobs = gather_blobs(*arguments)  # type: ignore[arg-type]
+        thaw_models(EVERYONE, store=store)
+        return blobs
+
+    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", thawed)
+    assert pack_models(EVERYONE, path, store=store).deltas == 9
+    check_archive(path)
+
+
+def test_a_base_that_is_needed_no_more_is_no_archive_that_readers_refuse(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze_models(CHILDREN, store=store, base="base")
+
+    def alone(*arguments: object) -> object:
+        return [item._replace(base=None, cold=None) for item in gather_blobs(*arguments)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", alone)
+    with pytest.raises(StoreError, match="thawed while they were packed; pack them again"):
+        pack_models(CHILDREN, path, store=store)
+    assert left(path) == []
+
+
+def test_a_store_may_be_read_only(tmp_path: Path, path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 4 * 2**20) as disk:
+        store = LocalStore(disk / "store")
+        put_family(store, children=CHILDREN)
+        with sandbox.read_only(disk):
+            pack_models(EVERYONE, path, store=store)
+        gc.collect()
+    check_archive(path)
+
+
+def test_a_target_that_cannot_be_written_is_told(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(BlobstoreError, match=r"cannot write .*x.bsar': No such file"):
+        pack_models(["base"], tmp_path / "none" / "x.bsar", store=store)
+
+
+def test_a_full_disk_leaves_nothing_and_no_thread_waiting(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = os.write, iter(range(100))
+
+    def full(descriptor: int, data: bytes) -> int:
+        if threading.current_thread().name.startswith("blobstore") and next(count) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr("blobstore.core.files.os.write", full)
+    with pytest.raises(BlobstoreError, match="cannot write .*No space left on device"):
+        pack_models(EVERYONE, path, store=store, jobs=4)
+    assert left(path) == []
+
+
+def test_real_files_of_a_model_are_packed(tmp_path: Path, path: Path) -> None:
+    from blobstore.operations.create.create import create
+
+    store = LocalStore(tmp_path / "other")
+    files = {"tokenizer.json": b'{"a": 1}' * 3000, "merges.txt": b"a b\n"}
+    create(write_folder(tmp_path / "model", dense_tensors(), files=files), "dense", store=store)
+    packed = pack_models(["dense"], path, store=store)
+    assert check_archive(path).size == packed.size
+    kinds = [item.kind for item in Bundle(path.read_bytes()).members]
+    assert kinds.count(Kind.COLD) == 1  # the tokenizer
+
+
+def test_rejects_what_means_nothing(store: LocalStore, path: Path) -> None:
+    for options, message in (
+        ({"jobs": 0}, "jobs must be at least 1"),
+        ({"level": "best"}, "level must be fast or small, got 'best'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            pack_models(["base"], path, store=store, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="name the models"):
+        pack_models([], path, store=store)
+    with pytest.raises(ModelNotFound):
+        pack_models(["base", "none"], path, store=store)
+    assert left(path) == []
+
+
+def test_a_delta_that_needs_other_bytes_than_its_base_has_is_no_archive(
+    store: LocalStore, path: Path
+) -> None:
+    """As if it had been coded by rotten bytes, by which the store can decode it."""
+    found, base = layers(store, "one")["l1"], layers(store, "base")["l1"]
+    freeze_models(["base"], store=store, find_base=False)
+    data = b"".join(bytes(piece) for piece in store.read_pieces(base.digest, base.size))
+    rotten = bytearray(data)
+    rotten[-4000:] = bytes(4000)
+    run = Run(found.size, DType.BF16, base_begin=0)
+    blob = Path(store.layout.blob(found.digest)).read_bytes()
+    delta = cold(blob, runs=[run], base=BaseBlob.hot(rotten, base.digest))
+    Path(store.layout.cold_blob(found.digest)).write_bytes(delta)
+    Path(store.layout.blob(found.digest)).unlink()
+    Path(store.layout.blob(base.digest)).write_bytes(rotten)
+    store.check_cold(found.digest, found.size)
+    with pytest.raises(BlobDamaged):
+        pack_models(["one", "base"], path, store=store)
+    assert left(path) == []
+
+
+def test_a_manifest_that_has_two_sizes_of_a_blob_is_refused(store: LocalStore, path: Path) -> None:
+    manifest = store.resolve(Reference.parse("base"))
+    first = manifest.layers[0]
+    changed = replace(manifest, layers=(first, first._replace(name="again", size=first.size + 1)))
+    other = store.layout.manifest(Reference.parse("other"))
+    other.parent.mkdir(parents=True)
+    other.write_bytes(changed.to_bytes())
+    with pytest.raises(BlobDamaged, match="other:latest: layer 'again': blob .* expected"):
+        pack_models(["other"], path, store=store)
+
+
+def test_a_layer_that_is_not_like_that_of_the_base_is_coded_alone(
+    store: LocalStore, path: Path
+) -> None:
+    keys = range(3)
+    add_blobs(store, "a", {f"l{key}": layer(f"l{key}", weights(70 + key)) for key in keys})
+    other = {f"l{key}": layer(f"l{key}", tuned(80, 70 + key)) for key in keys}
+    add_blobs(store, "b", other | {"l2": layer("l2", weights(90))})
+    assert pack_models(["a", "b"], path, store=store).deltas == 2
+    check_archive(path)
+
+
+def test_a_store_that_cannot_lease_is_told(store: LocalStore, path: Path) -> None:
+    shutil.rmtree(store.layout.leases)
+    store.layout.leases.write_bytes(b"")
+    with pytest.raises(StoreError, match="File exists"):
+        pack_models(["base"], path, store=store)
+    assert left(path) == []

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import blobstore
+from blobstore.errors import (
+    ArchiveDamaged,
+    BlobDamaged,
+    BlobstoreError,
+    ModelNotFound,
+    NameConflict,
+    NameTaken,
+    NotFound,
+    StoreError,
+    UsageError,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.operations.archive import unpack as extraction
+from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive.format import Kind
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import check_archive, unpack_archive
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support import sandbox
+from tests.support.archives import FAMILY, Parts, packed_family
+from tests.support.frozen import flip, layers, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    folder = tmp_path_factory.mktemp("origin")
+    store = LocalStore(folder / "store")
+    packed_family(store, folder / "family.bsar")
+    return store
+
+
+@pytest.fixture
+def path(origin: LocalStore, tmp_path: Path) -> Path:
+    path = tmp_path / "family.bsar"
+    path.write_bytes((origin.layout.root.parent / "family.bsar").read_bytes())
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store", wait=0.05)
+
+
+def names(store: LocalStore) -> list[str]:
+    return [reference.model for reference in store.references()]
+
+
+def nothing_left(store: LocalStore) -> bool:
+    folders = (store.layout.blobs, store.layout.temporary, store.layout.leases)
+    return not any(any(folder.iterdir()) for folder in folders if folder.exists())
+
+
+def test_models_come_out_as_they_were(path: Path, store: LocalStore, origin: LocalStore) -> None:
+    unpacked = unpack_archive(path, store=store)
+    assert [reference.model for reference in unpacked.references] == names(store) == list(FAMILY)
+    for name in FAMILY:
+        reference = Reference.parse(name)
+        assert store.read_manifest(reference) == origin.read_manifest(reference)
+        for blob in store.resolve(reference).blobs:
+            data = Path(store.layout.blob(blob.digest)).read_bytes()
+            assert data == Path(origin.layout.blob(blob.digest)).read_bytes()
+    verified = verify_models(store=store)
+    assert (verified.models, verified.faults) == (2, ())
+    assert (unpacked.blobs, unpacked.bytes_written) == (verified.blobs, verified.bytes_read)
+    assert unpacked.bytes_present == 0
+    assert collect_garbage(store, older_than=0).blobs == ()
+    assert list(store.layout.temporary.iterdir()) == list(store.layout.leases.iterdir()) == []
+
+
+def test_blobs_are_read_only(path: Path, store: LocalStore) -> None:
+    unpack_archive(path, ["base"], store=store)
+    modes = {file.stat().st_mode & 0o777 for file in store.layout.blobs.iterdir()}
+    assert modes == {0o444}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_one_model_needs_only_its_own_blobs_in_the_store(
+    path: Path, store: LocalStore, origin: LocalStore, name: str
+) -> None:
+    unpacked = unpack_archive(path, [name], store=store)
+    assert names(store) == [name]
+    wanted = {blob.digest.file_name for blob in origin.resolve(Reference.parse(name)).blobs}
+    assert {file.name for file in store.layout.blobs.iterdir()} == wanted
+    assert unpacked.blobs == len(wanted)
+    with blobstore.open(name, store=store, verify="rehash") as model:
+        assert len(model) == 4
+
+
+def test_one_model_reads_nothing_of_the_others(path: Path, store: LocalStore) -> None:
+    bundle = Bundle(path.read_bytes())
+    data = bytearray(path.read_bytes())
+    coded = next(item for item in bundle.members if item.kind == Kind.DELTA)
+    for number, member in enumerate(bundle.members):
+        if member.kind == Kind.DELTA:
+            begin, end = bundle.place(number)
+            data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+    (spoiled,) = [
+        name
+        for name, number in bundle.names
+        if coded.digest.hex.encode() in bytes(bundle.stored(number))
+    ]
+    (whole,) = [name for name, _ in bundle.names if name != spoiled]
+    unpack_archive(path, [whole], store=store)
+    assert check_archive(path, [whole]).references == (Reference.parse(whole),)
+    with pytest.raises(ArchiveDamaged, match="is altered"):
+        unpack_archive(path, [spoiled], store=store)
+    assert [reference.full for reference in store.references()] == [whole]
+
+
+def test_what_is_there_is_not_written_again(path: Path, store: LocalStore) -> None:
+    first = unpack_archive(path, ["base"], store=store)
+    before = {file: file.stat().st_ino for file in store.layout.blobs.iterdir()}
+    again = unpack_archive(path, ["base"], store=store)
+    assert (again.bytes_written, again.bytes_present) == (0, first.bytes_written)
+    assert {file: file.stat().st_ino for file in store.layout.blobs.iterdir()} == before
+    other = unpack_archive(path, store=store)
+    assert other.bytes_written > 0 < other.bytes_present
+
+
+def test_what_is_there_cold_is_not_written_again(path: Path, store: LocalStore) -> None:
+    unpack_archive(path, ["base"], store=store)
+    freeze_models(["base"], store=store)
+    remove_models(["base"], store=store)
+    assert unpack_archive(path, ["base"], store=store).bytes_written == 0
+    assert verify_models(store=store).faults == ()
+
+
+def test_a_damaged_blob_of_the_store_is_told(path: Path, store: LocalStore) -> None:
+    unpack_archive(path, ["base"], store=store)
+    blob = Path(store.layout.blob(layers(store, "base")["l1"].digest))
+    blob.unlink()
+    blob.write_bytes(b"short")
+    with pytest.raises(BlobDamaged, match="has 5 bytes"):
+        unpack_archive(path, store=store)
+    assert names(store) == ["base"]
+
+
+def test_the_name_of_another_model_is_taken_only_by_force(path: Path, store: LocalStore) -> None:
+    put(store, "tuned", {"x": 50})
+    before = store.read_manifest(Reference.parse("tuned"))
+    with pytest.raises(NameTaken, match="another model has the name 'tuned:latest'"):
+        unpack_archive(path, store=store)
+    assert names(store) == ["tuned"]
+    assert len(list(store.layout.blobs.iterdir())) == 2  # nothing was decoded in vain
+    assert store.read_manifest(Reference.parse("tuned")) == before
+    unpack_archive(path, ["base"], store=store)
+    unpack_archive(path, store=store, force=True)
+    assert store.read_manifest(Reference.parse("tuned")) != before
+    assert verify_models(store=store).faults == ()
+
+
+def test_a_name_that_is_taken_meanwhile_is_not_replaced(
+    path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = extraction._Unpacking.run
+
+    def run(self: extraction._Unpacking, *arguments: object) -> object:
+        put(store, "tuned", {"x": 50})
+        return real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(extraction._Unpacking, "run", run)
+    with pytest.raises(NameTaken):
+        unpack_archive(path, store=store)
+    assert names(store) == ["tuned"]
+    assert set(layers(store, "tuned")) == {"x"}
+
+
+def test_a_name_that_differs_in_case_is_a_conflict(path: Path, store: LocalStore) -> None:
+    put(store, "BASE", {"x": 50})
+    for force in (False, True):
+        with pytest.raises(NameConflict):
+            unpack_archive(path, store=store, force=force)
+    assert names(store) == ["BASE"]
+
+
+def test_names_of_other_hosts_are_names(path: Path, store: LocalStore) -> None:
+    parts = Parts(path.read_bytes())
+    name = "example.com:5000/other/base:v1"
+    parts.names = [(name, parts.names[0][1]), ("h/n/m:t", parts.names[1][1])]
+    path.write_bytes(parts.data())
+    assert unpack_archive(path, [name], store=store).references == (Reference.parse(name),)
+    assert (store.layout.manifests / "example.com:5000" / "other" / "base" / "v1").is_file()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_damaged_member_is_told_and_nothing_remains(
+    path: Path, store: LocalStore, kind: Kind
+) -> None:
+    parts = Parts(path.read_bytes())
+    number = parts.number(kind)
+    data = bytearray(parts.stored[number])
+    data[len(data) // 2] ^= 1
+    parts.stored[number] = bytes(data)
+    path.write_bytes(parts.data())
+    for act in (lambda: unpack_archive(path, store=store), lambda: check_archive(path)):
+        with pytest.raises(ArchiveDamaged, match=f"member {number}\\) is altered") as caught:
+            act()  # type: ignore[no-untyped-call]
+        assert str(caught.value).startswith(f"archive '{path}': ")
+    assert names(store) == []
+    assert nothing_left(store)
+
+
+def test_what_is_wrong_inside_a_member_is_told_by_its_layer(path: Path, store: LocalStore) -> None:
+    parts = Parts(path.read_bytes())
+    number = parts.number(Kind.COLD)
+    data = bytearray(parts.stored[number])
+    data[100] ^= 1
+    parts.put(number, bytes(data))
+    path.write_bytes(parts.data())
+    with pytest.raises(ArchiveDamaged, match=r": (base|tuned):latest: layer '\w+': blob sha256:"):
+        unpack_archive(path, store=store)
+    assert nothing_left(store)
+
+
+def test_checking_writes_nothing_and_needs_no_store(path: Path) -> None:
+    before = sorted(path.parent.iterdir())
+    checked = check_archive(path)
+    assert sorted(path.parent.iterdir()) == before
+    bundle = Bundle(path.read_bytes())
+    blobs = [bundle.members[number] for number in bundle.blobs.values()]
+    assert checked.blobs == len(blobs)
+    assert checked.size == sum(item.size for item in blobs)
+    assert checked.stored == sum(item.stored for item in blobs)
+    assert checked.references == tuple(map(Reference.parse, FAMILY))
+
+
+def test_there_must_be_room_for_all_of_it(path: Path, tmp_path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2**16) as disk:
+        store = LocalStore(disk / "store")
+        with pytest.raises(StoreError, match="not enough space for the store .* are free"):
+            unpack_archive(path, store=store)
+        assert nothing_left(store)
+
+
+def test_a_full_disk_leaves_no_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2**16) as disk:
+        store = LocalStore(disk / "store")
+
+        usage = shutil.disk_usage("/")._replace(free=2**40)  # others fill it meanwhile
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(StoreError, match="no space left"):
+            unpack_archive(path, store=store)
+        assert names(store) == []
+        assert nothing_left(store)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_name_that_cannot_be_had_gives_the_others_back(
+    path: Path, store: LocalStore, *, is_new: bool
+) -> None:
+    put(store, "other", {"x": 50})
+    if not is_new:
+        put(store, "base", {"x": 51})
+    before = {item: store.read_manifest(item) for item in store.references()}
+    inside = store.layout.manifest(Reference.parse("tuned")) / "folder"  # in the manifest's place
+    inside.mkdir(parents=True)
+
+    with pytest.raises(StoreError, match="failed"):
+        unpack_archive(path, store=store, force=True)
+    assert {item: store.read_manifest(item) for item in store.references()} == before
+    assert inside.is_dir()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_an_interrupt_leaves_nothing(path: Path, store: LocalStore, jobs: int) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        unpack_archive(path, store=store, jobs=jobs, progress=stop)
+    assert names(store) == []
+    assert nothing_left(store)
+
+
+@pytest.mark.parametrize("work", [unpack_archive, check_archive])
+def test_progress_comes_to_its_end(
+    path: Path, store: LocalStore, work: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", str(store.layout.root))
+    told: list[tuple[int, int]] = []
+    work(path, progress=lambda _, done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    assert told == sorted(told)
+
+
+def test_rejects_what_means_nothing(path: Path, store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="jobs must be at least 1"):
+        unpack_archive(path, store=store, jobs=0)
+    with pytest.raises(UsageError, match="jobs must be at least 1"):
+        check_archive(path, jobs=0)
+    with pytest.raises(ModelNotFound, match="no model 'other:latest' in the archive"):
+        unpack_archive(path, ["base", "other"], store=store)
+    with pytest.raises(NotFound, match="there is no archive"):
+        unpack_archive(path.with_name("none.bsar"), store=store)
+    with pytest.raises(BlobstoreError, match="is not a regular file"):
+        unpack_archive(path.parent, store=store)
+    assert not store.layout.root.exists()
+
+
+def test_a_frozen_family_comes_out_hot(store: LocalStore, tmp_path: Path) -> None:
+    other = LocalStore(tmp_path / "other")
+    packed_family(other, tmp_path / "hot.bsar")
+    freeze_models(FAMILY, store=other)
+    pack_models(FAMILY, tmp_path / "cold.bsar", store=other)
+    unpack_archive(tmp_path / "cold.bsar", store=store)
+    for name in FAMILY:
+        assert all(store.hot.has(item.digest) for item in layers(store, name).values())
+    flip(store.layout.blob(layers(store, "base")["l0"].digest))
+    assert len(verify_models(store=store).faults) == 1

@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors
+
+import blobstore
+from blobstore.errors import (
+    BlobDamaged,
+    DamagedSource,
+    InvalidReference,
+    ModelNotFound,
+    NameConflict,
+    SourceNotFound,
+    UnsupportedSource,
+    UsageError,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.model import layers_digest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.plan import plan_source
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.sources.open import open_source
+from blobstore.store.local import LocalStore
+from tests.support.damage import flip
+from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
+
+if TYPE_CHECKING:
+    from blobstore.operations.create.blobs import ExpertForm
+
+NAME = Reference.parse("m")
+TENSORS = dense_tensors() | moe_tensors()
+EXPERTS = "model.layers.0.mlp"
+FILES = {"tokenizer.model": b"\0\xff", "LICENSE": b"MIT", "generation_config.json": b"not json"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model", TENSORS, files=FILES)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def is_clean(store: LocalStore) -> bool:
+    """Tell whether the store has neither names nor temporary files."""
+    return not list(store.references()) and not list(store.layout.temporary.glob("*"))
+
+
+def blob_times(store: LocalStore) -> dict[str, tuple[int, int]]:
+    found = {path.name: path.stat() for path in store.layout.blobs.iterdir()}
+    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
+
+
+def test_every_blob_is_a_safetensors_file_of_the_source_s_tensors(
+    folder: Path, store: LocalStore
+) -> None:
+    created = blobstore.create(folder, "m", store=store)
+    found: dict[str, bytes] = {}
+    for layer in store.resolve(NAME).layers_of(media_types.TENSOR):
+        data = Path(store.layout.blob(layer.digest)).read_bytes()
+        found |= {name: bytes(value["data"]) for name, value in safetensors.deserialize(data)}
+    assert found == {name: array.tobytes() for name, array in TENSORS.items()}
+    assert created.tensors == len(TENSORS)
+    assert created.reference == NAME
+
+
+def test_layers_are_tensors_then_groups_then_files(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    layer = "model.layers.0.mlp"
+    grouped = (f"{layer}.experts.", f"{layer}.shared_experts.")
+    plain = sorted(name for name in TENSORS if not name.startswith(grouped))
+    assert [(item.media_type, item.name) for item in store.resolve(NAME).layers] == [
+        *((media_types.TENSOR, name) for name in plain),
+        (media_types.TENSOR, f"{layer}.experts"),
+        (media_types.TENSOR, f"{layer}.shared_experts"),
+        (media_types.FILE, "LICENSE"),
+        (media_types.JSON, "config.json"),
+        (media_types.JSON, "generation_config.json"),
+        (media_types.FILE, "tokenizer.model"),
+    ]
+
+
+def test_files_are_kept_as_they_are(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert {name: model.read_file(name) for name in FILES} == FILES
+
+
+@pytest.mark.parametrize(
+    ("config", "capabilities"),
+    [
+        (b"{}", ["completion"]),
+        (b'{"vision_config":{}}', ["completion", "vision"]),
+        (b'{"has_vision":true,"audio_config":{}}', ["completion", "vision", "audio"]),
+        (b'{"has_vision":false,"sound_config":null}', ["completion", "audio"]),
+        (b"[", ["completion"]),
+    ],
+)
+def test_the_config_blob_says_what_the_model_can(
+    tmp_path: Path, store: LocalStore, config: bytes, capabilities: list[str]
+) -> None:
+    model = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": config})
+    blobstore.create(model, "m", store=store)
+    manifest = store.resolve(NAME)
+    data = store.read_blob(manifest.config.digest, manifest.config.size)
+    assert data == (
+        b'{"model_format":"safetensors","model_family":"","model_families":null,"model_type":"",'
+        b'"file_type":"","requires":"0.19.0","capabilities":'
+        + json.dumps(capabilities, separators=(",", ":")).encode()
+        + b',"architecture":"","os":"","layers_digest":"'
+        + str(layers_digest(manifest.layers)).encode()
+        + b'"}'
+    )
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_sharding_order_and_threads_change_nothing(tmp_path: Path, experts: ExpertForm) -> None:
+    backwards = dict(reversed(TENSORS.items()))
+    manifests = set()
+    for number, (tensors, shards, jobs) in enumerate(
+        [(TENSORS, 1, None), (TENSORS, 3, 1), (backwards, 2, 16), (backwards, 7, 2)]
+    ):
+        model = write_folder(tmp_path / f"model-{number}", tensors, shards=shards)
+        store = LocalStore(tmp_path / f"store-{number}")
+        blobstore.create(model, "m", store=store, jobs=jobs, experts=experts)
+        manifests.add(store.read_manifest(NAME))
+    assert len(manifests) == 1
+
+
+def test_a_second_time_nothing_is_written(folder: Path, store: LocalStore) -> None:
+    first = blobstore.create(folder, "m", store=store)
+    times, manifest = blob_times(store), store.read_manifest(NAME)
+    second = blobstore.create(folder, "m", store=store)
+    assert blob_times(store) == times
+    assert store.read_manifest(NAME) == manifest
+    assert first.bytes_written == second.bytes_present > 0
+    assert first.bytes_present == second.bytes_written == 0
+    assert first.blobs == second.blobs == len(store.resolve(NAME).blobs)
+
+
+def test_a_second_name_shares_the_blobs(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    times = blob_times(store)
+    blobstore.create(folder, "n/other:x", store=store)
+    assert blob_times(store) == times
+    assert list(map(str, store.references())) == ["m:latest", "n/other:x"]
+
+
+def test_equal_tensors_of_other_names_are_other_blobs(tmp_path: Path, store: LocalStore) -> None:
+    same = np.arange(4.0)
+    blobstore.create(write_folder(tmp_path / "m", {"a": same, "b": same}), "m", store=store)
+    assert len({layer.digest for layer in store.resolve(NAME).layers}) == 3
+
+
+def test_no_tensors_are_a_model(tmp_path: Path, store: LocalStore) -> None:
+    assert blobstore.create(write_folder(tmp_path / "m", {}), "m", store=store).tensors == 0
+    with blobstore.open("m", store=store) as model:
+        assert model.state_dict() == {}
+
+
+def test_experts_stacked_are_the_source_s_bytes_in_order(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store, experts="stacked")
+    (stacks,) = store.resolve(NAME).layers_of(media_types.STACKS)
+    listed = json.loads(store.read_blob(stacks.digest, stacks.size))
+    prefix = "model.layers.0.mlp.experts"
+    assert set(listed) == {f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert listed[f"{prefix}.up_proj.weight"] == [
+        f"{prefix}.{number}.up_proj.weight" for number in range(12)
+    ]
+    with blobstore.open("m", store=store) as model:
+        for name, sources in listed.items():
+            joined = b"".join(TENSORS[source].tobytes() for source in sources)
+            assert bytes(model.view(name).data) == joined
+
+
+def test_unequal_experts_cannot_be_stacked(tmp_path: Path, store: LocalStore) -> None:
+    tensors = moe_tensors(3)
+    tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = np.zeros((5, 4), np.float32)
+    model = write_folder(tmp_path / "model", tensors)
+    with pytest.raises(UnsupportedSource, match="differ in dtype or shape and cannot be stacked"):
+        blobstore.create(model, "m", store=store, experts="stacked")
+    assert not store.layout.root.exists()
+    blobstore.create(model, "m", store=store)
+
+
+def test_planning_writes_nothing(folder: Path, store: LocalStore) -> None:
+    source = open_source(folder)
+    planned = plan_source(source)
+    source.close()
+    blobstore.create(folder, "m", store=store)
+    tensors = store.resolve(NAME).layers_of(media_types.TENSOR)
+    assert [blob.name for blob in planned.blobs] == [layer.name for layer in tensors]
+
+
+def test_progress_ends_with_all_bytes(folder: Path, store: LocalStore) -> None:
+    calls: list[tuple[str, int, int]] = []
+    blobstore.create(folder, "m", store=store, progress=lambda *call: calls.append(call))
+    sizes = [layer.size for layer in store.resolve(NAME).layers_of(media_types.TENSOR)]
+    done = [count for _, count, _ in calls]
+    assert done == sorted(done)
+    assert done[-1] == sum(sizes)
+    assert {total for *_, total in calls} == {sum(sizes)}
+    assert {what for what, *_ in calls} >= {"scalar", "model.layers.0.mlp.experts"}
+
+
+def test_notices_are_handed_on(folder: Path, store: LocalStore) -> None:
+    (folder / "pytorch_model.bin").touch()
+    (notice,) = blobstore.create(folder, "m", store=store).notices
+    assert "pytorch_model.bin" in notice
+
+
+# Errors leave nothing
+
+
+@pytest.mark.parametrize("cut", ["data", "header"])
+def test_a_source_cut_short_writes_nothing(tmp_path: Path, store: LocalStore, cut: str) -> None:
+    model = write_folder(tmp_path / "model", TENSORS, shards=3)
+    shard = model / "model-00003-of-00003.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1 if cut == "data" else 50)
+    with pytest.raises(DamagedSource):
+        blobstore.create(model, "m", store=store)
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_a_source_that_shrinks_while_it_is_read_is_an_error(
+    tmp_path: Path, store: LocalStore, jobs: int
+) -> None:
+    tensors = {f"t{number}": np.ones(2**18) for number in range(6)}
+    model = write_folder(tmp_path / "model", tensors)
+
+    def shrink(what: str, done: int, total: int) -> None:
+        os.truncate(model / "model.safetensors", 2**20)
+
+    with pytest.raises(DamagedSource, match="ended at byte .*the file was cut short while it was"):
+        blobstore.create(model, "m", store=store, jobs=jobs, progress=shrink)
+    assert is_clean(store)
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+def test_an_error_in_the_middle_leaves_neither_name_nor_files(
+    folder: Path, store: LocalStore, jobs: int, error: type[BaseException]
+) -> None:
+    def fail(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise error
+
+    with pytest.raises((error, blobstore.BlobstoreError)):
+        blobstore.create(folder, "m", store=store, jobs=jobs, progress=fail)
+    assert is_clean(store)
+    assert list(store.layout.blobs.iterdir()) == []
+    blobstore.create(folder, "m", store=store)
+
+
+def test_a_failed_replacement_keeps_the_old_model(
+    folder: Path, tmp_path: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    manifest = store.read_manifest(NAME)
+    broken = write_folder(tmp_path / "broken", dense_tensors())
+    os.truncate(broken / "model.safetensors", 100)
+    with pytest.raises(DamagedSource):
+        blobstore.create(broken, "m", store=store)
+    assert store.read_manifest(NAME) == manifest
+
+
+def test_a_damaged_blob_is_not_built_upon(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    (layer,) = [item for item in store.resolve(NAME).layers if item.name == "scalar"]
+    path = Path(store.layout.blob(layer.digest))
+    path.chmod(0o600)
+    os.truncate(path, 3)
+    with pytest.raises(BlobDamaged, match="it has 3 bytes, expected"):
+        blobstore.create(folder, "other", store=store)
+    with pytest.raises(ModelNotFound):
+        store.resolve(Reference.parse("other"))
+    path.unlink()
+    blobstore.create(folder, "other", store=store)
+    blobstore.open("m", store=store, verify="digest").close()
+
+
+def test_an_unreadable_small_file_is_an_error(folder: Path, store: LocalStore) -> None:
+    source = folder / "tokenizer.model"
+
+    def remove(what: str, done: int, total: int) -> None:
+        source.unlink(missing_ok=True)
+
+    with pytest.raises(DamagedSource, match="cannot read '.*tokenizer.model': No such file"):
+        blobstore.create(folder, "m", store=store, progress=remove)
+    assert is_clean(store)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"jobs": 0}, UsageError),
+        ({"jobs": -1}, UsageError),
+        ({"experts": "x"}, UsageError),
+        ({"reference": "../m"}, InvalidReference),
+        ({"reference": "x" * 81}, InvalidReference),
+        ({"source": "/none"}, SourceNotFound),
+    ],
+)
+def test_what_means_nothing_touches_nothing(
+    folder: Path, store: LocalStore, options: dict[str, Any], error: type[Exception]
+) -> None:
+    arguments: dict[str, Any] = {"source": folder, "reference": "m", "store": store} | options
+    with pytest.raises(error):
+        blobstore.create(**arguments)
+    assert not store.layout.root.exists()
+
+
+def test_a_name_that_differs_in_case_only_is_refused_first(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    with pytest.raises(NameConflict):
+        blobstore.create("/none", "M", store=store)
+
+
+def test_a_source_whose_quantization_is_unclear_is_refused(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    tensors: Arrays = {
+        "a.weight": np.zeros((4, 4), np.uint32),
+        "a.scales": np.zeros((4, 1), np.float16),
+    }
+    with pytest.raises(UnsupportedSource, match=r"a\.weight"):
+        blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)  # type: ignore[arg-type]
+    assert not store.layout.root.exists()
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "x" * 70_000, "\0", "a\nb", ""])
+def test_tensor_names_never_become_paths(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path / "in" / "store")
+    model = write_folder(tmp_path / "model", {name: np.arange(3.0), "other": np.zeros(1)})
+    before = {path for path in tmp_path.rglob("*") if "store" not in path.parts}
+    blobstore.create(model, "m", store=store)
+    with blobstore.open("m", store=store) as opened:
+        assert opened[name].tolist() == [0, 1, 2]
+    after = {path for path in tmp_path.rglob("*") if not path.is_relative_to(store.layout.root)}
+    assert after - before == {tmp_path / "in"}
+    files = [path for path in store.layout.root.rglob("*") if path.is_file()]
+    assert all(len(path.name) < 100 for path in files)
+
+
+def test_the_order_of_tensors_in_the_file_changes_nothing(tmp_path: Path) -> None:
+    tensors = [(f"t{number}", "U8", (number,), bytes([number] * number)) for number in range(12)]
+    tensors += [
+        (f"model.layers.0.mlp.experts.{number}.w.weight", "U8", (1,), bytes([number]))
+        for number in range(12)
+    ]
+    manifests = set()
+    for number, order in enumerate((tensors, tensors[::-1], tensors[5:] + tensors[:5])):
+        source = tmp_path / f"{number}.safetensors"
+        source.write_bytes(blob(*order))
+        store = LocalStore(tmp_path / f"store-{number}")
+        blobstore.create(source, "m", store=store)
+        manifests.add(store.read_manifest(NAME))
+    assert len(manifests) == 1
+
+
+def test_the_usual_store_is_that_of_the_environment(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "usual"))
+    blobstore.create(folder, "m")
+    assert list(map(str, LocalStore(tmp_path / "usual").references())) == ["m:latest"]
+    with blobstore.open("m") as model:
+        assert set(model) == set(TENSORS)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_source_is_closed(folder: Path, store: LocalStore, is_whole: bool) -> None:
+    before = len(os.listdir("/dev/fd"))
+    if is_whole:
+        blobstore.create(folder, "m", store=store)
+    else:
+        with pytest.raises(UsageError):
+            blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    for number in range(2):  # of one size, so that the second is hashed before it is written
+        calls: list[tuple[str, int, int]] = []
+        model = write_folder(tmp_path / str(number), {"a": np.full(9, number)})
+        blobstore.create(model, "m", store=store, progress=lambda *call: calls.append(call))  # noqa: B023 - called in this round only
+    done = [count for _, count, _ in calls]
+    assert done == sorted(set(done))
+    assert done[-1] == calls[-1][2]
+
+
+# Blobs that are there already, and damaged
+
+
+def damage_of(store: LocalStore, name: str) -> Path:
+    layer = next(layer for layer in store.resolve(NAME).layers if layer.name == name)
+    path = Path(store.layout.blob(layer.digest))
+    flip(path)
+    return path
+
+
+@pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts"])
+def test_a_paranoid_import_finds_a_damaged_blob(
+    layer: str, folder: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    path = damage_of(store, layer)
+    wrong = path.read_bytes()
+    advice = f"; run blobstore repair m:latest --from {folder}, and create again"
+    with pytest.raises(BlobDamaged) as caught:
+        blobstore.create(folder, "other", store=store, paranoid=True)
+    assert f"blob '{path}' is damaged: its bytes have digest" in str(caught.value)
+    assert str(caught.value).endswith(advice)
+    assert path.read_bytes() == wrong
+    assert [str(name) for name in store.references()] == ["m:latest"]
+    assert not list(store.layout.temporary.iterdir())
+
+    repair_models([NAME], folder, store=store)
+    assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
+
+
+def test_a_paranoid_import_takes_whole_blobs(folder: Path, store: LocalStore) -> None:
+    before = blobstore.create(folder, "m", store=store)
+    again = blobstore.create(folder, "m", store=store, paranoid=True)
+    assert (again.bytes_written, again.bytes_present) == (0, before.bytes_written)
+
+
+def test_a_damaged_blob_that_no_model_uses_is_to_be_removed(
+    folder: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    path = damage_of(store, "mask")
+    store.layout.manifest(NAME).unlink()
+    with pytest.raises(BlobDamaged, match="; no model uses it: remove that file, and create again"):
+        blobstore.create(folder, "m", store=store, paranoid=True)
+    path.unlink()
+    assert blobstore.create(folder, "m", store=store, paranoid=True).bytes_written > 0
+
+
+def test_every_import_finds_a_blob_of_another_size(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "m", store=store)
+    os.truncate(damage_of(store, "mask"), 3)
+    with pytest.raises(BlobDamaged, match="has 3 bytes, expected .* run blobstore repair m:latest"):
+        blobstore.create(folder, "other", store=store)

@@ -1,0 +1,105 @@
+"""Tensor blobs compared with what Ollama's own importer made of the same folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.manifests import media_types
+from blobstore.manifests.model import ModelConfig, layers_digest
+from blobstore.manifests.reference import Reference
+from blobstore.models.tensors import read_contents
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from blobstore.operations.create.blobs import ExpertForm
+
+DATA = Path(__file__).parents[3] / "data" / "ollama"
+FORMS = {"packed": "seed", "stacked": "ollama-0.33"}
+NAME = Reference.parse("m")
+
+Layers = set[tuple[str, str, int]]
+
+
+def golden_layers(model: str, form: str) -> Layers:
+    value = json.loads((DATA / "golden" / FORMS[form] / f"{model}.json").read_bytes())
+    return {
+        (layer["name"], layer["digest"], layer["size"])
+        for layer in value["layers"]
+        if layer["mediaType"] == media_types.TENSOR
+    }
+
+
+def tensor_layers(store: LocalStore) -> Layers:
+    layers = store.resolve(NAME).layers_of(media_types.TENSOR)
+    return {(layer.name, str(layer.digest), layer.size) for layer in layers}
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+@pytest.mark.parametrize("model", ["dense", "moe", "odd"])
+def test_makes_the_tensor_layers_that_ollama_makes(
+    model: str, form: ExpertForm, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(DATA / "hf" / model, NAME, store=store, experts=form)
+    assert tensor_layers(store) == golden_layers(model, form)
+
+
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+def test_an_exported_folder_makes_them_again(form: ExpertForm, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(DATA / "hf" / "moe", NAME, store=store, experts=form)
+    export_model(NAME, tmp_path / "out", store=store, shard_size=300_000)
+    again = LocalStore(tmp_path / "again")
+    create(tmp_path / "out", NAME, store=again, experts=form)
+    assert tensor_layers(again) == golden_layers("moe", form)
+
+
+@pytest.mark.parametrize("model", ["mlx-mode", "ct-nvfp4"])
+def test_keeps_what_the_source_quantized_as_ollama_does(model: str, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(DATA / "hf" / model, NAME, store=store, experts="stacked")
+    assert tensor_layers(store) == golden_layers(model, "stacked")
+
+
+@pytest.mark.parametrize(
+    ("model", "quant_type", "group_size"),
+    [("dense", "int4", 64), ("dense", "nvfp4", None), ("moe", "int4", 64)],
+)
+def test_quantizes_what_ollama_quantizes_to_the_same_types(
+    model: str, quant_type: str, group_size: int | None, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(
+        DATA / "hf" / model,
+        NAME,
+        store=store,
+        experts="stacked",
+        quantize=quant_type,
+        group_size=group_size,
+    )
+    golden = json.loads(
+        (DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json").read_bytes()
+    )
+    manifest = store.resolve(NAME)
+    found = read_contents(store, manifest).tensors
+    assert {layer.name for layer in manifest.layers_of(media_types.TENSOR)} == {
+        layer["name"] for layer in golden["layers"] if layer["mediaType"] == media_types.TENSOR
+    }
+    assert {
+        name: (tensor.item.name, tensor.group_size) for name, tensor in found.items() if tensor.item
+    } == {
+        row["name"]: (row["quant_type"].lower(), row["group_size"])
+        for row in golden["quant"]
+        if "name" in row
+    }
+    for row in golden["show"]:
+        assert list(found[row["name"]].shape) == row["shape"]
+    digest = layers_digest(manifest.layers)
+    config = ModelConfig(file_type=quant_type, layers_digest=digest).to_bytes()
+    assert store.read_blob(manifest.config.digest, manifest.config.size) == config

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.operations.create.plan import ModelPlan, PlannedTensor, Quantize, plan_source
+from blobstore.sources.open import open_source
+from tests.support.models import quantizable_tensors, write_folder
+
+if TYPE_CHECKING:
+    from blobstore.operations.create.blobs import ExpertForm
+
+DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
+LAYER = "model.layers.0"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model", quantizable_tensors())
+
+
+def planned(source: Path, *, experts: ExpertForm = "packed", **options: Any) -> ModelPlan:
+    opened = open_source(source)
+    try:
+        return plan_source(opened, experts=experts, quantize=Quantize(**options))
+    finally:
+        opened.close()
+
+
+def decisions(found: ModelPlan) -> dict[str, PlannedTensor]:
+    return {row.name: row for row in found.decisions()}
+
+
+def test_without_a_type_all_is_copied(folder: Path) -> None:
+    found = planned(folder)
+    assert found.quant_type == ""
+    assert {row.reason for row in found.decisions()} == {"copied"}
+    assert all(row.bytes_before == row.bytes_after for row in found.decisions())
+    assert {row.name for row in found.decisions()} == set(quantizable_tensors())
+
+
+def test_every_tensor_is_decided_with_its_reason(folder: Path) -> None:
+    found = planned(folder, quant_type="int4")
+    rows = decisions(found)
+    assert found.quant_type == "int4"
+    assert rows[f"{LAYER}.self_attn.q_proj.weight"] == PlannedTensor(
+        name=f"{LAYER}.self_attn.q_proj.weight",
+        shape=(128, 128),
+        dtype="BF16",
+        type="int4",
+        group_size=32,
+        bytes_before=32768,
+        bytes_after=128 * 128 // 2 + 2 * 2 * 128 * 4,
+        reason="requested type",
+    )
+    kept = rows["model.embed_tokens.weight"]
+    assert (kept.type, kept.group_size, kept.reason) == ("BF16", 0, "embedding")
+    promoted = rows[f"{LAYER}.self_attn.v_proj.weight"]
+    assert (promoted.type, promoted.group_size) == ("int8", 64)
+
+
+def test_stacked_experts_are_decided_as_one(folder: Path) -> None:
+    rows = decisions(planned(folder, experts="stacked", quant_type="nvfp4"))
+    row = rows[f"{LAYER}.mlp.experts.up_proj.weight"]
+    assert (row.shape, row.type, row.elements) == ((12, 64, 128), "nvfp4", 12 * 64 * 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "kind", "group_size"),
+    [
+        ("mlx-mode", f"{LAYER}.self_attn.q_proj.weight", "int4", 64),
+        ("ct-nvfp4", f"{LAYER}.mlp.up_proj.weight", "nvfp4", 16),
+    ],
+)
+def test_what_the_source_quantized_is_said(
+    model: str, name: str, kind: str, group_size: int
+) -> None:
+    found = planned(DATA / model)
+    row = decisions(found)[name]
+    assert found.quant_type == kind
+    assert (row.dtype, row.type, row.group_size) == (kind, kind, group_size)
+    assert row.reason == "quantized in the source"
+    assert row.bytes_after * 8 / row.elements < 6
+
+
+def test_what_is_quantized_is_not_quantized_again() -> None:
+    with pytest.raises(UnsupportedSource, match=r"is quantized to int4 already; create from"):
+        planned(DATA / "mlx-mode", quant_type="int8")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"group_size": 32}, {"policy": "uniform"}, {"overrides": ("*=int4",)}],
+)
+def test_options_mean_nothing_without_a_type(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="means nothing without a type to quantize to"):
+        planned(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"quant_type": "fp8"}, "cannot quantize to 'fp8': Ollama takes it for int8"),
+        ({"quant_type": "int4", "group_size": 16}, "int4 cannot have groups of 16"),
+        ({"quant_type": "nvfp4", "group_size": 32}, "nvfp4 cannot have groups of 32"),
+        ({"quant_type": "int4", "overrides": ("x=",)}, "x="),
+        ({"quant_type": "int4", "overrides": ("*.nothing=none",)}, r"matches the override '\*\.no"),
+        ({"quant_type": "int4", "policy": "best"}, "best"),
+    ],
+)
+def test_a_request_that_means_nothing_is_told(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        planned(folder, **options)
+
+
+def test_the_last_override_that_matches_decides(folder: Path) -> None:
+    overrides = ("*.q_proj.weight=none", "*lm_head*=none", "lm_head.weight=int8")
+    rows = decisions(planned(folder, quant_type="mxfp4", overrides=overrides))
+    assert rows[f"{LAYER}.self_attn.q_proj.weight"].type == "BF16"
+    assert rows["lm_head.weight"].type == "int8"
+
+
+def test_a_model_of_which_nothing_is_quantized_has_no_type(folder: Path) -> None:
+    found = planned(folder, quant_type="int4", overrides=("*=none",))
+    assert found.quant_type == ""

@@ -1,0 +1,118 @@
+"""The golden vectors of docs/format.md. None was written by the code under test.
+
+Those of quantized weights are what MLX 0.32.4 computes on a processor, the others were written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.errors import InvalidManifest, InvalidReference
+from blobstore.manifests.check import check_layers
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
+from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header
+
+_FOLDER = Path(__file__).parents[3] / "vectors"
+_BLOBS = json.loads((_FOLDER / "blobs.json").read_text())
+_MANIFESTS = json.loads((_FOLDER / "manifests.json").read_text())
+_QUANTIZED = json.loads((_FOLDER / "quantized.json").read_text())
+_REFERENCES = json.loads((_FOLDER / "references.json").read_text())
+
+
+def _why(vector: dict[str, Any]) -> str:
+    return str(vector["why"])
+
+
+def _specs(vector: dict[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec(name, DTYPES[code], tuple(shape)) for name, code, shape in vector["tensors"]]
+
+
+@pytest.mark.parametrize("vector", _BLOBS, ids=_why)
+def test_writes_a_blob_s_canonical_bytes(vector: dict[str, Any]) -> None:
+    written = encode_header(_specs(vector), vector["metadata"])
+    text = vector["header"].encode()
+    assert written == len(text).to_bytes(8, "little") + text
+    blob = written + bytes.fromhex(vector["data"])
+    assert len(blob) == vector["size"]
+    assert str(Digest.of(blob)) == vector["digest"]
+
+
+@pytest.mark.parametrize("vector", _BLOBS, ids=_why)
+def test_reads_a_blob_s_header_back(vector: dict[str, Any]) -> None:
+    header = parse_header(vector["header"].encode(), vector["size"])
+    assert [entry.spec for entry in header.tensors.values()] == _specs(vector)
+    assert header.metadata == vector["metadata"]
+    assert header.data_start == PREFIX_SIZE + len(vector["header"].encode())
+
+
+def _array(digits: str, dtype: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytes.fromhex(digits), np.dtype(dtype)).reshape(1, -1)
+
+
+@pytest.mark.parametrize("vector", _QUANTIZED, ids=_why)
+def test_quantizes_to_the_words_and_scales(vector: dict[str, Any]) -> None:
+    item = FORMATS[vector["quant_type"]]
+    numbers = _array(vector["input"], vector["dtype"])
+    weight, scale, bias = reference.quantize(numbers, item, vector["group_size"])
+    assert weight.tobytes().hex() == vector["weight"]
+    assert scale.tobytes().hex() == vector["scale"]
+    assert (bias.tobytes().hex() if bias is not None else "") == vector["bias"]
+
+
+@pytest.mark.parametrize("vector", _QUANTIZED, ids=_why)
+def test_words_and_scales_mean_the_numbers(vector: dict[str, Any]) -> None:
+    item = FORMATS[vector["quant_type"]]
+    kind = vector["dtype"] if item.has_bias else "uint8"
+    weight, scale = _array(vector["weight"], "uint32"), _array(vector["scale"], kind)
+    bias = _array(vector["bias"], kind) if item.has_bias else None
+    for dtype, digits in vector["plain"].items():
+        found = reference.dequantize(weight, scale, bias, item, vector["group_size"], dtype)
+        assert found.tobytes().hex() == digits
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["accepted"], ids=_why)
+def test_a_canonical_manifest_survives_reading_and_writing(vector: dict[str, Any]) -> None:
+    data = vector["text"].encode()
+    assert Manifest.from_bytes(data).to_bytes() == data
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["refused"], ids=_why)
+def test_refuses_a_manifest_and_names_the_json_path(vector: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        Manifest.from_bytes(vector["text"].encode())
+    assert str(caught.value).startswith(f"{vector['path']}: " if vector["path"] else "manifest is")
+
+
+@pytest.mark.parametrize("vector", _MANIFESTS["with_config"], ids=_why)
+def test_a_config_tells_whether_a_manifest_is_what_was_written(vector: dict[str, Any]) -> None:
+    manifest, config = vector["text"].encode(), vector["config"].encode()
+    assert Manifest.from_bytes(manifest).config.digest == Digest.of(config)
+    if vector["proven"] is None:
+        with pytest.raises(InvalidManifest, match="was changed since it was written"):
+            check_layers(manifest, config)
+    else:
+        assert check_layers(manifest, config) is vector["proven"]
+
+
+@pytest.mark.parametrize("vector", _REFERENCES["accepted"], ids=lambda vector: vector["text"][:40])
+def test_reads_a_reference_and_fills_in_the_defaults(vector: dict[str, Any]) -> None:
+    reference = Reference.parse(vector["text"])
+    assert list(reference.parts) == vector["parts"]
+    assert str(reference) == vector["shortest"]
+    assert Reference.parse(str(reference)) == Reference.parse(reference.full) == reference
+
+
+@pytest.mark.parametrize("text", _REFERENCES["refused"], ids=lambda text: repr(text[:20]))
+def test_refuses_a_reference(text: str) -> None:
+    with pytest.raises(InvalidReference):
+        Reference.parse(text)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import blobstore
+from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze.base_search import Relatives
+from blobstore.store.local import LocalStore
+from tests.support.frozen import layer, put, tuned, weights
+from tests.support.models import add_blobs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+MINE = Reference.parse("mine")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store with a model, what it was made from, and others."""
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "mine", {"x": layer("x", tuned(10, 1))})
+    put(store, "unlike", {"x": 7})
+    put(store, "base", {"x": 1})
+    put(store, "elsewhere", {"y": 1})
+    return store
+
+
+def found(store: LocalStore, *excluded: str) -> str | None:
+    relatives = Relatives(store, list(store.references()), "fast")
+    base = relatives.base_of(MINE, [Reference.parse(name) for name in excluded])
+    return None if base is None else base.model
+
+
+def test_the_nearest_is_found_by_its_bytes(store: LocalStore) -> None:
+    assert found(store) == "base"
+
+
+def test_what_is_excluded_is_not_found(store: LocalStore) -> None:
+    assert found(store, "base") is None
+
+
+def test_of_several_the_nearest_is_found(store: LocalStore) -> None:
+    add_blobs(store, "far", {"x": layer("x", tuned(11, 1)[:40_000] + weights(3)[40_000:])})
+    assert found(store) == "base"
+
+
+def test_a_manifest_that_cannot_be_read_is_no_relative(store: LocalStore) -> None:
+    store.layout.manifest(Reference.parse("unlike")).write_bytes(b"{}")
+    assert found(store) == "base"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ("README.md", "---\nbase_model: org/Unlike\n---\n"),
+        ("README.md", "---\nlicense: mit\nbase_model:\n  - 'org/un-like'\ntags: []\n---\n# Text\n"),
+        ("config.json", '{"_name_or_path": "models/unlike"}'),
+        ("config.json", '{"base_model": "unlike"}'),
+    ],
+)
+def test_a_model_says_what_it_was_made_from(
+    store: LocalStore, tmp_path: Path, file: tuple[str, str]
+) -> None:
+    assert found_in_folder(store, tmp_path, file) == "unlike"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ("README.md", "base_model: org/unlike\n"),
+        ("README.md", "---\nbase_model: org/none\n---\n"),
+        ("README.md", "---\nbase_model:\n---\n"),
+        ("config.json", "not JSON"),
+        ("config.json", "[1]"),
+        ("config.json", '{"_name_or_path": ["unlike"], "base_model": ""}'),
+    ],
+)
+def test_what_it_does_not_say_is_found_by_its_bytes(
+    store: LocalStore, tmp_path: Path, file: tuple[str, str]
+) -> None:
+    assert found_in_folder(store, tmp_path, file) == "base"
+
+
+def found_in_folder(store: LocalStore, tmp_path: Path, file: tuple[str, str]) -> str | None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(layer("x", tuned(10, 1)))
+    (folder / file[0]).write_text(file[1])
+    blobstore.create(folder, "mine", store=store)
+    return found(store)
+
+
+def test_a_family_is_coded_by_what_it_was_made_from(tmp_path: Path) -> None:
+    """Whatever the names are: pairs of children would leave two hubs."""
+    store = LocalStore(tmp_path / "family")
+    put(store, "a-base", {"x": 1})
+    for child in (2, 3, 4):
+        add_blobs(store, f"child{child}", {"x": layer("x", tuned(child, 1))})
+    put(store, "other", {"x": 9})
+    relatives = Relatives(store, list(store.references()), "fast")
+    bases = relatives.bases_of(list(store.references()))
+    assert {key.model: base.model for key, base in bases.items()} == dict.fromkeys(
+        ("child2", "child3", "child4"), "a-base"
+    )
+
+
+@pytest.mark.parametrize(
+    ("best", "bases"),
+    [
+        ({"a": None, "b": None}, {}),
+        ({"a": "b", "b": "a"}, {"a": "b"}),
+        ({"a": "b", "b": "c", "c": "b", "d": "b"}, {"a": "b", "c": "b", "d": "b"}),
+        # What is best for one is coded itself: the next best will do, if there is any.
+        (
+            {"a": "b", "b": "c", "c": "d", "d": "c", "e": "c"},
+            {"b": "c", "d": "c", "e": "c", "a": "c"},
+        ),
+        ({"a": "b", "b": "x", "c": "x", "d": "x"}, {"b": "x", "c": "x", "d": "x"}),
+        # A model outside of these is the best.
+        ({"a": "x", "b": "x"}, {"a": "x", "b": "x"}),
+    ],
+)
+def test_the_best_base_of_most_is_that_of_all(
+    best: dict[str, str | None], bases: dict[str, str], tmp_path: Path
+) -> None:
+    models = {name: Reference.parse(name) for name in "abcdex"}
+    names = {reference: name for name, reference in models.items()}
+
+    class Told(Relatives):
+        def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
+            found = best[names[reference]]
+            if found is None or models[found] not in excluded:
+                return None if found is None else models[found]
+            return None if models["c"] in excluded else models["c"]
+
+    found = Told(LocalStore(tmp_path), [], "fast").bases_of([models[name] for name in best])
+    assert {names[one]: names[other] for one, other in found.items()} == bases
+    assert not set(found) & set(found.values())

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.compression.decoder import ColdBlob
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobMissing
+from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.store.local import LocalStore
+from tests.support.frozen import COUNT, layer, tuned, weights
+from tests.support.models import add_blobs, blob
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def add(store: LocalStore, data: bytes) -> Blob:
+    add_blobs(store, "m", {"x": data})
+    return Blob(Digest.of(data), len(data))
+
+
+def coded(coding: Coding) -> ColdBlob:
+    written = bytearray()
+    told: list[int] = []
+    coding.write(written.extend, told.append)
+    assert sum(told) == ColdBlob(bytes(written)).size
+    return ColdBlob(bytes(written))
+
+
+def decoded(store: LocalStore, cold: ColdBlob) -> bytes:
+    if cold.table.base is not None:
+        cold.give_base(store.base(cold.table.base.digest, cold.table.base.size))
+    out = bytearray(cold.size)
+    cold.decode_into(out)
+    return bytes(out)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        layer("x", weights(1)),
+        blob(("x", "BF16", (0,), b""), ("y", "BF16", (COUNT,), weights(1))),
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(1))),
+        b"no safetensors file at all" * 1000,
+        b"",
+    ],
+    ids=["one", "empty", "equal", "foreign", "nothing"],
+)
+def test_any_blob_comes_back(store: LocalStore, data: bytes) -> None:
+    cold = coded(Coding(store, add(store, data), "fast"))
+    assert cold.table.digest == Digest.of(data)
+    assert decoded(store, cold) == data
+
+
+def test_a_base_saves_what_tensors_have_in_common(store: LocalStore) -> None:
+    base = add(store, layer("x", weights(1)))
+    mine = layer("x", tuned(10, 1))
+    item = add(store, mine)
+    alone, beside = Coding(store, item, "fast"), Coding(store, item, "fast", base)
+    assert (alone.has_base, beside.has_base) == (False, True)
+    assert beside.estimate() < 0.8 * alone.estimate()
+    cold = coded(beside)
+    assert cold.table.base == (base.digest, base.size)
+    assert decoded(store, cold) == mine
+    beside.alone()
+    assert (beside.has_base, beside.estimate()) == (False, alone.estimate())
+
+
+def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
+    base = add(
+        store,
+        blob(
+            ("b", "BF16", (COUNT,), weights(2)),
+            ("a", "BF16", (COUNT,), weights(1)),
+            ("c", "BF16", (COUNT // 2, 2), weights(3)),
+        ),
+    )
+    mine = blob(
+        ("a", "BF16", (COUNT,), tuned(10, 1)),
+        ("b", "BF16", (COUNT,), tuned(11, 2)),
+        ("c", "BF16", (COUNT,), tuned(12, 3)),
+        ("d", "BF16", (0,), b""),
+    )
+    item = add(store, mine)
+    cold = coded(Coding(store, item, "fast", base))
+    begins = [part.base_begin for part in cold.table.parts]
+    header = store.read_blob_header(*base)
+    assert begins == [
+        None,
+        header.data_start + header.tensors["a"].begin,
+        header.data_start + header.tensors["b"].begin,
+        None,  # of another shape
+    ]
+    assert decoded(store, cold) == mine
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        b"no safetensors file",
+        blob(("x", "F16", (COUNT,), tuned(10, 1))),
+        blob(("x", "BF16", (2, COUNT), weights(1) * 2)),
+        blob(("y", "BF16", (COUNT,), tuned(10, 1)), ("z", "U8", (1,), b"1")),
+    ],
+    ids=["foreign", "type", "shape", "names"],
+)
+def test_a_base_that_has_nothing_alike_is_none(store: LocalStore, base: bytes) -> None:
+    item = add(store, layer("x", weights(1)))
+    assert not Coding(store, item, "fast", add(store, base)).has_base
+
+
+def test_a_base_that_is_gone_is_none(store: LocalStore) -> None:
+    item = add(store, layer("x", weights(1)))
+    assert not Coding(store, item, "fast", Blob(Digest.of(b"gone"), 4)).has_base
+
+
+def test_a_blob_that_is_gone_is_missing(store: LocalStore) -> None:
+    with pytest.raises(BlobMissing):
+        Coding(store, Blob(Digest.of(b"gone"), 4), "fast")
+
+
+def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:
+    item = add(store, layer("x", weights(1, 3_000_000)))
+    coding = Coding(store, item, "fast")
+    written = bytearray()
+    coding.write(written.extend, lambda _: None)
+    assert abs(coding.estimate() - len(written)) < 0.01 * len(written)
+
+
+def beside(
+    store: LocalStore, mine: bytes, *tensors: tuple[str, str, tuple[int, ...], bytes]
+) -> ColdBlob:
+    """Return a blob coded by another, once it has been decoded."""
+    item = add(store, mine)
+    cold = coded(Coding(store, item, "fast", add(store, blob(*tensors))))
+    assert decoded(store, cold) == mine
+    return cold
+
+
+def test_a_tensor_is_found_under_another_name_and_shape(store: LocalStore) -> None:
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
+        ("a", "BF16", (2, COUNT // 2), weights(2)),
+        ("b", "I16", (COUNT,), weights(1)),
+        ("c", "U8", (2 * COUNT,), weights(3)),
+    )
+    assert [part.base_begin is None for part in cold.table.parts] == [True, False, False]
+    assert cold.table.parts[1].base_begin != cold.table.parts[2].base_begin
+    assert stored(cold) < 0.02 * cold.size
+
+
+def test_a_tensor_of_the_same_name_is_preferred(store: LocalStore) -> None:
+    """Where both are equal, and where neither is."""
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), tuned(10, 2))),
+        ("a", "BF16", (COUNT,), weights(1)),
+        ("x", "BF16", (COUNT,), weights(1)),
+        ("y", "BF16", (COUNT,), weights(2)),
+    )
+    begins = [part.base_begin for part in cold.table.parts[1:]]
+    assert cold.table.base is not None
+    header = store.read_blob_header(*cold.table.base)
+    assert begins == [header.data_start + header.tensors[name].begin for name in ("x", "y")]
+
+
+def test_a_tensor_of_the_same_name_that_differs_gives_way_to_an_equal_one(
+    store: LocalStore,
+) -> None:
+    cold = beside(
+        store,
+        blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
+        ("x", "BF16", (COUNT,), weights(2)),
+        ("y", "BF16", (COUNT,), weights(1)),
+    )
+    assert stored(cold) < 0.02 * cold.size
+
+
+def test_slices_of_a_stack_are_found_one_by_one(store: LocalStore) -> None:
+    parts = [weights(seed) for seed in range(4)]
+    shape = (200, COUNT // 200)
+    stack = blob(("stack", "BF16", (4, *shape), b"".join(parts)))
+    packed = [(str(number), "BF16", shape, part) for number, part in enumerate(parts)]
+    cold = beside(store, stack, *packed[::-1])
+    assert [part.size for part in cold.table.parts[1:]] == [2 * COUNT] * 4
+    assert stored(cold) < 0.02 * cold.size
+    cold = beside(store, blob(*packed), ("stack", "BF16", (4, *shape), b"".join(parts)))
+    assert stored(cold) < 0.02 * cold.size
+    cold = beside(store, stack, packed[1], packed[3])
+    assert [part.base_begin is None for part in cold.table.parts[1:]] == [True, False] * 2
+
+
+def test_equal_samples_that_say_nothing_make_nothing_equal(store: LocalStore) -> None:
+    mine = blob(("x", "BF16", (COUNT,), bytes(2 * COUNT)))
+    base = blob(("y", "BF16", (COUNT,), bytes(2 * COUNT)), ("z", "U8", (1,), b"1"))
+    assert not Coding(store, add(store, mine), "fast", add(store, base)).has_base
+
+
+def stored(cold: ColdBlob) -> int:
+    """Return the bytes of all planes."""
+    return sum(plane.size for chunk in cold.table.chunks for plane in chunk.planes)

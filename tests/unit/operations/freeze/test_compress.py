@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+from blobstore.operations.freeze.blob_encoder import Coding
+from blobstore.operations.freeze.compress import Maker
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.store.cold import ColdBlob
+from blobstore.store.local import LocalStore
+from tests.support.frozen import flip_in_place, forms_of, layer, layers, put, tuned
+from tests.support.models import add_blobs
+
+if TYPE_CHECKING:
+    from blobstore.core.digest import Digest
+
+CHILD = tuned(10, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": layer("x", CHILD)})
+    return store
+
+
+@pytest.fixture
+def base(store: LocalStore) -> Digest:
+    return layers(store, "base")["x"].digest
+
+
+def coded_by(store: LocalStore) -> Digest | None:
+    return store.cold.open(layers(store, "child")["x"].digest).base
+
+
+def assert_whole(store: LocalStore) -> None:
+    with blobstore.open("child", store=store, verify="rehash") as model:
+        assert model["x"].tobytes() == CHILD
+
+
+@pytest.mark.parametrize("moment", ["coded", "decoded", "checked"])
+def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
+    store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Once its bytes are put back, what was coded by others would be lost."""
+    path = store.layout.blob(base)
+    whole = Path(path).read_bytes()
+    done: list[object] = []
+
+    def harm() -> None:
+        if not done:
+            flip_in_place(path)
+        done.append(None)
+
+    write, checked, check = Coding.write, Maker._checked, ColdBlob.check
+
+    def coded(self: Coding, *arguments: Any) -> None:
+        harm()
+        write(self, *arguments)
+
+    def decoded(self: Maker, *arguments: Any) -> Any:
+        harm()
+        return checked(self, *arguments)
+
+    def then(self: ColdBlob, *arguments: Any) -> None:
+        check(self, *arguments)
+        harm()
+
+    if moment == "coded":
+        monkeypatch.setattr(Coding, "write", coded)
+    elif moment == "decoded":
+        monkeypatch.setattr(Maker, "_checked", decoded)
+    else:
+        monkeypatch.setattr(ColdBlob, "check", then)
+    (frozen,) = freeze_models(["child"], store=store, base="base").blobs
+    assert done
+    assert (frozen.outcome, frozen.base) == ("frozen", None)
+    assert forms_of(store, "child") == {"x": "cold"}
+    Path(path).write_bytes(whole)
+    assert_whole(store)
+
+
+def test_a_base_that_becomes_cold_meanwhile_serves_all_the_same(
+    store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze_models(["base"], store=store, keep_hot=True, find_base=False)
+    check = ColdBlob.check
+    checks: list[object] = []
+
+    def then(self: ColdBlob, *arguments: Any) -> None:
+        check(self, *arguments)
+        if self.base is not None:
+            Path(store.layout.blob(base)).unlink(missing_ok=True)
+            checks.append(None)
+
+    monkeypatch.setattr(ColdBlob, "check", then)
+    (frozen,) = freeze_models(["child"], store=store, base="base").blobs
+    assert len(checks) == 2
+    assert frozen.base == base == coded_by(store)
+    assert_whole(store)
+
+
+def test_a_cold_form_that_was_left_by_a_damaged_base_is_made_anew(
+    store: LocalStore, base: Digest
+) -> None:
+    freeze_models(["child"], store=store, base="base", keep_hot=True)
+    assert coded_by(store) == base
+    flip_in_place(store.layout.blob(base))
+    (frozen,) = freeze_models(["child"], store=store, base="base").blobs
+    assert (frozen.outcome, frozen.base) == ("frozen", None)
+    assert_whole(store)
+
+
+def test_says_of_a_damaged_blob_which_file_it_is(store: LocalStore) -> None:
+    path = store.layout.blob(layers(store, "child")["x"].digest)
+    flip_in_place(path)
+    frozen = freeze_models(["child"], store=store, base="base")
+    assert [item.outcome for item in frozen.blobs] == ["damaged"]
+    (fault,) = frozen.faults
+    assert f"'{path}' is damaged: its bytes have digest" in str(fault)
+    assert list(store.layout.temporary.iterdir()) == []

@@ -1,0 +1,366 @@
+"""Equal tensors under different names: which are kept, and what becomes of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.operations.freeze import duplicates as equals
+from blobstore.operations.freeze.fingerprints import Piece, print_of
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import COUNT, forms_of, layer, layers, tuned, weights
+from tests.support.models import Arrays, add_blobs, blob, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.core.digest import Digest
+    from blobstore.operations.create.blobs import ExpertForm
+    from blobstore.operations.freeze.freeze import Frozen
+
+HEAD, EMBED = "lm_head", "embed_tokens"
+LITTLE = 4096
+SHAPE = (96, 128)
+EXPERTS = 8
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store", wait=0.05)
+
+
+def put(store: LocalStore, name: str, tensors: Mapping[str, bytes]) -> dict[Digest, bytes]:
+    """Give a store a model; return its blobs."""
+    data = {key: layer(key, item) for key, item in tensors.items()}
+    add_blobs(store, name, data)
+    return {item.digest: data[key] for key, item in layers(store, name).items()}
+
+
+def bases_of(frozen: Frozen) -> dict[str, Digest | None]:
+    """Return by what each blob is coded, by its name."""
+    return {item.name: item.base for item in frozen.blobs}
+
+
+def assert_whole(store: LocalStore, blobs: Mapping[Digest, bytes]) -> None:
+    """Check that blobs come back, cold as they are."""
+    assert verify_models(store=store).faults == ()
+    for digest, data in blobs.items():
+        assert store.read_blob(digest, len(data)) == data
+
+
+def test_tied_weights_are_stored_once(store: LocalStore) -> None:
+    blobs = put(store, "m", {HEAD: weights(1), EMBED: weights(1), "x": weights(2)})
+    found = layers(store, "m")
+    frozen = freeze_models(["m"], store=store)
+    assert {item.outcome for item in frozen.blobs} == {"frozen"}
+    assert bases_of(frozen) == {HEAD: found[EMBED].digest, EMBED: None, "x": None}
+    assert {item.name: item.stored < LITTLE for item in frozen.blobs} == {
+        HEAD: True,
+        EMBED: False,
+        "x": False,
+    }
+    assert_whole(store, blobs)
+    thaw_models(["m"], store=store)
+    assert set(forms_of(store, "m").values()) == {"hot"}
+    assert_whole(store, blobs)
+
+
+def test_what_would_be_is_what_comes(store: LocalStore) -> None:
+    put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
+    foretold = freeze_models(["m"], store=store, dry_run=True)
+    frozen = freeze_models(["m"], store=store)
+    assert abs(foretold.stored - frozen.stored) < 0.01 * frozen.size
+
+
+def test_nothing_is_looked_for_without_bases(store: LocalStore) -> None:
+    put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
+    frozen = freeze_models(["m"], store=store, find_base=False)
+    assert set(bases_of(frozen).values()) == {None}
+
+
+@pytest.mark.parametrize("form", ["hot", "cold", "together"])
+def test_a_renamed_tensor_is_coded_by_the_other_model_s(store: LocalStore, form: str) -> None:
+    other = put(store, "other", {"a": weights(1), "b": weights(2)})
+    blobs = put(store, "m", {"long.name.x": weights(1), "long.name.y": weights(2)})
+    if form == "cold":
+        freeze_models(["other"], store=store, find_base=False)
+    frozen = freeze_models(["m", "other"] if form == "together" else ["m"], store=store)
+    coded = {item.digest: item for item in frozen.blobs if item.base is not None}
+    assert len(coded) == 2
+    assert all(item.stored < LITTLE for item in coded.values())
+    if form != "together":
+        assert {item.base for item in coded.values()} == set(other)
+    assert_whole(store, blobs | other)
+
+
+SEEDS = range(4)  # of which digests have one order or the other
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_base_that_nobody_freezes_is_preferred(store: LocalStore, seed: int) -> None:
+    other = put(store, "other", {"a": weights(seed)})
+    put(store, "m", {HEAD: weights(seed), EMBED: weights(seed)})
+    frozen = freeze_models(["m"], store=store)
+    assert set(bases_of(frozen).values()) == set(other)
+
+
+def test_what_others_have_outlives_its_names(store: LocalStore) -> None:
+    other = put(store, "other", {"a": weights(1)})
+    blobs = put(store, "m", {"x": weights(1)})
+    freeze_models(["m"], store=store)
+    removed = remove_models(["other"], store=store)
+    assert (removed.blobs, removed.bases) == (0, 1)
+    assert collect_garbage(store, older_than=0).blobs == ()
+    assert_whole(store, blobs)
+    thaw_models(["m"], store=store)
+    assert len(collect_garbage(store, older_than=0).blobs) == 1
+    assert_whole(store, blobs)
+    assert not store.has(next(iter(other)))
+
+
+def test_a_base_frozen_later_is_no_copy_itself(store: LocalStore) -> None:
+    other = put(store, "other", {"a": weights(1)})
+    blobs = put(store, "m", {"x": weights(1)})
+    freeze_models(["m"], store=store)
+    frozen = freeze_models(["other"], store=store)
+    assert bases_of(frozen) == {"a": None}
+    assert {item.outcome for item in frozen.blobs} == {"frozen"}
+    assert_whole(store, blobs | other)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("keep_hot", [False, True])
+def test_what_is_coded_by_another_is_no_base(
+    store: LocalStore, seed: int, *, keep_hot: bool
+) -> None:
+    first = put(store, "first", {"a": weights(seed)})
+    second = put(store, "second", {"bb": weights(seed)})
+    freeze_models(["second"], store=store, keep_hot=keep_hot)
+    third = put(store, "third", {"ccc": weights(seed)})
+    frozen = freeze_models(["third"], store=store)
+    assert bases_of(frozen) == {"ccc": next(iter(first))}
+    assert_whole(store, first | second | third)
+
+
+def sampled_like(true: bytes, other: bytes) -> bytes:
+    """Return the second bytes, with those of the first where samples are taken."""
+    data = bytearray(other)
+
+    def copy(out: memoryview, begin: int) -> None:
+        data[begin : begin + len(out)] = out[:] = true[begin : begin + len(out)]
+
+    print_of(Piece(0, len(true), 16), copy)
+    return bytes(data)
+
+
+def test_equal_samples_alone_make_no_copy(store: LocalStore) -> None:
+    crafted = sampled_like(weights(1), weights(2))
+    assert crafted != weights(2)
+    blobs = put(store, "m", {"x": weights(1), "y": crafted})
+    frozen = freeze_models(["m"], store=store)
+    assert set(bases_of(frozen).values()) == {None}
+    assert_whole(store, blobs)
+
+
+def test_what_only_looks_equal_keeps_nothing_from_what_is(store: LocalStore) -> None:
+    """Though its model is not frozen, which would make it the better base."""
+    put(store, "other", {"a": sampled_like(weights(1), weights(2))})
+    blobs = put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
+    frozen = freeze_models(["m"], store=store)
+    assert bases_of(frozen) == {HEAD: layers(store, "m")[EMBED].digest, EMBED: None}
+    assert_whole(store, blobs)
+
+
+def test_what_is_nearly_equal_is_right_all_the_same(store: LocalStore) -> None:
+    """Bytes that no sample and no estimate sees are coded too."""
+    count = 4_000_000
+    data = bytearray(weights(1, count))
+    data[3 * count // 4] ^= 1
+    blobs = put(store, "m", {"x": weights(1, count), "y": bytes(data)})
+    frozen = freeze_models(["m"], store=store)
+    assert sorted(item.base is None for item in frozen.blobs) == [False, True]
+    assert_whole(store, blobs)
+
+
+def lightly(seed: int, of: int) -> bytes:
+    """Return what weights are after a training that changed few."""
+    return tuned(seed, of)[:2000] + weights(of)[2000:]
+
+
+@pytest.mark.parametrize("names", [["tuned"], ["base", "tuned"], ["tuned", "base"]])
+def test_tied_weights_that_differ_little_from_a_base_are_differences(
+    store: LocalStore, names: list[str]
+) -> None:
+    blobs = put(store, "base", {HEAD: weights(1), EMBED: weights(1), "x": weights(2)})
+    blobs |= put(store, "tuned", {HEAD: lightly(3, 1), EMBED: lightly(3, 1), "x": lightly(4, 2)})
+    frozen = freeze_models(names, store=store, base="base")
+    found = layers(store, "tuned")
+    coded = {item.digest: item for item in frozen.blobs}
+    mine = [coded[item.digest] for item in found.values()]
+    assert all(item.base is not None for item in mine)
+    assert {item.base for item in mine} <= {item.digest for item in layers(store, "base").values()}
+    assert all(item.stored < 0.2 * item.size for item in mine)
+    alone = [item for item in frozen.blobs if item.base is None]
+    assert len(alone) == (0 if names == ["tuned"] else 2)  # one of the tied ones, and x
+    assert_whole(store, blobs)
+
+
+def retrained(seed: int, of: int) -> bytes:
+    """Return what weights are after a training that changed most of them."""
+    return weights(of)[:COUNT] + weights(seed)[COUNT:]
+
+
+def test_tied_weights_that_differ_much_from_a_base_are_stored_once(store: LocalStore) -> None:
+    blobs = put(store, "base", {HEAD: weights(1), EMBED: weights(1)})
+    blobs |= put(store, "tuned", {HEAD: retrained(3, 1), EMBED: retrained(3, 1)})
+    frozen = freeze_models(["tuned"], store=store, base="base")
+    sizes = sorted(item.stored for item in frozen.blobs)
+    assert sizes[0] < LITTLE
+    alone = freeze_models(["tuned"], store=store, find_base=False, dry_run=True)
+    assert sizes[1] <= max(item.stored for item in alone.blobs)
+    assert_whole(store, blobs)
+
+
+def test_a_tied_pair_of_a_model_with_a_base_that_differs_is_stored_once(store: LocalStore) -> None:
+    """That it is as large as one of another model makes that one no base of it."""
+    blobs = put(store, "base", {"x": weights(2), EMBED: weights(5)})
+    blobs |= put(store, "tuned", {"x": lightly(3, 2), EMBED: weights(6), HEAD: weights(6)})
+    frozen = freeze_models(["tuned"], store=store, base="base")
+    found = layers(store, "tuned")
+    assert bases_of(frozen) == {
+        "x": layers(store, "base")["x"].digest,
+        EMBED: None,
+        HEAD: found[EMBED].digest,
+    }
+    assert_whole(store, blobs)
+
+
+def experts_of(seed: int) -> Arrays:
+    """Return a layer of experts."""
+    random = np.random.default_rng(seed)
+    return {
+        f"model.layers.0.mlp.experts.{number}.{name}.weight": (
+            random.standard_normal(SHAPE, dtype=np.float32) * np.float32(0.02)
+        ).astype(ml_dtypes.bfloat16)
+        for number in range(EXPERTS)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize("first", ["packed", "stacked"])
+@pytest.mark.parametrize("is_together", [False, True])
+def test_packed_and_stacked_experts_are_stored_once(
+    store: LocalStore, tmp_path: Path, first: ExpertForm, *, is_together: bool
+) -> None:
+    folder = write_folder(tmp_path / "model", experts_of(1))
+    second: ExpertForm = "stacked" if first == "packed" else "packed"
+    blobs = {}
+    for form in (first, second):
+        blobstore.create(folder, form, store=store, experts=form)
+        for item in layers(store, form).values():
+            blobs[item.digest] = store.read_blob(item.digest, item.size)
+    if not is_together:
+        freeze_models([first], store=store, find_base=False)
+    frozen = freeze_models([first, second] if is_together else [second], store=store)
+    tensors = [item for item in frozen.blobs if item.size > LITTLE]
+    assert sum(item.base is not None for item in tensors) == 1
+    coded = next(item for item in tensors if item.base is not None)
+    assert coded.stored < LITTLE + 0.02 * coded.size
+    assert_whole(store, blobs)
+
+
+def pair(prefix: str, *seeds: int) -> bytes:
+    """Return a blob of some tensors."""
+    return blob(*((f"{prefix}.{seed}", "BF16", (COUNT,), weights(seed)) for seed in seeds))
+
+
+def test_half_of_a_blob_may_be_another_s(store: LocalStore) -> None:
+    add_blobs(store, "other", {"experts": pair("experts", 1, 3)})
+    mine = pair("my.experts", 1, 2)
+    add_blobs(store, "m", {"my.experts": mine})
+    frozen = freeze_models(["m"], store=store)
+    assert bases_of(frozen) == {"my.experts": layers(store, "other")["experts"].digest}
+    assert frozen.stored < 0.4 * len(mine)
+    assert_whole(store, {layers(store, "m")["my.experts"].digest: mine})
+
+
+def test_a_group_that_others_are_coded_by_is_no_copy(store: LocalStore) -> None:
+    """Those look for their tensors by name, which another group has not."""
+    group = "model.experts"
+    tuned_pair = blob(*((f"{group}.{n}", "BF16", (COUNT,), tuned(5, n)) for n in (1, 2)))
+    add_blobs(store, "base", {group: pair(group, 1, 2)})
+    add_blobs(store, "tuned", {group: tuned_pair})
+    longer = "model.language_model.experts"  # so that it covers less of its blob
+    add_blobs(store, "renamed", {longer: pair(longer, 1, 2)})
+    frozen = freeze_models(["tuned", "renamed", "base"], store=store, base="base")
+    base = layers(store, "base")[group].digest
+    assert {item.digest: item.base for item in frozen.blobs} == {
+        base: None,
+        layers(store, "tuned")[group].digest: base,
+        layers(store, "renamed")[longer].digest: base,
+    }
+    assert all(item.stored < 0.3 * item.size for item in frozen.blobs if item.base)
+    assert_whole(store, {layers(store, "tuned")[group].digest: tuned_pair})
+
+
+def test_few_models_are_looked_at(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have layers of the same sizes, and not those of the same names."""
+    for number in range(4):
+        put(store, f"alike-{number}", {"x": weights(10 + number), "y": weights(20 + number)})
+    for number in range(12):
+        put(store, f"renamed-{number:02}", {"xx": weights(30 + number), "yy": weights(50 + number)})
+    put(store, "small", {"z": weights(70, 1000)})
+    put(store, "m", {"x": weights(41), "y": weights(51)})
+    sampled: list[Digest] = []
+    base = LocalStore.base
+
+    def noted(self: LocalStore, digest: Digest, size: int) -> object:
+        sampled.append(digest)
+        return base(self, digest, size)
+
+    monkeypatch.setattr(LocalStore, "base", noted)
+    look_at(store, "m")
+    assert len(sampled) == len(set(sampled)) == 2 + 12 + equals._MOST_MODELS
+    assert not {item.digest for item in layers(store, "alike-0").values()} & {*sampled}
+    monkeypatch.undo()
+    frozen = freeze_models(["m"], store=store)
+    assert bases_of(frozen)["x"] == layers(store, "renamed-11")["xx"].digest
+
+
+def look_at(store: LocalStore, name: str) -> None:
+    """Look for equals of a model."""
+    mine = {item.digest: item for item in layers(store, name).values()}
+    others = [layers(store, item.model) for item in store.references() if item.model != name]
+    equals.Equals(store, "fast", mine, {}).look_at(others)
+
+
+def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:
+    put(store, "other", {"a": weights(1), "b": weights(2)})
+    digests = [item.digest for item in layers(store, "other").values()]
+    Path(store.layout.blob(digests[0])).unlink()
+    blobs = put(store, "m", {"x": weights(1), "y": weights(2)})
+    frozen = freeze_models(["m"], store=store)
+    assert bases_of(frozen) == {"x": None, "y": digests[1]}
+    for digest, data in blobs.items():
+        assert store.read_blob(digest, len(data)) == data
+
+
+def test_a_base_of_differences_is_not_a_copy(store: LocalStore) -> None:
+    """What others are coded by already stays what it is."""
+    blobs = put(store, "base", {"x": weights(1)})
+    blobs |= put(store, "tuned", {"x": lightly(3, 1)})
+    freeze_models(["tuned"], store=store, base="base")
+    blobs |= put(store, "renamed", {"long.name": weights(1)})
+    frozen = freeze_models(["base", "renamed"], store=store)
+    assert bases_of(frozen) == {"x": None, "long.name": layers(store, "base")["x"].digest}
+    assert_whole(store, blobs)

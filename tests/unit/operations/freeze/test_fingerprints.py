@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.operations.freeze.fingerprints import (
+    LEAST_PIECE,
+    Piece,
+    Pieces,
+    pieces_of,
+    print_of,
+    slices_of,
+)
+from blobstore.safetensors.header import PREFIX_SIZE, parse_header
+from tests.support.cold import noise
+from tests.support.models import blob
+
+if TYPE_CHECKING:
+    from blobstore.operations.freeze.fingerprints import Read
+    from blobstore.safetensors.header import Header
+
+SIZE = 2 * LEAST_PIECE
+
+
+def header_of(data: bytes) -> Header:
+    end = PREFIX_SIZE + int.from_bytes(data[:PREFIX_SIZE], "little")
+    return parse_header(data[PREFIX_SIZE:end], len(data))
+
+
+def reading(data: bytes) -> Read:
+    def read(out: memoryview, begin: int) -> None:
+        out[:] = data[begin : begin + len(out)]
+
+    return read
+
+
+def test_pieces_are_tensors_and_slices_of_stacks() -> None:
+    data = blob(
+        ("stack", "U8", (3, 2, SIZE // 2), noise(3 * SIZE)),
+        ("matrix", "U8", (2, SIZE), noise(2 * SIZE)),
+        ("small", "U8", (LEAST_PIECE - 1,), noise(LEAST_PIECE - 1)),
+    )
+    header = header_of(data)
+    found = list(pieces_of(header))
+    start = header.data_start
+    assert found == [
+        (Piece(start, 3 * SIZE, 8), [Piece(start + n * SIZE, SIZE, 8) for n in range(3)]),
+        (Piece(start + 3 * SIZE, 2 * SIZE, 8), []),
+    ]
+
+
+def test_small_odd_and_single_slices_are_no_pieces() -> None:
+    shapes = [("U8", (1, 2, SIZE)), ("F4", (2, 2, SIZE)), ("U8", (2 * SIZE // 64, 1, 64))]
+    for code, shape in shapes:
+        data = blob(("x", code, shape, noise(2 * SIZE)))
+        header = header_of(data)
+        assert slices_of(header.tensors["x"], header.data_start) == []
+
+
+def test_a_piece_is_found_where_its_bytes_are() -> None:
+    one, other = noise(SIZE, 1), noise(SIZE, 2)
+    data = blob(("a", "U8", (SIZE,), one), ("b", "U8", (2, 1, SIZE), other + one))
+    pieces = Pieces(header_of(data), reading(data))
+    where = {bytes_: data.index(bytes_) for bytes_ in (one, other)}
+    for bytes_, place in where.items():
+        assert pieces.place_of(print_of(Piece(0, SIZE, 8), reading(bytes_))) == place
+    assert pieces.place_of(print_of(Piece(0, SIZE, 8), reading(noise(SIZE, 3)))) is None
+    assert pieces.place_of(print_of(Piece(0, SIZE, 16), reading(one))) is None
+
+
+def test_what_is_one_byte_over_and_over_is_like_nothing() -> None:
+    data = blob(("a", "U8", (SIZE,), bytes(SIZE)))
+    pieces = Pieces(header_of(data), reading(data))
+    assert print_of(Piece(0, SIZE, 8), reading(bytes(SIZE))) is None
+    assert pieces.place_of(None) is None
+    assert pieces.place_of(((SIZE, 8), bytes(192))) is None

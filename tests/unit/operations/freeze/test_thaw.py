@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze import thaw as thawing
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.store.local import LocalStore
+from tests.support import sandbox
+from tests.support.frozen import flip, forms_of, layer, layers, put, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "a", {"x": 1, "y": 2})
+    freeze_models(["a"], store=store)
+    return store
+
+
+def content(store: LocalStore, name: str) -> dict[str, bytes]:
+    """Return the files of a model's blobs as they are."""
+    return {
+        key: Path(store.layout.blob(item.digest)).read_bytes()
+        for key, item in layers(store, name).items()
+    }
+
+
+def test_files_are_as_they_were(store: LocalStore) -> None:
+    thawed = thaw_models(["a"], store=store)
+    assert content(store, "a") == {"x": layer("x", weights(1)), "y": layer("y", weights(2))}
+    assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
+    assert (thawed.blobs, thawed.size) == (2, sum(map(len, content(store, "a").values())))
+    assert 0 < thawed.stored < thawed.size
+    assert list(store.layout.temporary.iterdir()) == []
+    mode = Path(store.layout.blob(layers(store, "a")["x"].digest)).stat().st_mode
+    assert mode & 0o777 == 0o444
+
+
+def test_hot_models_have_nothing_to_thaw(store: LocalStore) -> None:
+    thaw_models(["a"], store=store)
+    assert thaw_models(["a", "a"], store=store).blobs == 0
+
+
+def test_cold_forms_can_be_kept(store: LocalStore) -> None:
+    assert thaw_models(["a"], store=store, keep_cold=True).blobs == 2
+    assert forms_of(store, "a") == {"x": "both", "y": "both"}
+    assert thaw_models(["a"], store=store).blobs == 2
+    assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
+
+
+def test_what_is_damaged_stays_cold_and_is_told(store: LocalStore) -> None:
+    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    thawed = thaw_models(["a"], store=store)
+    assert forms_of(store, "a") == {"x": "cold", "y": "hot"}
+    (fault,) = thawed.faults
+    assert isinstance(fault, BlobDamaged)
+    assert "layer 'x'" in str(fault)
+    assert list(store.layout.temporary.iterdir()) == []
+
+
+def test_what_is_missing_is_told(store: LocalStore) -> None:
+    Path(store.layout.cold_blob(layers(store, "a")["x"].digest)).unlink()
+    (fault,) = thaw_models(["a"], store=store).faults
+    assert isinstance(fault, BlobMissing)
+    assert forms_of(store, "a") == {"x": "neither", "y": "hot"}
+
+
+def test_a_damaged_file_is_put_aside_for_what_is_decoded(store: LocalStore) -> None:
+    thaw_models(["a"], store=store, keep_cold=True)
+    flip(store.layout.blob(layers(store, "a")["x"].digest))
+    thaw_models(["a"], store=store)
+    assert content(store, "a")["x"] == layer("x", weights(1))
+    assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
+    (aside,) = store.layout.quarantine.iterdir()
+    assert aside.name.startswith(layers(store, "a")["x"].digest.file_name)
+
+
+def test_what_others_have_written_meanwhile_is_not_replaced_nor_believed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(store.layout.blob(layers(store, "a")["x"].digest))
+    real = thawing._Thawing._settle
+
+    def later(self: Any, made: Sequence[Any]) -> None:
+        path.write_bytes(b"whatever another process has put there")
+        real(self, made)
+
+    monkeypatch.setattr(thawing._Thawing, "_settle", later)
+    assert thaw_models(["a"], store=store).blobs == 1
+    assert forms_of(store, "a") == {"x": "both", "y": "hot"}
+    assert path.read_bytes() == b"whatever another process has put there"
+
+
+def test_what_a_thawed_model_shares_is_hot_for_both(store: LocalStore) -> None:
+    put(store, "b", {"x": 1, "z": 3})
+    freeze_models(["b"], store=store)
+    thaw_models(["a"], store=store)
+    assert forms_of(store, "b") == {"x": "hot", "z": "cold"}
+    freeze_models(["b"], store=store)  # a is hot
+    assert forms_of(store, "b") == {"x": "hot", "z": "cold"}
+
+
+def test_opening_can_thaw(store: LocalStore) -> None:
+    with blobstore.open("a", store=store, thaw=True) as model:
+        assert model["x"].tobytes() == weights(1)
+    assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
+
+
+def test_opening_tells_what_cannot_be_thawed(store: LocalStore) -> None:
+    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    with pytest.raises(BlobDamaged, match="a:latest: layer 'x'"):
+        blobstore.open("a", store=store, thaw=True)
+
+
+def test_an_interrupt_leaves_nothing_half(store: LocalStore) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        thaw_models(["a"], store=store, jobs=1, progress=stop)
+    assert "neither" not in forms_of(store, "a").values()
+    assert list(store.layout.temporary.iterdir()) == []
+
+
+def test_a_full_disk_leaves_all_cold(tmp_path: Path) -> None:
+    with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
+        store = LocalStore(disk / "store")
+        put(store, "a", {f"x{number}": number for number in range(18)})
+        freeze_models(["a"], store=store)
+        (disk / "ballast").write_bytes(os.urandom(700_000))
+        with pytest.raises(StoreError, match="no space left"):
+            thaw_models(["a"], store=store, keep_cold=True)
+        gc.collect()  # the traceback has the maps of blobs
+        assert "neither" not in forms_of(store, "a").values()
+        assert list(store.layout.temporary.iterdir()) == []
+        assert collect_garbage(store, older_than=0).blobs == ()
+
+
+def test_rejects_what_means_nothing(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="jobs must be at least 1"):
+        thaw_models(["a"], store=store, jobs=0)
+    with pytest.raises(ModelNotFound):
+        thaw_models([Reference.parse("b")], store=store)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    InvalidManifest,
+    ModelNotFound,
+    StoreError,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.disk_usage import Space, measure_usage
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.store.local import LocalStore
+from tests.support import sandbox
+from tests.support.models import add_blobs, blob
+from tests.support.ollama_store import add_gguf_model
+
+if TYPE_CHECKING:
+    from blobstore.operations.maintenance.disk_usage import ModelUsage, StoreUsage
+
+A, B = map(Reference.parse, "ab")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def content(name: str) -> bytes:
+    """Return a blob whose size tells it from others."""
+    size = 100 * (ord(name) - ord("a"))
+    return blob((name, "U8", (size,), bytes(size)))
+
+
+def make(store: LocalStore, name: str, parts: str) -> None:
+    add_blobs(store, name, {part: content(part) for part in parts})
+
+
+def sizes(parts: str) -> int:
+    return sum(len(content(part)) for part in parts)
+
+
+def by_name(usage: StoreUsage) -> dict[str, ModelUsage]:
+    return {str(model.reference): model for model in usage.models}
+
+
+def on_disk(store: LocalStore) -> int:
+    files = [path for path in store.layout.root.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def test_an_absent_store_takes_nothing(store: LocalStore) -> None:
+    usage = measure_usage(store=store)
+    assert (usage.models, usage.size, usage.names) == ((), 0, 0)
+    assert usage.dedup_ratio is None
+    assert not store.layout.root.exists()
+
+
+def test_tells_what_is_unique_and_what_is_shared(store: LocalStore) -> None:
+    make(store, "a", "bcd")
+    make(store, "b", "cde")
+    make(store, "c", "df")
+    config = store.resolve(A).config.size
+    usage = measure_usage(store=store)
+    models = by_name(usage)
+
+    expected = {"a:latest": ("bcd", "b"), "b:latest": ("cde", "e"), "c:latest": ("df", "f")}
+    assert list(models) == list(expected)
+    for name, (all_parts, unique) in expected.items():
+        model = models[name]
+        assert model.size == sizes(all_parts) + config
+        assert model.unique == sizes(unique)
+        assert model.shared == model.size - model.unique
+        assert model.blobs == len(all_parts) + 1
+        assert (model.faults, model.error) == ((), None)
+    assert usage.referenced == Space(6, sizes("bcdef") + config)
+    assert usage.without_sharing == sizes("bcdcdedf") + 3 * config
+    assert usage.dedup_ratio == usage.without_sharing / usage.referenced.size
+    assert usage.names == 3
+    assert usage.size == on_disk(store)
+
+
+def test_two_names_of_one_model_have_nothing_unique(store: LocalStore) -> None:
+    make(store, "a", "b")
+    copy_model(A, B, store=store)
+    usage = measure_usage(store=store)
+    assert [model.unique for model in usage.models] == [0, 0]
+    assert usage.dedup_ratio == 2
+    assert usage.together == usage.together_unique == usage.referenced
+
+
+def test_models_that_were_asked_for_are_told_together(store: LocalStore) -> None:
+    make(store, "a", "bc")
+    make(store, "b", "cd")
+    make(store, "c", "de")
+    config = store.resolve(A).config.size
+    usage = measure_usage(["b", "a", B], store=store)
+
+    assert [str(model.reference) for model in usage.models] == ["b:latest", "a:latest"]
+    assert usage.together == Space(4, sizes("bcd") + config)
+    assert usage.together_unique == Space(2, sizes("bc"))
+    told = remove_models(["a", "b"], store=store, dry_run=True)
+    assert (told.blobs, told.size) == usage.together_unique
+    assert usage.referenced == measure_usage(store=store).referenced
+    assert usage.names == 3
+    with pytest.raises(ModelNotFound, match="'none:latest'"):
+        measure_usage([A, "none"], store=store)
+
+
+def test_tells_what_no_model_needs(store: LocalStore) -> None:
+    make(store, "a", "bc")
+    make(store, "b", "cd")
+    remove_models([A], store=store)
+    (store.layout.blobs / f"sha256-{'a' * 64}-partial").write_bytes(b"12345")
+    (store.layout.blobs / f"sha256-{'b' * 64}").symlink_to("elsewhere")
+    (store.layout.temporary / "1-a-0").write_bytes(b"123")
+    store.layout.quarantine.mkdir()
+    (store.layout.quarantine / "bad").write_bytes(b"12")
+    store.layout.headers.mkdir()
+    (store.layout.headers / "x").write_bytes(b"1")
+    usage = measure_usage(store=store)
+
+    assert usage.unreferenced == Space(1, sizes("b"))
+    assert usage.foreign == Space(2, 5 + len("elsewhere"))
+    assert usage.temporary == Space(1, 3)
+    assert usage.quarantine == Space(1, 2)
+    assert usage.caches.size == 1
+    assert usage.manifests == Space(1, len(store.read_manifest(B)))
+    assert usage.size == on_disk(store) + len("elsewhere")
+
+
+def test_sizes_are_those_on_disk_and_what_is_wrong_is_told(store: LocalStore) -> None:
+    make(store, "a", "bcd")
+    manifest = store.resolve(A)
+    missing, short, link = (Path(store.layout.blob(layer.digest)) for layer in manifest.layers)
+    missing.unlink()
+    short.write_bytes(b"12")
+    link.unlink()
+    link.symlink_to(short)
+    (model,) = measure_usage(store=store).models
+
+    assert model.size == model.unique == 2 + manifest.config.size
+    assert model.blobs == 4
+    assert [type(fault) for fault in model.faults] == [BlobMissing, BlobDamaged, BlobDamaged]
+    assert str(missing) in str(model.faults[0])
+    assert "has 2 bytes" in str(model.faults[1])
+
+
+def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore) -> None:
+    make(store, "a", "b")
+    make(store, "b", "c")
+    store.layout.manifest(A).write_bytes(b"{")
+    usage = measure_usage(store=store)
+
+    assert [type(model.error) for model in usage.models] == [InvalidManifest, type(None)]
+    assert (usage.models[0].size, usage.models[0].blobs) == (0, 0)
+    assert usage.unreferenced == Space(1, sizes("b"))
+    assert len(measure_usage([B], store=store).unreadable) == 1
+    assert usage.size == on_disk(store)
+
+
+def test_knows_models_of_ollama_s_own(store: LocalStore) -> None:
+    manifest = add_gguf_model(store, "llama3:8b")
+    (model,) = measure_usage(store=store).models
+    assert model.size == model.unique == sum(item.size for item in manifest.blobs)
+
+
+def test_a_folder_that_is_closed_is_an_error() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        make(store, "a", "b")
+        store.layout.blobs.chmod(0o700)
+        outcome = sandbox.call(lambda: measure_usage(store=store), unprivileged=True)
+        store.layout.blobs.chmod(0o755)
+    assert outcome == f"StoreError: cannot list '{store.layout.blobs}': Permission denied"
+
+
+def test_a_file_is_no_store(store: LocalStore) -> None:
+    store.layout.root.write_bytes(b"")
+    with pytest.raises(StoreError, match="is not a folder"):
+        measure_usage(store=store)

@@ -1,0 +1,468 @@
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.core.files import read_regular
+from blobstore.errors import InvalidManifest, StoreBusy, StoreError, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance import gc as collect
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.store import reachability as marks
+from blobstore.store.local import LocalStore
+from blobstore.store.locks import read_leases
+from tests.support import sandbox
+from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.support.ollama_store import add_gguf_model
+
+if TYPE_CHECKING:
+    from blobstore.store.layout import Layout
+
+A = Reference.parse("a")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store", wait=0.05)
+
+
+def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
+    """Add a blob that no manifest reaches, written ``age`` seconds ago."""
+    with store.ingest() as ingest:
+        digest = ingest.add(len(data), lambda: [data]).digest
+        ingest.publish()
+    written = time.time() - age
+    os.utime(store.layout.blob(digest), (written, written))
+    return digest
+
+
+def names(found: tuple[collect.Removed, ...]) -> set[str]:
+    return {item.path.name for item in found}
+
+
+def everything(store: LocalStore) -> set[str]:
+    return {str(path.relative_to(store.layout.root)) for path in store.layout.root.rglob("*")}
+
+
+def test_removes_what_no_manifest_reaches(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    kept = {path.name for path in store.layout.blobs.iterdir()}
+    garbage = {put(store, data).file_name for data in (b"", b"one", b"two" * 1000)}
+    found = collect_garbage(store, older_than=0)
+    assert names(found.blobs) == garbage
+    assert sorted(item.size for item in found.blobs) == [0, 3, 3000]
+    assert (found.size, found.kept, found.kept_size) == (3003, 0, 0)
+    assert {path.name for path in store.layout.blobs.iterdir()} == kept
+    assert collect_garbage(store, older_than=0).size == 0
+
+
+def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
+    assert collect_garbage(store).blobs == ()
+    assert not store.layout.root.exists()
+
+
+def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
+    old = put(store, b"old", age=3700)
+    put(store, b"young!", age=3500)
+    put(store, b"of the future", age=-100_000)
+    found = collect_garbage(store)
+    assert names(found.blobs) == {old.file_name}
+    assert (found.kept, found.kept_size) == (2, 6 + 13)
+
+
+@pytest.mark.parametrize("age", [-1, float("nan")])
+def test_a_time_that_means_nothing_is_a_wrong_argument(store: LocalStore, age: float) -> None:
+    with pytest.raises(UsageError, match="0 seconds or more"):
+        collect_garbage(store, older_than=age)
+
+
+def test_a_dry_run_tells_the_same_and_removes_nothing(store: LocalStore) -> None:
+    put(store, b"garbage")
+    (store.layout.temporary / "1-a-0").write_bytes(b"left")
+    (store.layout.leases / "1-a").write_bytes(b"")
+    (store.layout.manifests / "host" / "empty").mkdir(parents=True)
+    before = everything(store)
+    dry = collect_garbage(store, older_than=0, dry_run=True)
+    assert everything(store) == before
+    assert dry == collect_garbage(store, older_than=0)
+    assert dry.size == 11
+    assert everything(store) == before - {
+        *(f"blobs/{Digest.of(b'garbage').file_name}", ".blobstore/tmp/1-a-0"),
+        *(".blobstore/leases/1-a", "manifests/host", "manifests/host/empty"),
+    }
+
+
+def test_a_dry_run_needs_no_permission_to_write() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        put(store, b"garbage")
+        (folder / "store").chmod(0o755)
+
+        def dry() -> object:
+            return names(collect_garbage(store, older_than=0, dry_run=True).blobs)
+
+        garbage = Digest.of(b"garbage").file_name
+        assert sandbox.call(dry, unprivileged=True) == str({garbage})
+        outcome = sandbox.call(lambda: collect_garbage(store, older_than=0), unprivileged=True)
+        assert outcome.startswith("StoreError: no permission to write to the store")
+
+
+def test_what_is_leased_is_kept_however_old(store: LocalStore) -> None:
+    digest = put(store, b"leased", age=10_000)
+    with store.locks.lease() as lease:
+        lease.hold([digest])
+        found = collect_garbage(store, older_than=0)
+        assert (found.blobs, found.kept, found.kept_size) == ((), 1, 6)
+    assert names(collect_garbage(store, older_than=0).blobs) == {digest.file_name}
+
+
+def test_a_running_import_keeps_what_it_found_and_what_it_wrote(store: LocalStore) -> None:
+    found = put(store, b"found", age=10_000)
+    with store.ingest() as ingest:
+        assert not ingest.add(5, lambda: [b"found"]).written
+        ingest.add(5, lambda: [b"wrote"])
+        collect_garbage(store, older_than=0)
+        ingest.publish()
+        collect_garbage(store, older_than=0)
+        present = {path.name for path in store.layout.blobs.iterdir()}
+        assert present == {found.file_name, Digest.of(b"wrote").file_name}
+
+
+def test_a_model_whose_import_was_collected_around_loads(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, dense_tensors())
+    blobstore.create(folder, "old", store=store)
+    store.layout.manifest(Reference.parse("old")).unlink()
+    publish = LocalStore.publish
+
+    def collected(self: LocalStore, *arguments: object) -> None:
+        collect_garbage(store, older_than=0)
+        publish(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalStore, "publish", collected)
+    blobstore.create(folder, "new", store=store)
+    collect_garbage(store, older_than=0)
+    with blobstore.open("new", store=store, verify="digest") as model:
+        assert len(model) == len(dense_tensors())
+
+
+def test_what_dead_processes_left_is_removed(store: LocalStore) -> None:
+    put(store, b"x")
+    with store.locks.lease() as lease:
+        living = [store.layout.temporary / f"{lease.name}-7", store.layout.leases / lease.name]
+        dead = [
+            *(store.layout.temporary / name for name in ("1-a-0", ".1-ab.tmp", "strange")),
+            store.layout.leases / "1-a",
+        ]
+        for path in (living[0], *dead):
+            path.write_bytes(b"12")
+        found = collect_garbage(store)
+        assert {item.path for item in found.leftovers} == {
+            path.relative_to(store.layout.root) for path in dead
+        }
+        assert found.size == 8
+        assert all(path.exists() for path in living)
+        assert not any(path.exists() for path in dead)
+
+
+def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_path: Path) -> None:
+    for name, tensors in (("a", dense_tensors()), ("b", moe_tensors())):
+        write_folder(tmp_path / name, tensors)
+        blobstore.create(tmp_path / name, name, store=store)
+    removed = Digest.of(store.read_manifest(A))
+    store.layout.manifest(A).unlink()
+    assert len(list(store.layout.headers.iterdir())) == 2
+    found = collect_garbage(store, older_than=0)
+    assert names(found.leftovers) == {removed.hex}
+    assert len(list(store.layout.headers.iterdir())) == 1
+
+
+def test_blobs_of_ollama_s_own_models_are_reached(store: LocalStore) -> None:
+    put(store, b"")
+    add_gguf_model(store, "gguf")
+    before = everything(store)
+    assert names(collect_garbage(store, older_than=0).blobs) == {Digest.of(b"").file_name}
+    assert before - everything(store) == {f"blobs/{Digest.of(b'').file_name}"}
+
+
+def test_foreign_files_among_the_blobs_stay(store: LocalStore) -> None:
+    put(store, b"x")
+    foreign = [
+        *("sha256-12", f"sha256-{'A' * 64}", f"sha256-{'a' * 64}-partial", "README"),
+        f"sha512-{'a' * 64}",
+    ]
+    for name in foreign:
+        (store.layout.blobs / name).write_bytes(b"x")
+    (store.layout.blobs / f"sha256-{'b' * 64}").mkdir()
+    collect_garbage(store, older_than=0)
+    present = {path.name for path in store.layout.blobs.iterdir()}
+    assert present == {*foreign, f"sha256-{'b' * 64}"}
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(store: LocalStore, tmp_path: Path) -> None:
+    put(store, b"x")
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    (store.layout.temporary / "1-a-9").symlink_to(outside)
+    (store.layout.manifests / "linked").symlink_to(tmp_path)
+    with pytest.raises(InvalidManifest, match="linked"):
+        collect_garbage(store, older_than=0)
+    (store.layout.manifests / "linked").unlink()
+    collect_garbage(store, older_than=0)
+    assert outside.read_bytes() == b"precious"
+    assert not (store.layout.temporary / "1-a-9").is_symlink()
+
+
+def test_empty_folders_are_removed_and_full_ones_stay(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    for name in ("host/space/model", "host/other", "registry.ollama.ai/library/b"):
+        (store.layout.manifests / name).mkdir(parents=True)
+    found = collect_garbage(store)
+    assert {str(folder) for folder in found.folders} == {
+        *("manifests/host", "manifests/host/other", "manifests/host/space"),
+        *("manifests/host/space/model", "manifests/registry.ollama.ai/library/b"),
+    }
+    assert store.resolve(A)
+    assert not (store.layout.manifests / "host").exists()
+
+
+TORN = {
+    "empty": b"",
+    "torn": b'{"schemaVersion":2,"med',
+    "another document": b'{"schemaVersion":2,"manifests":[]}',
+    "junk": os.urandom(100),
+}
+
+
+@pytest.mark.parametrize("content", TORN.values(), ids=TORN)
+@pytest.mark.parametrize("place", ["registry.ollama.ai/library/a/latest", "junk", "x/y/z/t/deep"])
+def test_nothing_is_removed_where_a_manifest_cannot_be_read(
+    store: LocalStore, content: bytes, place: str
+) -> None:
+    put(store, b"perhaps needed")
+    path = store.layout.manifests / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    before = everything(store)
+    for dry_run in (False, True):
+        with pytest.raises(InvalidManifest, match=f"cannot tell which blobs '.*{path.name}' needs"):
+            collect_garbage(store, older_than=0, dry_run=dry_run)
+    assert everything(store) == before
+
+
+def test_a_changed_digest_of_a_config_does_not_cost_the_config(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    path = store.layout.manifest(Reference.parse("m"))
+    whole = path.read_bytes()
+    config = store.resolve(Reference.parse("m")).config
+    named = bytes(str(config.digest), "ascii")
+    garbage = put(store, b"garbage", age=1)
+    path.write_bytes(whole.replace(named, named[:-1] + (b"1" if named.endswith(b"0") else b"0")))
+    removed = collect_garbage(store, older_than=0).blobs
+    assert [item.path.name for item in removed] == [garbage.file_name]
+    path.write_bytes(whole)
+    assert store.read_blob(config.digest, config.size)
+
+
+def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    path = store.layout.manifest(Reference.parse("m"))
+    whole = path.read_bytes()
+    digest = bytes(str(store.resolve(Reference.parse("m")).layers[0].digest), "ascii")
+    other = digest[:-1] + (b"1" if digest.endswith(b"0") else b"0")
+    path.write_bytes(whole.replace(digest, other))
+    before = everything(store)
+    with pytest.raises(InvalidManifest, match="the manifest was changed since it was written"):
+        collect_garbage(store, older_than=0)
+    assert everything(store) == before
+    path.write_bytes(whole)
+    assert not collect_garbage(store, older_than=0).blobs
+
+
+@pytest.mark.parametrize(
+    "place", [".", "registry.ollama.ai", "registry.ollama.ai/library/a/latest"]
+)
+def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
+    place: str, store: LocalStore, tmp_path: Path
+) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    path = store.layout.manifests / place
+    path.rename(tmp_path / "on a disk that is not mounted")
+    path.symlink_to(tmp_path / "absent")
+    before = everything(store)
+    with pytest.raises((InvalidManifest, StoreError), match=f"'{path}'"):
+        collect_garbage(store, older_than=0)
+    assert everything(store) == before
+
+
+def test_tells_what_to_do_with_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
+    path = store.layout.manifest(A)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{}")
+    with pytest.raises(InvalidManifest, match=r"STORE' or 'blobstore rm a:latest' first$"):
+        collect_garbage(store)
+    path.rename(store.layout.manifests / "file")
+    with pytest.raises(InvalidManifest, match="repair or remove that file first$"):
+        collect_garbage(store)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
+    with sandbox.common_folder() as folder:
+
+        def collected() -> object:
+            store = LocalStore(folder / "store")
+            put(store, b"perhaps needed")
+            path = store.layout.manifest(A)
+            path.parent.mkdir(parents=True)
+            path.write_bytes(b"{}")
+            closed = path.parent if is_folder else path
+            closed.chmod(0)
+            try:
+                with pytest.raises(StoreError, match=f"'{closed}'.*: Permission denied"):
+                    collect_garbage(store, older_than=0)
+                return len(list(store.layout.blobs.iterdir()))
+            finally:
+                closed.chmod(0o700)
+
+        assert sandbox.call(collected, unprivileged=True) == "1"
+
+
+def test_a_manifest_that_comes_while_it_runs_is_heeded(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = blob(("x", "U8", (3,), b"abc"))
+    elsewhere = LocalStore(tmp_path / "elsewhere")
+    add_blobs(elsewhere, "a", {"x": data})
+    put(store, data, age=10_000)
+    put(store, b"garbage")
+
+    def late(layout: Layout) -> object:
+        # By then manifests have been marked once.
+        path = store.layout.manifest(A)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(elsewhere.read_manifest(A))
+        return read_leases(layout)
+
+    monkeypatch.setattr(collect, "read_leases", late)
+    found = collect_garbage(store, older_than=0)
+    assert names(found.blobs) == {Digest.of(b"garbage").file_name}
+    assert Path(store.layout.blob(Digest.of(data))).read_bytes() == data
+
+
+def test_others_are_let_in_between_batches(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(7):
+        put(store, b"%d" % number)
+    times: list[object] = []
+    alone = store.locks.alone
+
+    def counted() -> object:
+        times.append(None)
+        return alone()
+
+    monkeypatch.setattr(collect, "_BATCH", 3)
+    monkeypatch.setattr(store.locks, "alone", counted)
+    assert len(collect_garbage(store, older_than=0).blobs) == 7
+    assert len(times) == 4
+
+
+def test_a_store_that_others_keep_to_themselves_is_busy(store: LocalStore) -> None:
+    put(store, b"x")
+    with store.locks.shared(), pytest.raises(StoreBusy):
+        collect_garbage(store, older_than=0)
+    assert Path(store.layout.blob(Digest.of(b"x"))).exists()
+
+
+def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
+    """It reads each manifest once, and again only if it changes."""
+    add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
+    content = store.read_manifest(Reference.parse("m"))
+    for number in range(30):
+        path = store.layout.manifest(Reference.parse(f"m{number}"))
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    for number in range(20):
+        put(store, b"%d" % number)
+    reads: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noted(path: str, limit: int) -> bytes:
+            reads.append(path)
+            return read_regular(path, limit)
+
+        patch.setattr(collect, "_BATCH", 2)
+        patch.setattr(marks, "read_regular", noted)
+        assert len(collect_garbage(store, older_than=0).blobs) == 20
+    assert len(reads) == len(set(reads)) == 31
+
+
+READING: list[dict[str, Any]] = [
+    {},
+    {"copy": True},
+    {"verify": "none"},
+    {"verify": "header"},
+    {"verify": "digest"},
+    {"prefetch": "read"},
+    {"read": "pread", "verify": "none"},
+]
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
+    store: LocalStore, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    expected = dense_tensors()
+    write_folder(tmp_path / "model", expected)
+    blobstore.create(tmp_path / "model", "a", store=store)
+    with blobstore.open("a", store=store, **options) as model:
+        store.layout.manifest(A).unlink()
+        collect_garbage(store, older_than=0)
+        for name, array in model.state_dict().items():
+            assert array.tobytes() == expected[name].tobytes()
+        del array
+    collect_garbage(store, older_than=0)
+    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.layout.leases.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_a_model_that_is_let_go_of_holds_nothing(
+    store: LocalStore, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    write_folder(tmp_path / "model", dense_tensors())
+    blobstore.create(tmp_path / "model", "a", store=store)
+    gc.collect()  # what other tests have left
+    descriptors = len(os.listdir("/dev/fd"))
+    model = blobstore.open("a", store=store, **options)
+    del model
+    gc.collect()
+    assert list(store.layout.leases.iterdir()) == []
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+@pytest.mark.parametrize("options", READING, ids=str)
+def test_a_model_opens_in_a_store_that_this_process_may_not_write_to(
+    options: dict[str, Any],
+) -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+        (folder / "store").chmod(0o755)
+
+        def read() -> bytes:
+            return bytes(blobstore.open("a", store=store, **options)["x"])
+
+        assert sandbox.call(read, unprivileged=True) == str(b"abc")

@@ -1,0 +1,751 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.models.index import find_places, write_index
+from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import plan_source
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.repair import _Repair, repair_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.operations.open import open_model
+from blobstore.store.local import LocalStore
+from tests.support.damage import DAMAGES, blob_path, flip, flip_header, truncate
+from tests.support.models import (
+    Arrays,
+    add_blobs,
+    blob,
+    dense_tensors,
+    moe_tensors,
+    quantizable_tensors,
+    write_folder,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.maintenance.repair import Repaired
+
+NAME = Reference.parse("m")
+PLAIN = "model.embed_tokens.weight"
+EXPERTS = "model.layers.0.mlp.experts"
+FILES = {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "source", dense_tensors() | moe_tensors(), files=FILES)
+
+
+@pytest.fixture
+def store(folder: Path, tmp_path: Path) -> LocalStore:
+    """Return a store with model ``m``: dense tensors, packed experts and small files."""
+    store = LocalStore(tmp_path / "store", wait=10)
+    create(folder, NAME, store=store)
+    return store
+
+
+def is_whole(store: LocalStore) -> bool:
+    return not verify_models(store=store).faults
+
+
+def quarantined(store: LocalStore) -> list[Path]:
+    if not store.layout.quarantine.exists():
+        return []
+    return sorted(store.layout.quarantine.iterdir())
+
+
+def left_over(store: LocalStore) -> list[Path]:
+    return [*store.layout.temporary.iterdir(), *store.layout.leases.iterdir()]
+
+
+def layers(repaired: Repaired) -> set[str]:
+    return {item.layer for item in repaired.mended}
+
+
+# Each damage of each kind of blob
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("layer", [PLAIN, EXPERTS, "config.json", "merges.txt", ""])
+@pytest.mark.parametrize("from_store", [False, True], ids=["source", "store"])
+def test_mends_every_damage(
+    from_store: bool,
+    layer: str,
+    damage: Callable[[Path], object],
+    store: LocalStore,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    if from_store:
+        create(folder, "copy", store=LocalStore(other))
+    path = blob_path(store, layer)
+    right = path.read_bytes()
+    damage(path)
+    wrong = path.read_bytes() if os.path.lexists(path) else None
+
+    repaired = repair_models([NAME], other if from_store else folder, store=store)
+
+    assert repaired.faults == ()
+    (item,) = repaired.mended
+    assert (item.digest, item.size) == (Digest.of(right), len(right))
+    assert path.read_bytes() == right
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert is_whole(store)
+    assert left_over(store) == []
+    assert quarantined(store) == ([] if wrong is None else [item.aside])
+    if wrong is not None and not quarantined(store)[0].is_symlink():
+        assert quarantined(store)[0].read_bytes() == wrong
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_mends_a_whole_model_however_it_was_made(
+    quantize: str | None, experts: Any, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", quantizable_tensors(), shards=3)
+    create(folder, NAME, store=store, quantize=quantize, experts=experts)
+    paths = sorted(store.layout.blobs.iterdir())
+    right = [path.read_bytes() for path in paths]
+    for number, path in enumerate(paths):
+        DAMAGES[number % len(DAMAGES)](path)
+
+    repaired = repair_models(source=folder, store=store)
+
+    assert repaired.faults == ()
+    assert len(repaired.mended) == len(paths)
+    assert [path.read_bytes() for path in paths] == right
+
+
+def test_looks_no_further_when_all_is_mended(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["experts"])
+        return plan_source(*arguments, **options)
+
+    flip(blob_path(store, EXPERTS))
+    monkeypatch.setattr("blobstore.operations.maintenance.repair_sources.plan_source", counting)
+    assert repair_models(source=folder, store=store).faults == ()
+    assert calls == ["packed"]
+
+
+def test_mends_what_all_models_share_once(store: LocalStore, folder: Path) -> None:
+    create(folder, "other", store=store)
+    flip(blob_path(store, PLAIN))
+    assert len(verify_models(store=store).faults) == 2
+    repaired = repair_models(source=folder, store=store)
+    assert layers(repaired) == {PLAIN}
+    assert repaired.faults == ()
+
+
+def test_mends_only_the_models_that_are_named(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    create(write_folder(tmp_path / "b", {"w": np.zeros(3, np.uint8)}), "b", store=store)
+    flip(blob_path(store, PLAIN))
+    repaired = repair_models([Reference.parse("b")], folder, store=store)
+    assert (repaired.mended, repaired.faults) == ((), ())
+    assert not is_whole(store)
+
+
+def test_a_folder_of_blobs_that_is_gone_is_made_again(store: LocalStore, folder: Path) -> None:
+    for path in store.layout.blobs.iterdir():
+        path.unlink()
+    store.layout.blobs.rmdir()
+    assert repair_models(source=folder, store=store).faults == ()
+    assert is_whole(store)
+
+
+def test_does_nothing_to_a_whole_store(store: LocalStore, folder: Path) -> None:
+    def states() -> dict[str, tuple[int, int]]:
+        found = {path.name: path.stat() for path in store.layout.blobs.iterdir()}
+        return {name: (item.st_ino, item.st_mtime_ns) for name, item in found.items()}
+
+    before = states()
+    repaired = repair_models(source=folder, store=store)
+    assert (repaired.mended, repaired.faults) == ((), ())
+    assert states() == before
+    assert not store.layout.quarantine.exists()
+
+
+def test_a_map_of_a_damaged_file_stays_as_it_is(store: LocalStore, folder: Path) -> None:
+    path = blob_path(store, PLAIN)
+    flip(path)
+    wrong = path.read_bytes()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        repair_models(source=folder, store=store)
+        assert mapped[:] == wrong
+        assert path.read_bytes() != wrong
+
+
+def test_mends_again_what_is_damaged_again(store: LocalStore, folder: Path) -> None:
+    path = blob_path(store, PLAIN)
+    wrong = []
+    for damage in (flip, truncate):
+        damage(path)
+        wrong.append(path.read_bytes())
+        assert len(repair_models(source=folder, store=store).mended) == 1
+    assert sorted(item.read_bytes() for item in quarantined(store)) == sorted(wrong)
+
+
+# Without a source, and without changes
+
+
+def test_without_a_source_only_verifies(store: LocalStore) -> None:
+    flip(blob_path(store, PLAIN))
+    repaired = repair_models(store=store)
+    assert repaired.mended == ()
+    assert repaired.faults == repaired.verified.faults == verify_models(store=store).faults
+    assert quarantined(store) == []
+
+
+def test_a_dry_run_tells_and_changes_nothing(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    flip(blob_path(store, EXPERTS))
+    flip(blob_path(store, "merges.txt"))
+    (folder / "merges.txt").write_bytes(b"c d\n")
+    before = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+
+    repaired = repair_models(source=folder, store=store, dry_run=True)
+
+    assert layers(repaired) == {EXPERTS}
+    assert [item.aside for item in repaired.mended] == [None]
+    assert [fault.layer for fault in repaired.faults] == ["merges.txt"]
+    assert {path: path.read_bytes() for path in store.layout.blobs.iterdir()} == before
+    assert quarantined(store) == left_over(store) == []
+
+
+def test_a_dry_run_needs_no_lock(store: LocalStore, folder: Path) -> None:
+    flip(blob_path(store, EXPERTS))
+    shutil.rmtree(store.layout.lock.parent)
+    assert layers(repair_models(source=folder, store=store, dry_run=True)) == {EXPERTS}
+    assert not store.layout.lock.exists()
+
+
+# What cannot be mended
+
+
+def changed(tensors: Arrays) -> Arrays:
+    return tensors | {PLAIN: tensors[PLAIN] + 1, "mask": tensors["mask"][:2]}
+
+
+def test_tells_what_a_source_that_differs_cannot_mend(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    for layer in (PLAIN, "mask", "scalar", "merges.txt"):
+        flip(blob_path(store, layer))
+    wrong = blob_path(store, PLAIN).read_bytes()
+    other = write_folder(tmp_path / "other", changed(dense_tensors()))
+
+    repaired = repair_models(source=other, store=store)
+
+    assert layers(repaired) == {"scalar"}
+    why = {fault.layer: fault.message for fault in repaired.faults}
+    assert why[PLAIN].endswith(f"'{other}' gives other bytes for it")
+    assert why["mask"].endswith(f"nothing in '{other}' has its name and size")
+    assert why["merges.txt"].endswith(f"nothing in '{other}' has its name and size")
+    assert len(why) == 3
+    assert blob_path(store, PLAIN).read_bytes() == wrong
+    assert [item.aside for item in repaired.mended] == quarantined(store)
+    assert left_over(store) == []
+
+    assert repair_models(source=folder, store=store).faults == ()
+    assert is_whole(store)
+
+
+def test_nothing_is_taken_from_a_store_that_is_damaged_too(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    for layer in (PLAIN, "mask", "scalar"):
+        flip(blob_path(store, layer))
+    flip(blob_path(other, PLAIN))
+    truncate(blob_path(other, "mask"))
+    repaired = repair_models(source=other.layout.root, store=store)
+    assert layers(repaired) == {"scalar"}
+    assert [fault.layer for fault in repaired.faults] == ["mask", PLAIN]
+    assert quarantined(other) == []
+
+
+def test_a_source_that_cannot_be_read_hinders_only_its_own(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    for layer in (PLAIN, "scalar"):
+        flip(blob_path(store, layer))
+    lost = blob_path(other, PLAIN)
+    check_size = LocalStore.check_size
+
+    def losing(self: LocalStore, digest: Digest, size: int) -> None:
+        check_size(self, digest, size)
+        if self.layout.root == other.layout.root and digest.file_name == lost.name:
+            lost.unlink(missing_ok=True)
+
+    monkeypatch.setattr(LocalStore, "check_size", losing)
+    repaired = repair_models(source=other.layout.root, store=store)
+    assert layers(repaired) == {"scalar"}
+    (fault,) = repaired.faults
+    assert "cannot be read" in fault.message
+    assert fault.message.endswith("is missing")
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    flip(blob_path(store, PLAIN))
+    read_pieces = LocalStore.read_pieces
+
+    def endless(self: LocalStore, *arguments: Any) -> Iterable[bytes | memoryview]:
+        if self.layout.root != other.layout.root:
+            yield from read_pieces(self, *arguments)
+            return
+        while True:
+            yield b"x"
+
+    monkeypatch.setattr(LocalStore, "read_pieces", endless)
+    repaired = repair_models(source=other.layout.root, store=store)
+    assert repaired.mended == ()
+    assert "gives other bytes" in repaired.faults[0].message
+
+
+def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path) -> None:
+    flip(blob_path(store, PLAIN))
+    path = store.layout.manifest(Reference.parse("broken"))
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    repaired = repair_models(source=folder, store=store)
+    assert layers(repaired) == {PLAIN}
+    (fault,) = repaired.faults
+    assert fault.reference == "broken:latest"
+    assert "a manifest can be had only from another store" in fault.message
+
+
+def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path: Path) -> None:
+    other = LocalStore(shutil.copytree(store.layout.root, tmp_path / "other"))
+    store.layout.manifest(NAME).write_bytes(b"")
+    (fault,) = repair_models(source=other.layout.root, store=store).faults
+    assert f"; '{other.layout.root}' has none that is surely the same; " in fault.message
+
+
+@pytest.mark.parametrize(("old", "new"), [(PLAIN.encode(), b"x" * len(PLAIN)), (b'e":2', b'e":3')])
+def test_a_dry_run_tells_what_the_manifest_would_mend(
+    old: bytes, new: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    other = shutil.copytree(store.layout.root, tmp_path / "other")
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))  # a layer's name; a config's size
+    for dry_run in (True, False):
+        repaired = repair_models([NAME], other, store=store, dry_run=dry_run)
+        assert len(repaired.restored) == 1
+        assert repaired.faults == ()
+
+
+def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) -> None:
+    with pytest.raises(ModelNotFound, match="a manifest that is gone cannot be repaired"):
+        repair_models([Reference.parse("gone")], folder, store=store)
+
+
+def test_a_blob_that_is_as_its_digest_says_is_left(store: LocalStore, folder: Path) -> None:
+    add_blobs(store, "odd", {"x": b"no header"})
+    repaired = repair_models(source=folder, store=store)
+    assert repaired.mended == ()
+    (fault,) = repaired.faults
+    assert fault.layer == "x"
+
+
+def test_a_size_that_manifests_dispute_harms_no_blob(store: LocalStore, folder: Path) -> None:
+    manifest = store.resolve(NAME)
+    data = manifest.to_bytes()
+    layer = next(item for item in manifest.layers if item.name == PLAIN)
+    wrong = data.replace(f'"size":{layer.size}'.encode(), f'"size":{layer.size + 1}'.encode())
+    path = store.layout.manifest(Reference.parse("wrong"))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(wrong)
+
+    repaired = repair_models(source=folder, store=store)
+    assert repaired.mended == ()
+    assert {fault.reference for fault in repaired.faults} == {"wrong:latest"}
+
+    flip(blob_path(store, PLAIN))
+    repaired = repair_models(source=folder, store=store)
+    assert layers(repaired) == {PLAIN}
+    assert {fault.reference for fault in repaired.faults} == {"wrong:latest"}
+    assert not verify_models([NAME], store=store).faults
+
+
+def test_a_fault_that_damage_had_hidden_is_told(store: LocalStore, folder: Path) -> None:
+    data = blob(("y", "U8", (1,), b"1"))
+    other = LocalStore(folder.parent / "other")
+    for holder in (store, other):
+        add_blobs(holder, "odd", {"x": data})
+    truncate(blob_path(store, "x", "odd"))
+    repaired = repair_models(source=other.layout.root, store=store)
+    assert layers(repaired) == {"x"}
+    (fault,) = repaired.faults
+    assert "which is not of this layer" in fault.message
+
+
+@pytest.mark.parametrize("source", ["nowhere", "hf://"])
+def test_a_source_that_does_not_exist_is_told_at_once(source: str, store: LocalStore) -> None:
+    with pytest.raises(SourceNotFound):
+        repair_models(source=source, store=store)
+
+
+def test_a_store_cannot_be_repaired_from_itself(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(store.layout.root)
+    with pytest.raises(UsageError, match="is the store itself"):
+        repair_models(source=tmp_path / "alias", store=store)
+
+
+def test_a_full_disk_leaves_the_damaged_blob(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blob_path(store, PLAIN))
+    wrong = blob_path(store, PLAIN).read_bytes()
+
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreError, match="no space left"):
+        repair_models(source=folder, store=store)
+    monkeypatch.undo()
+    assert blob_path(store, PLAIN).read_bytes() == wrong
+    assert left_over(store) == []
+
+
+# The header index
+
+
+def test_an_index_that_was_made_of_a_damaged_header_is_made_again(
+    store: LocalStore, folder: Path
+) -> None:
+    path = blob_path(store, "position_ids")
+    data = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(data.replace(b'"I64"', b'"U64"'))
+    data = store.read_manifest(NAME)
+    write_index(store, data, find_places(store, data, use_index=False))
+    with open_model(NAME, store=store) as model:
+        assert model["position_ids"].dtype == np.uint64
+
+    repair_models(source=folder, store=store)
+
+    with open_model(NAME, store=store) as model:
+        assert model["position_ids"].dtype == np.int64
+
+
+# Others at the same time
+
+
+def test_what_is_ready_is_not_garbage(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blob_path(store, PLAIN))
+    place = _Repair._place
+    ready: list[Path] = []
+
+    def collecting(self: _Repair, item: Descriptor, path: Path) -> None:
+        collect_garbage(LocalStore(store.layout.root), older_than=0)
+        ready.append(path)
+        place(self, item, path)
+
+    monkeypatch.setattr(_Repair, "_place", collecting)
+    assert repair_models(source=folder, store=store).faults == ()
+    assert len(ready) == 1
+    assert is_whole(store)
+
+
+def test_a_blob_of_a_model_that_is_removed_meanwhile_is_garbage_later(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blob_path(store, PLAIN))
+    place = _Repair._place
+
+    def removing(self: _Repair, item: Descriptor, path: Path) -> None:
+        store.layout.manifest(NAME).unlink()
+        place(self, item, path)
+
+    monkeypatch.setattr(_Repair, "_place", removing)
+    assert repair_models(source=folder, store=store).faults == ()
+    assert is_whole(store)
+    collect_garbage(store, older_than=0)
+    assert list(store.layout.blobs.iterdir()) == []
+
+
+def test_an_interrupt_leaves_no_temporary_files(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in store.layout.blobs.iterdir():
+        flip(path)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if list(store.layout.temporary.iterdir()):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repair_models(source=folder, store=store, progress=interrupt, jobs=3)
+    assert left_over(store) == []
+    assert repair_models(source=folder, store=store).faults == ()
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_does_not_wait_for_what_is_being_read(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    for layer in (PLAIN, "mask"):
+        flip(blob_path(store, layer))
+    read_pieces = LocalStore.read_pieces
+    begun = threading.Semaphore(0)
+
+    def endless(self: LocalStore, digest: Digest, size: int) -> Iterable[bytes | memoryview]:
+        if self.layout.root != other.layout.root:
+            yield from read_pieces(self, digest, size)
+            return
+        begun.release()
+        if digest == Digest.of(blob_path(other, "mask").read_bytes()):
+            for _ in range(2):
+                begun.acquire()
+            raise KeyboardInterrupt
+        while True:
+            yield b""
+
+    monkeypatch.setattr(LocalStore, "read_pieces", endless)
+    with pytest.raises(KeyboardInterrupt):
+        repair_models(source=other.layout.root, store=store, jobs=2)
+    assert left_over(store) == []
+
+
+def test_a_blob_that_another_repair_has_mended_is_left(
+    store: LocalStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blob_path(store, PLAIN))
+    found = verify_models(store=store)
+    repair_models(source=folder, store=store)
+    inode = blob_path(store, PLAIN).stat().st_ino
+    monkeypatch.setattr(
+        "blobstore.operations.maintenance.repair.verify_models", lambda *_, **__: found
+    )
+
+    repaired = repair_models(source=folder, store=store)
+
+    assert repaired.mended == ()
+    assert blob_path(store, PLAIN).stat().st_ino == inode
+    assert len(quarantined(store)) == 1
+    assert left_over(store) == []
+
+
+def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = blob_path(store, PLAIN)
+    right = path.read_bytes()
+    flip(path)
+    check_digest = LocalStore.check_digest
+    calls = itertools.count()
+
+    def racing(self: LocalStore, digest: Digest, *arguments: Any) -> None:
+        try:
+            check_digest(self, digest, *arguments)
+        finally:
+            # The second look is that before the lock; somebody else mends the blob right after.
+            if digest == Digest.of(right) and next(calls) == 1:
+                path.unlink()
+                path.write_bytes(right)
+
+    monkeypatch.setattr(LocalStore, "check_digest", racing)
+    repaired = repair_models(source=folder, store=store)
+    assert repaired.mended == ()
+    assert repaired.faults == ()
+    assert quarantined(store) == []
+    assert path.read_bytes() == right
+
+
+def test_says_that_others_keep_the_lock(store: LocalStore, folder: Path) -> None:
+    flip(blob_path(store, PLAIN))
+    wrong = blob_path(store, PLAIN).read_bytes()
+    hurried = LocalStore(store.layout.root, wait=0)
+    with store.locks.shared(), pytest.raises(StoreBusy):
+        repair_models(source=folder, store=hurried)
+    assert blob_path(store, PLAIN).read_bytes() == wrong
+    assert left_over(store) == []
+
+
+def damage_some(store: LocalStore, seed: int) -> None:
+    """Damage some blobs in one of several ways."""
+    choice = random.Random(seed)
+    for path in choice.sample(sorted(store.layout.blobs.iterdir()), 6):
+        choice.choice((flip, truncate, flip_header, Path.unlink))(path)
+
+
+def test_repairs_and_collections_do_not_harm_each_other(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def repeat(work: Callable[[], object]) -> None:
+        try:
+            while not stop.is_set():
+                work()
+        except BaseException as error:  # noqa: BLE001 - told by the test
+            failures.append(error)
+
+    def repair() -> object:
+        return repair_models(source=folder, store=LocalStore(store.layout.root), jobs=2)
+
+    def collect() -> object:
+        return collect_garbage(LocalStore(store.layout.root), older_than=0)
+
+    works: Iterable[Callable[[], object]] = (repair, repair, collect)
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        damage_some(store, 1)
+        repair()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+    assert is_whole(store)
+
+
+# Killed at any moment
+
+_REPAIR = """
+import sys
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.store.local import LocalStore
+print("ready", flush=True)
+repair_models(source=sys.argv[2], store=LocalStore(sys.argv[1]), jobs=2)
+"""
+# For each line with a number n, a child whose nth system call kills it instead; tells its end.
+_STEPS = """
+import os, signal, sys
+from pathlib import Path
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.store.local import LocalStore
+def counting(call):
+    def step(*arguments, **options):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    return step
+for line in sys.stdin:
+    left = int(line)
+    child = os.fork()
+    if not child:
+        for name in ("write", "fsync", "link", "rename", "unlink", "close"):
+            setattr(os, name, counting(getattr(os, name)))
+        Path.replace, Path.unlink = counting(Path.replace), counting(Path.unlink)
+        repair_models(source=sys.argv[2], store=LocalStore(sys.argv[1]), jobs=1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def start(program: str, store: LocalStore, source: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, store.layout.root, source],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_after_a_crash(store: LocalStore, right: dict[Path, bytes], folder: Path) -> None:
+    """Check that a repair can go on, and that nothing is lost or left."""
+    assert repair_models(source=folder, store=store).faults == ()
+    assert {path: path.read_bytes() for path in right} == right
+    collect_garbage(store, older_than=0)
+    assert left_over(store) == []
+    assert set(store.layout.blobs.iterdir()) == set(right)
+
+
+def test_survives_a_kill_before_every_step(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", {"w": np.arange(99), "v": np.arange(9)})
+    create(folder, NAME, store=store)
+    right = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    damaged, missing = blob_path(store, "w"), blob_path(store, "v")
+    flip(damaged)
+    wrong = damaged.read_bytes()
+    killed = 0
+    with start(_STEPS, store, folder) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for step in itertools.count(1):
+            damaged.unlink()
+            missing.unlink(missing_ok=True)
+            damaged.write_bytes(wrong)
+            print(step, file=process.stdin, flush=True)
+            end = int(process.stdout.readline())
+            if end == 0:
+                break
+            assert end == -signal.SIGKILL
+            killed += 1
+            # What is in place is right, or as damaged as it was; and that is never lost.
+            assert damaged.read_bytes() in (wrong, right[damaged])
+            if damaged.read_bytes() != wrong:
+                assert wrong in [path.read_bytes() for path in quarantined(store)]
+            assert not missing.exists() or missing.read_bytes() == right[missing]
+            check_after_a_crash(store, right, folder)
+        process.stdin.close()
+    assert killed > 15
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_survives_a_kill_at_any_moment(seed: int, store: LocalStore, folder: Path) -> None:
+    right = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    damage_some(store, seed)
+    with start(_REPAIR, store, folder) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.01 * seed)
+        process.kill()
+    check_after_a_crash(store, right, folder)

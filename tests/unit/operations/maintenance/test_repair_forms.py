@@ -1,0 +1,124 @@
+"""Blobs that are damaged in one form and whole in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import blobstore
+from blobstore.errors import BlobDamaged
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import flip, forms_of, layer, layers, put, weights
+
+if TYPE_CHECKING:
+    from blobstore.manifests.descriptor import Descriptor
+
+SEEDS = {"x": 1, "y": 2}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store whose model is hot and cold."""
+    store = LocalStore(tmp_path / "store", wait=0.05)
+    put(store, "a", SEEDS)
+    freeze_models(["a"], store=store, keep_hot=True)
+    return store
+
+
+@pytest.fixture
+def item(store: LocalStore) -> Descriptor:
+    return layers(store, "a")["x"]
+
+
+def quarantined(store: LocalStore) -> int:
+    folder = store.layout.quarantine
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
+def assert_whole(store: LocalStore) -> None:
+    assert verify_models(store=store).faults == ()
+    with blobstore.open("a", store=store, verify="rehash") as model:
+        assert {name: model[name].tobytes() for name in model} == {
+            name: weights(seed) for name, seed in SEEDS.items()
+        }
+
+
+def test_a_damaged_file_is_told_whatever_is_cold(store: LocalStore, item: Descriptor) -> None:
+    flip(store.layout.blob(item.digest))
+    (fault,) = verify_models(store=store).faults
+    assert (fault.layer, fault.tensor) == ("x", "x")
+    assert f"'{store.layout.blob(item.digest)}' is damaged" in fault.message
+    with pytest.raises(BlobDamaged, match="repair"):
+        blobstore.open("a", store=store, verify="digest")
+
+
+def test_a_damaged_file_is_mended_by_its_cold_form(store: LocalStore, item: Descriptor) -> None:
+    flip(store.layout.blob(item.digest))
+    would = repair_models(store=store, dry_run=True)
+    assert [mended.digest for mended in would.mended] == [item.digest]
+    assert verify_models(store=store).faults
+    repaired = repair_models(store=store)
+    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert repaired.faults == ()
+    assert quarantined(store) == 1
+    assert_whole(store)
+    assert set(forms_of(store, "a").values()) == {"both"}
+
+
+def test_a_damaged_cold_form_goes_where_the_file_is_whole(
+    store: LocalStore, item: Descriptor
+) -> None:
+    flip(store.layout.cold_blob(item.digest))
+    repaired = repair_models(store=store)
+    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert repaired.faults == ()
+    assert quarantined(store) == 1
+    assert_whole(store)
+    assert forms_of(store, "a") == {"x": "hot", "y": "both"}
+
+
+def test_what_is_damaged_in_both_forms_stays_and_is_told(
+    store: LocalStore, item: Descriptor
+) -> None:
+    flip(store.layout.blob(item.digest))
+    flip(store.layout.cold_blob(item.digest))
+    before = verify_models(store=store).faults
+    repaired = repair_models(store=store)
+    assert repaired.mended == ()
+    assert repaired.faults == before != ()
+    assert quarantined(store) == 0
+
+
+def test_a_source_is_not_blamed_for_a_cold_form(
+    store: LocalStore, item: Descriptor, tmp_path: Path
+) -> None:
+    flip(store.layout.blob(item.digest))
+    flip(store.layout.cold_blob(item.digest))
+    other = LocalStore(tmp_path / "other")
+    put(other, "b", {"y": 2})
+    (fault,) = repair_models(source=tmp_path / "other", store=store).faults
+    assert fault.message.endswith("has its name and size")
+    put(other, "b", SEEDS)
+    assert repair_models(source=tmp_path / "other", store=store).faults == ()
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("way", ["thaw", "freeze"])
+def test_changing_the_form_takes_what_is_whole(
+    store: LocalStore, item: Descriptor, way: str
+) -> None:
+    flip(store.layout.blob(item.digest))
+    if way == "thaw":
+        assert thaw_models(["a"], store=store).faults == ()
+        assert Path(store.layout.blob(item.digest)).read_bytes() == layer("x", weights(1))
+        assert quarantined(store) == 1
+    else:
+        assert freeze_models(["a"], store=store).faults == ()
+        assert set(forms_of(store, "a").values()) == {"cold"}
+    assert_whole(store)

@@ -1,0 +1,577 @@
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.workers import Pace
+from blobstore.errors import ModelNotFound, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.verify import Fault, verify_models
+from blobstore.safetensors.header import encode_header
+from blobstore.store.local import LocalStore
+from tests.support.models import (
+    dense_tensors,
+    moe_tensors,
+    quantizable_tensors,
+    with_layers,
+    write_folder,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from blobstore.operations.create.blobs import ExpertForm
+
+NAME = Reference.parse("m")
+EXPERTS = "model.layers.0.mlp.experts"
+PLAIN = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Return a store with model ``m``: dense tensors and packed experts."""
+    store = LocalStore(tmp_path / "store")
+    tensors = dense_tensors() | moe_tensors()
+    folder = write_folder(tmp_path / "source", tensors, files={"merges.txt": b"a b\n"})
+    create(folder, NAME, store=store)
+    return store
+
+
+def layer_of(store: LocalStore, name: str) -> Descriptor:
+    return next(layer for layer in store.resolve(NAME).layers if layer.name == name)
+
+
+def blob_of(store: LocalStore, name: str) -> Path:
+    return Path(store.layout.blob(layer_of(store, name).digest))
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def writable(path: Path) -> Path:
+    path.chmod(0o644)
+    return path
+
+
+def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
+    with store.ingest() as ingest:
+        item = ingest.add(len(content), lambda: [content])
+        ingest.publish()
+    fields = {"media_type": media_types.TENSOR} | fields
+    return Descriptor(digest=item.digest, size=item.size, **fields)  # type: ignore[arg-type]
+
+
+def publish_with(store: LocalStore, *layers: Descriptor) -> None:
+    manifest = store.resolve(NAME)
+    store.publish(NAME, with_layers(store, manifest, (*manifest.layers, *layers)))
+
+
+def blob(*names: str) -> bytes:
+    specs = [TensorSpec(name, DType.U8, (1,)) for name in names]
+    return encode_header(specs) + bytes(len(names))
+
+
+def only_fault(store: LocalStore) -> Fault:
+    (fault,) = verify_models(store=store).faults
+    assert fault.reference == "m:latest"
+    return fault
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_finds_nothing_wrong_with_a_whole_model(experts: ExpertForm, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", dense_tensors() | moe_tensors())
+    create(folder, NAME, store=store, experts=experts)
+    verified = verify_models([NAME], store=store)
+    blobs = list((tmp_path / "store" / "blobs").iterdir())
+    assert verified.faults == ()
+    assert verified.models == 1
+    assert verified.blobs == len(blobs)
+    assert verified.bytes_read == sum(path.stat().st_size for path in blobs)
+
+
+def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    files = {"config.json": b"{", "tokenizer.json": b"\xff"}
+    create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+    assert verify_models(store=store).faults == ()
+
+
+def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
+    manifest = store.resolve(NAME)
+    layer = add(store, b"GGUF", media_type=media_types.MODEL)
+    store.publish(Reference.parse("gguf"), with_layers(store, manifest, [layer]))
+    assert verify_models([Reference.parse("gguf")], store=store).faults == ()
+
+
+def test_accepts_a_tensor_that_its_blob_calls_data(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("data"), name="old"))
+    assert verify_models(store=store).faults == ()
+
+
+def test_accepts_a_quantized_tensor_with_its_companions(store: LocalStore) -> None:
+    specs = [TensorSpec("x", DType.U32, (1,)), TensorSpec("x.scale", DType.F32, (1,))]
+    publish_with(store, add(store, encode_header(specs) + bytes(8), name="x"))
+    assert verify_models(store=store).faults == ()
+
+
+def test_verifies_an_empty_store(tmp_path: Path) -> None:
+    verified = verify_models(store=LocalStore(tmp_path / "none"))
+    assert (verified.models, verified.blobs, verified.faults) == (0, 0, ())
+
+
+def test_reads_a_blob_once_however_many_models_share_it(store: LocalStore, tmp_path: Path) -> None:
+    alone = verify_models(store=store)
+    create(tmp_path / "source", "other", store=store)
+    both = verify_models(store=store, jobs=1)
+    assert both.models == 2
+    assert (both.blobs, both.bytes_read) == (alone.blobs, alone.bytes_read)
+
+
+def test_reads_only_what_the_named_models_need(store: LocalStore, tmp_path: Path) -> None:
+    tensors = {"w": np.zeros(3, np.uint8)}
+    create(write_folder(tmp_path / "small", tensors), "small", store=store)
+    flip(blob_of(store, PLAIN), -1)
+    small = Reference.parse("small")
+    verified = verify_models([small, small], store=store)
+    assert verified.faults == ()
+    assert (verified.models, verified.blobs) == (1, 3)
+
+
+def test_reports_progress_up_to_the_total(store: LocalStore) -> None:
+    reports: list[tuple[int, int]] = []
+    verified = verify_models(
+        store=store, progress=lambda _, done, total: reports.append((done, total))
+    )
+    assert reports[-1] == (verified.bytes_read, verified.bytes_read)
+
+
+# Damaged blobs
+
+
+def test_names_the_tensor_of_a_changed_byte(store: LocalStore) -> None:
+    flip(blob_of(store, PLAIN), -1)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
+    assert "is damaged: its bytes have digest" in fault.message
+
+
+def test_names_the_layer_of_a_changed_byte_in_a_group(store: LocalStore) -> None:
+    flip(blob_of(store, EXPERTS), -1)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (EXPERTS, "")
+    assert fault.message.endswith("; which of its 36 tensors is damaged cannot be told")
+
+
+def test_names_the_blob_of_a_fault(store: LocalStore) -> None:
+    flip(blob_of(store, "config.json"), 0)
+    assert only_fault(store).blob == str(layer_of(store, "config.json").digest)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: flip(path, 0), lambda p: flip(p, 12)])
+def test_names_the_tensor_of_a_blob_whose_header_is_lost(
+    damage: Callable[[Path], object], store: LocalStore
+) -> None:
+    damage(blob_of(store, PLAIN))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
+
+
+def test_names_a_quantized_tensor_and_not_its_companions(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(write_folder(tmp_path / "s", quantizable_tensors()), NAME, store=store, quantize="int4")
+    for layer in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
+        flip(blob_of(store, layer), -1)
+        flip(blob_of(store, layer), 0)
+    faults = verify_models(store=store).faults
+    assert [fault.tensor for fault in faults] == [fault.layer for fault in faults]
+    assert len(faults) == 2
+
+
+def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None:
+    path = blob_of(store, EXPERTS)
+    flip(path, path.read_bytes().index(b'"F32"') + 3)
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == (EXPERTS, "")
+    assert "have digest" in fault.message
+    assert f"tensor '{EXPERTS}.0.down_proj.weight': unknown dtype 'F33'" in fault.message
+
+
+def test_names_the_layer_of_a_missing_blob(store: LocalStore) -> None:
+    blob_of(store, EXPERTS).unlink()
+    fault = only_fault(store)
+    assert fault.layer == EXPERTS
+    assert fault.message.count("missing") == 1
+
+
+def test_names_the_layer_of_a_blob_of_another_size(store: LocalStore) -> None:
+    path = blob_of(store, PLAIN)
+    size = path.stat().st_size
+    path.chmod(0o644)
+    os.truncate(path, size - 1)
+    fault = only_fault(store)
+    assert fault.layer == PLAIN
+    assert fault.message.count(f"has {size - 1} bytes, expected {size}") == 1
+
+
+def test_names_a_damaged_file(store: LocalStore) -> None:
+    flip(blob_of(store, "config.json"), 0)
+    assert only_fault(store).layer == "config.json"
+
+
+def test_names_a_layer_without_a_name_by_its_media_type(store: LocalStore) -> None:
+    license_ = add(store, b"terms", media_type=media_types.LICENSE)
+    publish_with(store, license_)
+    Path(store.layout.blob(license_.digest)).unlink()
+    assert only_fault(store).layer == media_types.LICENSE
+
+
+def test_reports_every_fault_of_every_model_in_order(store: LocalStore, tmp_path: Path) -> None:
+    create(tmp_path / "source", "a-copy", store=store)
+    flip(blob_of(store, PLAIN), -1)
+    blob_of(store, "scalar").unlink()
+    flip(blob_of(store, "config.json"), 0)
+    faults = verify_models(store=store).faults
+    assert [(fault.reference, fault.layer) for fault in faults] == [
+        (reference, layer)
+        for reference in ("a-copy:latest", "m:latest")
+        for layer in (PLAIN, "scalar", "config.json")
+    ]
+
+
+def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> None:
+    manifest = store.resolve(NAME)
+    *others, last = manifest.layers
+    wrong = with_layers(store, manifest, (*others, last._replace(size=last.size + 1)))
+    path = store.layout.manifest(Reference.parse("wrong"))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(wrong.to_bytes())
+    (fault,) = verify_models(store=store).faults
+    assert (fault.reference, fault.layer) == ("wrong:latest", last.name)
+
+
+# Manifests and what they promise
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"image.json", b"image.jsoo"),
+        (b'"name":"config.json"', b'"nbme":"config.json"'),
+        (b"merges.txt", b"merges.tyt"),
+        (b"docker.container", b"docker.containes"),
+        (b"manifest.v2", b"manifest.v3"),
+    ],
+)
+def test_finds_a_manifest_that_was_changed(
+    old: bytes, new: bytes, quick: bool, store: LocalStore
+) -> None:
+    path = store.layout.manifest(NAME)
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    (fault,) = verify_models(store=store, quick=quick).faults
+    assert (fault.reference, fault.layer, fault.blob) == ("m:latest", "", "")
+    assert fault.message.startswith(f"'{path}': the manifest was changed since it was written")
+
+
+def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
+    blob_of(store, PLAIN).unlink()
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(b"merges.txt", b"merges.tyt"))
+    layers = [fault.layer for fault in verify_models(store=store).faults]
+    assert layers == ["", PLAIN]
+
+
+def test_a_lost_config_is_told_and_nothing_else(store: LocalStore) -> None:
+    Path(store.layout.blob(store.resolve(NAME).config.digest)).unlink()
+    (fault,) = verify_models(store=store).faults
+    assert fault.layer == media_types.CONFIG
+
+
+def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
+    path = store.layout.manifest(Reference.parse("broken"))
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    flip(blob_of(store, PLAIN), -1)
+    verified = verify_models(store=store)
+    assert [fault.reference for fault in verified.faults] == ["broken:latest", "m:latest"]
+    assert "$.schemaVersion" in verified.faults[0].message
+    assert verified.models == 2
+
+
+def test_refuses_a_model_that_does_not_exist(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound):
+        verify_models([NAME, Reference.parse("other")], store=store)
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_refuses_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
+    with pytest.raises(UsageError, match=f"got {jobs}"):
+        verify_models(store=store, jobs=jobs)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid UTF-8"),
+        (b"[]", "is not a JSON object"),
+    ],
+)
+def test_finds_a_config_that_is_no_json_object(
+    content: bytes, complaint: str, store: LocalStore
+) -> None:
+    config = add(store, content, media_type=media_types.CONFIG)
+    store.publish(NAME, replace(store.resolve(NAME), config=config))
+    fault = only_fault(store)
+    assert fault.layer == media_types.CONFIG
+    assert complaint in fault.message
+
+
+def test_finds_a_damaged_config(store: LocalStore) -> None:
+    flip(Path(store.layout.blob(store.resolve(NAME).config.digest)), 0)
+    fault = only_fault(store)
+    assert fault.layer == media_types.CONFIG
+    assert "have digest" in fault.message
+
+
+def test_finds_a_blob_that_was_broken_when_it_was_stored(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("x") + b"?", name="x"))
+    fault = only_fault(store)
+    assert fault.layer == "x"
+    assert "trailing bytes" in fault.message
+
+
+def test_finds_a_blob_that_holds_another_tensor(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("y"), name="x"))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == ("x", "y")
+
+
+def test_finds_a_tensor_outside_its_group(store: LocalStore) -> None:
+    publish_with(store, add(store, blob("x.a", "xb"), name="x"))
+    fault = only_fault(store)
+    assert (fault.layer, fault.tensor) == ("x", "xb")
+
+
+def test_finds_a_blob_without_tensors(store: LocalStore) -> None:
+    publish_with(store, add(store, encode_header([]), name="x"))
+    fault = only_fault(store)
+    assert fault.layer == "x"
+    assert "holds no tensor" in fault.message
+
+
+def test_finds_a_tensor_that_is_in_two_layers(store: LocalStore) -> None:
+    layers = [add(store, blob("x.a", "x.b"), name="x"), add(store, blob("x.a"), name="x.a")]
+    publish_with(store, *layers)
+    fault = only_fault(store)
+    assert "'x.a' is in two layers" in fault.message
+
+
+def test_finds_a_size_that_another_layer_of_the_same_blob_contradicts(store: LocalStore) -> None:
+    right = add(store, b"{}", media_type=media_types.JSON, name="right.json")
+    path = store.layout.manifest(NAME)
+    manifest = store.resolve(NAME)
+    wrong = right._replace(size=7, name="wrong.json")
+    path.write_bytes(with_layers(store, manifest, (*manifest.layers, wrong, right)).to_bytes())
+
+    fault = only_fault(store)
+    assert fault.layer == "wrong.json"
+    assert "it has 2 bytes, expected 7" in fault.message
+
+
+def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
+    specs = [
+        TensorSpec("w", DType.U32, (1,)),
+        TensorSpec("w.scale", DType.U8, (1,)),
+        TensorSpec("w_scale", DType.U8, (1,)),
+    ]
+    publish_with(store, add(store, encode_header(specs) + bytes(6), name="w"))
+
+    # The companion w.scale is called w_scale at run time.
+    messages = [fault.message for fault in verify_models(store=store).faults]
+    assert "two tensors of the model would both be called 'w_scale'" in messages
+
+
+def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
+    class Racing(LocalStore):
+        def references(self) -> Iterator[Reference]:
+            yield from super().references()
+            yield Reference.parse("gone")
+
+    racing = Racing(store.layout.root)
+    verified = verify_models(store=racing)
+    assert (verified.models, verified.faults) == (1, ())
+    with pytest.raises(ModelNotFound):
+        verify_models([Reference.parse("gone")], store=racing)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"x": "y"}', b'{"x": []}'])
+def test_finds_a_list_of_stacked_tensors_that_is_none(store: LocalStore, content: bytes) -> None:
+    publish_with(store, add(store, content, media_type=media_types.STACKS, name=""))
+    assert "the list of stacked tensors" in only_fault(store).message
+
+
+# Quick, and slow
+
+
+def test_a_quick_look_finds_what_sizes_and_headers_tell(store: LocalStore) -> None:
+    os.truncate(writable(blob_of(store, "merges.txt")), 0)
+    blob_of(store, "scalar").unlink()
+    flip(blob_of(store, "mask"), 0)
+    flip(blob_of(store, PLAIN), -1)  # the data, which is not looked at
+    verified = verify_models(store=store, quick=True)
+    assert [fault.layer for fault in verified.faults] == ["mask", "scalar", "merges.txt"]
+    assert verified.bytes_read == 0
+    assert verified.blobs == verify_models(store=store).blobs
+
+
+def test_a_quick_look_finds_nothing_wrong_with_a_whole_model(store: LocalStore) -> None:
+    assert verify_models(store=store, quick=True).faults == ()
+
+
+def test_a_quick_look_notes_nothing_as_whole(store: LocalStore) -> None:
+    verify_models(store=store, quick=True)
+    assert not store.layout.verified(os.geteuid()).exists()
+
+
+def test_a_rate_slows_all_threads_together(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[int] = []
+
+    class Noting(Pace):
+        def spend(self, count: int, wait: Callable[[float], object]) -> None:
+            spent.append(count)
+
+    monkeypatch.setattr("blobstore.operations.maintenance.verify.Pace", Noting)
+    verified = verify_models(store=store, rate=1e6, jobs=4)
+    assert sum(spent) == verified.bytes_read > 0
+
+
+def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="a rate means nothing"):
+        verify_models(store=store, quick=True, rate=1e6)
+    with pytest.raises(UsageError, match="above 0"):
+        verify_models(store=store, rate=0)
+
+
+# Models that others change meanwhile
+
+
+@pytest.fixture
+def changing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what sets changes that come when so many blobs are hashed."""
+
+    def before_hashing(changes: Mapping[int, Callable[[], object]]) -> None:
+        check_digest = LocalStore.check_digest
+        lock = threading.Lock()
+        calls = itertools.count()
+
+        def racing(self: LocalStore, *arguments: Any) -> None:
+            with lock:
+                changes.get(next(calls), lambda: None)()
+            check_digest(self, *arguments)
+
+        monkeypatch.setattr(LocalStore, "check_digest", racing)
+
+    return before_hashing
+
+
+def remove(store: LocalStore) -> None:
+    store.layout.manifest(NAME).unlink()
+    collect_garbage(store, older_than=0)
+
+
+@pytest.mark.parametrize("names", [(), (NAME,)], ids=["all", "named"])
+def test_a_model_that_is_removed_meanwhile_is_no_fault(
+    names: tuple[Reference, ...], store: LocalStore, changing: Callable[..., None]
+) -> None:
+    changing({0: lambda: remove(store)})
+    verified = verify_models(names, store=store)
+    assert (verified.models, verified.faults, verified.damaged) == (0, (), ())
+
+
+def test_a_model_that_is_replaced_meanwhile_is_looked_at_anew(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    tensors = {"w": np.zeros(3, np.uint8), "v": np.ones(3, np.uint8)}
+    folder = write_folder(tmp_path / "new", tensors)
+
+    def replace_it() -> None:
+        remove(store)
+        create(folder, NAME, store=store)
+        flip(blob_of(store, "w"), -1)
+
+    changing({0: replace_it})
+    verified = verify_models([NAME], store=store)
+    assert [fault.layer for fault in verified.faults] == ["w"]
+    assert [item.name for item in verified.damaged] == ["w"]
+    assert verified.models == 1
+
+
+def test_what_was_missing_for_a_moment_is_looked_for_again(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    (folder / "merges.txt").unlink()
+    count = len(store.resolve(NAME).blobs)
+    changing({1: lambda: remove(store), count - 1: lambda: create(folder, NAME, store=store)})
+    verified = verify_models([NAME], store=store, jobs=1)
+    assert verified.faults == ()
+    assert verified.damaged == ()
+    # The first and the last were hashed before, and are not hashed twice.
+    assert verified.bytes_read == sum(blob.size for blob in store.resolve(NAME).blobs)
+
+
+def test_a_blob_that_is_elsewhere_for_a_moment_is_no_fault(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    path, away = blob_of(store, PLAIN), tmp_path / "away"
+    count = len(store.resolve(NAME).blobs)
+    changing({0: lambda: path.rename(away), count: lambda: away.rename(path)})
+    verified = verify_models(store=store, jobs=1)
+    assert (verified.faults, verified.damaged) == ((), ())
+
+
+def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
+    store: LocalStore, changing: Callable[..., None], tmp_path: Path
+) -> None:
+    tensors = {"w": np.zeros(3, np.uint8)}
+    create(write_folder(tmp_path / "stays", tensors), "stays", store=store)
+    stays = store.resolve(Reference.parse("stays"))
+    flip(Path(store.layout.blob(stays.layers[0].digest)), -1)
+    changing({0: lambda: remove(store)})
+    verified = verify_models(store=store)
+    assert [(fault.reference, fault.layer) for fault in verified.faults] == [("stays:latest", "w")]
+
+
+def test_tells_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> None:
+    create(tmp_path / "source", "other", store=store)
+    publish_with(store, add(store, b"no header", name="x"))  # as its digest says
+    flip(blob_of(store, PLAIN), -1)
+    blob_of(store, "scalar").unlink()
+    verified = verify_models(store=store)
+    assert sorted(item.name for item in verified.damaged) == [PLAIN, "scalar"]
+    assert len(verified.faults) == 5

@@ -1,0 +1,939 @@
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+    TensorNotFound,
+    UnsupportedDType,
+    UsageError,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.quantization import numpy as reference
+from blobstore.quantization.formats import FORMATS
+from blobstore.store.local import LocalStore
+from tests.support import sandbox
+from tests.support.damage import blob_path
+from tests.support.models import (
+    add_blobs,
+    blob,
+    dense_tensors,
+    moe_tensors,
+    quantizable_tensors,
+    with_layers,
+    write_folder,
+)
+from tests.support.ollama_store import add_gguf_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.operations.create.blobs import ExpertForm
+    from blobstore.operations.open import Verify
+
+NAME = Reference.parse("m")
+TENSORS = dense_tensors() | moe_tensors()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
+    return store
+
+
+@pytest.fixture(params=["index", "no index"])
+def either(request: pytest.FixtureRequest, store: LocalStore) -> LocalStore:
+    if request.param == "no index":
+        drop_index(store)
+    return store
+
+
+def drop_index(store: LocalStore) -> None:
+    for path in store.layout.headers.iterdir():
+        path.unlink()
+
+
+def path_of(store: LocalStore, layer: str) -> Path:
+    (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
+    return Path(store.layout.blob(found.digest))
+
+
+def contents(store: LocalStore) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+
+
+# Tensors
+
+
+def test_numpy_gets_every_tensor(either: LocalStore) -> None:
+    with blobstore.open("m", store=either) as model:
+        assert set(model) == set(TENSORS)
+        assert len(model) == len(TENSORS)
+        for name, expected in TENSORS.items():
+            assert model[name].dtype == expected.dtype
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+            assert model.specs[name].shape == expected.shape
+            assert bytes(model.view(name).data) == expected.tobytes()
+
+
+def test_torch_gets_every_tensor(either: LocalStore) -> None:
+    with blobstore.open("m", store=either, framework="torch") as model:
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, torch.from_numpy(TENSORS[name].copy()))
+
+
+def test_mlx_gets_every_tensor(either: LocalStore) -> None:
+    pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    with blobstore.open("m", store=either, framework="mlx") as model:
+        for name, expected in TENSORS.items():
+            assert model[name].shape == expected.shape
+            if expected.dtype != np.float64:  # numpy cannot ask MLX for doubles
+                np.testing.assert_array_equal(np.array(model[name]), expected)
+
+
+def test_the_experts_are_found_in_either_form(tmp_path: Path, store: LocalStore) -> None:
+    blobstore.create(tmp_path / "model", "stacked", store=store, experts="stacked")
+    layer = "model.layers.0.mlp"
+    with blobstore.open("stacked", store=store) as model:
+        stack = model[f"{layer}.experts.up_proj.weight"]
+        each = [TENSORS[f"{layer}.experts.{number}.up_proj.weight"] for number in range(12)]
+        np.testing.assert_array_equal(stack, np.stack(each))
+        np.testing.assert_array_equal(
+            model[f"{layer}.shared_experts.up_proj.weight"],
+            TENSORS[f"{layer}.shared_experts.up_proj.weight"],
+        )
+
+
+def test_half_and_eighth_precision_are_numpy_arrays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(
+        store,
+        "m",
+        {
+            "b": blob(("b", "BF16", (2,), b"\x80\x3f\x00\x40")),
+            "f": blob(("f", "F8_E4M3", (2,), b"\x38\x40")),
+            "p": blob(("p", "F4", (2, 2), b"\x12\x34")),
+        },
+    )
+    with blobstore.open("m", store=store) as model:
+        assert model["b"].dtype == ml_dtypes.bfloat16
+        assert model["b"].astype(np.float32).tolist() == [1, 2]
+        assert model["f"].astype(np.float32).tolist() == [1, 2]
+        with pytest.raises(UnsupportedDType, match="tensor 'p': numpy has no packed F4"):
+            model["p"]
+        assert bytes(model.view("p").data) == b"\x12\x34"
+        assert model.specs["p"].dtype is DType.F4
+    with blobstore.open("m", store=store, framework="torch") as model:
+        assert model["p"].dtype is torch.float4_e2m1fn_x2
+
+
+def test_tensors_are_chosen_by_prefix(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        found = model.tensors("model.layers.0.mlp.experts.1")
+        assert set(found) == {name for name in TENSORS if ".experts.1" in name}
+        assert len(found) == 9  # 1, 10 and 11: a prefix of names, not of parts
+        assert model.tensors("none") == {}
+        assert set(model.tensors()) == set(model.state_dict()) == set(TENSORS)
+
+
+def test_mlx_s_own_quantized_blobs_are_read(tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    with mx.stream(mx.cpu):
+        mx.random.seed(1)
+        weight = mx.random.normal((64, 64)).astype(mx.bfloat16)
+        packed, scale, bias = mx.quantize(weight, group_size=32, bits=4)
+        arrays = {"w.weight": packed, "w.weight.scale": scale, "w.weight.bias": bias}
+        mx.save_safetensors(
+            str(tmp_path / "q.safetensors"), arrays, {"quant_type": "int4", "group_size": "32"}
+        )
+        mx.save_safetensors(str(tmp_path / "p.safetensors"), {"p": scale[:1, :1]})
+    quantized = (tmp_path / "q.safetensors").read_bytes()
+    plain = (tmp_path / "p.safetensors").read_bytes()
+    assert b'"__metadata__":null' in plain
+    assert int.from_bytes(quantized[:8], "little") % 4  # so that the words are not aligned
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "m", {"w.weight": quantized, "p": plain})
+    for framework in ("numpy", "torch", "mlx"):
+        with blobstore.open("m", store=store, framework=framework) as model:  # type: ignore[arg-type]
+            assert set(model) == {"w.weight", "w.weight_scale", "w.weight_qbias", "p"}
+            for name, array in zip(
+                ("weight", "weight_scale", "weight_qbias"), (packed, scale, bias), strict=True
+            ):
+                with mx.stream(mx.cpu):
+                    bits = bytes(memoryview(np.array(array.view(mx.uint8))))  # type: ignore[arg-type]
+                assert bytes(model.view(f"w.{name}").data) == bits
+                assert tuple(model[f"w.{name}"].shape) == array.shape
+    with blobstore.open("m", store=store) as model:
+        np.testing.assert_array_equal(model["w.weight"], np.array(packed))
+        assert model["w.weight_scale"].dtype == ml_dtypes.bfloat16
+
+
+def test_runtime_names_must_not_collide(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    group = blob(("w", "U32", (1,), bytes(4)), ("w.scale", "F32", (1,), bytes(4)))
+    add_blobs(store, "m", {"w": group, "w_scale": blob(("w_scale", "U8", (1,), b"x"))})
+    with pytest.raises(
+        BlobDamaged, match="m:latest: two tensors .* would both be called 'w_scale'"
+    ):
+        blobstore.open("m", store=store)
+
+
+def test_a_constant_key_is_the_layer_s_tensor(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    same = blob(("data", "U8", (3,), b"abc"))
+    add_blobs(store, "m", {"x": same, "y": same, "z": blob(("data", "U8", (1,), b"z"))})
+    for _ in ("no index", "index"):
+        with blobstore.open("m", store=store) as model:
+            assert {name: bytes(array) for name, array in model.items()} == {
+                "x": b"abc",
+                "y": b"abc",
+                "z": b"z",
+            }
+
+
+@pytest.mark.parametrize("framework", ["numpy", "mlx"])
+def test_a_shape_that_cannot_be_held_is_a_clear_error(tmp_path: Path, framework: Any) -> None:
+    if framework == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"x": blob(("x", "U8", (1,) * 65, b"x"))})
+    with blobstore.open("m", store=store, framework=framework) as model:
+        with pytest.raises(UnsupportedDType, match="tensor 'x': .* cannot hold its shape"):
+            model["x"]
+        assert bytes(model.view("x").data) == b"x"
+
+
+# Memory
+
+
+def test_numpy_arrays_are_read_only_views(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        name = "position_ids"
+        assert np.shares_memory(model[name], model[name])
+        with pytest.raises(ValueError, match="read-only"):
+            model[name][0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            model[name].flags.writeable = True
+        assert model.view(name).data.readonly
+
+
+def test_what_torch_writes_never_reaches_the_store(either: LocalStore) -> None:
+    before = contents(either)
+    with blobstore.open("m", store=either, framework="torch") as model:
+        for tensor in model.state_dict().values():
+            tensor.fill_(1)
+        assert model["position_ids"].tolist() == [1] * 5  # the model's own copy
+        assert model.view("position_ids").data.readonly
+        with blobstore.open("m", store=either, framework="torch") as other:
+            assert other["position_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert contents(either) == before
+    with blobstore.open("m", store=either, verify="digest") as model:
+        assert model["position_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tensors_outlive_the_model(store: LocalStore, framework: Any) -> None:
+    with blobstore.open("m", store=store, framework=framework) as model:
+        tensor, view = model["position_ids"], model.view("mask")
+    del model
+    gc.collect()
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert bytes(view.data) == b"\1\0\1"
+
+
+def test_a_closed_model_gives_no_more_tensors(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store)
+    model.close()
+    model.close()
+    uses: list[Callable[[], object]] = [
+        lambda: model["scalar"],
+        lambda: model.view("scalar"),
+        model.state_dict,
+    ]
+    for use in uses:
+        with pytest.raises(BlobstoreError, match="model m:latest is closed"):
+            use()
+
+
+def test_no_descriptor_stays_open(either: LocalStore) -> None:
+    before = len(os.listdir("/dev/fd"))
+    with blobstore.open("m", store=either) as model:
+        assert len(os.listdir("/dev/fd")) == before
+        model.state_dict()
+        assert len(os.listdir("/dev/fd")) == before
+
+
+def test_threads_see_one_memory(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, framework="torch") as model:
+        found: list[torch.Tensor] = []
+        start = threading.Barrier(8)
+
+        def look() -> None:
+            start.wait(30)
+            found.append(model["position_ids"])
+
+        threads = [threading.Thread(target=look) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        found[0][0] = 99
+        assert [tensor[0].item() for tensor in found] == [99] * 8
+
+
+# Lookups
+
+
+def test_an_unknown_tensor_is_a_key_error(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        with pytest.raises(KeyError) as caught:
+            model["no\nne"]
+        assert isinstance(caught.value, TensorNotFound)
+        assert str(caught.value) == "model m:latest has no tensor 'no\\nne'"
+        assert model.get("none") is None
+        assert "none" not in model
+        assert "scalar" in model
+        with pytest.raises(TensorNotFound):
+            model.view("none")
+
+
+def test_a_model_shows_what_it_is(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
+
+
+def test_the_config_and_files_are_there(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model:
+        assert model.config == {"model_type": "tiny"}
+        assert list(model.files) == ["config.json"]
+        assert model.read_file("config.json") == b'{"model_type": "tiny"}\n'
+        with pytest.raises(TensorNotFound, match="has no file '../x'"):
+            model.read_file("../x")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "is not a JSON object"),
+    ],
+)
+def test_a_broken_config_is_told_when_it_is_read(tmp_path: Path, content: bytes, what: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": content})
+    blobstore.create(folder, "m", store=store)
+    with blobstore.open("m", store=store) as model, pytest.raises(BlobDamaged, match=what):
+        _ = model.config
+
+
+def test_a_model_without_a_config_has_an_empty_one(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"a": blob(("a", "U8", (1,), b"x"))})
+    with blobstore.open("m", store=store) as model:
+        assert model.config == {}
+        assert model.files == {}
+
+
+def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    add_gguf_model(store, "llama")
+    with blobstore.open("llama", store=store) as model:
+        assert dict(model) == {}
+
+
+# What is not whole
+
+
+@pytest.mark.parametrize("level", ["size", "header", "digest", "rehash"])
+def test_a_missing_blob_is_told_with_model_layer_and_file(either: LocalStore, level: Any) -> None:
+    path = path_of(either, "scalar")
+    path.unlink()
+    with pytest.raises(BlobMissing) as caught:
+        blobstore.open("m", store=either, verify=level)
+    message = str(caught.value)
+    assert message.startswith("m:latest")
+    assert "layer 'scalar'" in message
+    assert f"{path.name}' is missing" in message
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, size: int) -> None:
+    path = path_of(either, "scalar")
+    path.chmod(0o600)
+    os.truncate(path, size)
+    with pytest.raises(BlobDamaged) as caught:
+        blobstore.open("m", store=either)
+    message = str(caught.value)
+    assert message.startswith("m:latest: layer 'scalar': blob '")
+    assert f"{path.name}' is damaged: it has {size} bytes, expected" in message
+
+
+def test_an_open_model_needs_the_store_no_more(either: LocalStore) -> None:
+    with blobstore.open("m", store=either) as model:
+        shutil.rmtree(either.layout.root)
+        for name, expected in TENSORS.items():
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+    assert not either.layout.root.exists()
+
+
+def test_a_blob_that_goes_before_it_is_used_is_told(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, verify="none") as model:
+        path_of(store, "scalar").unlink()
+        assert model["mask"].tolist() == [True, False, True]
+        with pytest.raises(BlobMissing, match="^m:latest: layer 'scalar': blob '.*' is missing"):
+            model["scalar"]
+
+
+def test_without_checks_a_missing_blob_is_told_when_it_is_used(store: LocalStore) -> None:
+    path_of(store, "scalar").unlink()
+    with blobstore.open("m", store=store, verify="none") as model:
+        assert model["position_ids"].shape == (5,)
+        with pytest.raises(BlobMissing, match="layer 'scalar'"):
+            model["scalar"]
+
+
+def test_a_broken_header_is_told_with_model_layer_and_file(store: LocalStore) -> None:
+    drop_index(store)
+    path = path_of(store, "scalar")
+    path.chmod(0o600)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(
+        BlobDamaged, match=f"^m:latest: layer 'scalar': blob '.*{path.name}': header"
+    ):
+        blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize("layer", ["scalar", "model.layers.0.mlp.experts", "config.json"])
+def test_one_flipped_bit_is_found_on_request(either: LocalStore, layer: str) -> None:
+    path = path_of(either, layer)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    blobstore.open("m", store=either).close()
+    with pytest.raises(
+        BlobDamaged, match=f"m:latest: layer '{layer}': blob '.*its bytes have digest"
+    ):
+        blobstore.open("m", store=either, verify="digest")
+
+
+@pytest.mark.parametrize("size", [2**62, 2**63 - 1, 2**45])
+def test_a_claimed_size_reserves_no_memory(tmp_path: Path, size: int) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"a": blob(("a", "U8", (1,), b"x")), "b": blob(("b", "U8", (1,), b"x"))})
+    manifest = store.resolve(NAME)
+    wrong = manifest.layers[1]._replace(size=size)
+    changed = with_layers(store, manifest, (manifest.layers[0], wrong))
+    store.layout.manifest(NAME).write_bytes(changed.to_bytes())
+    for framework in ("numpy", "torch"):
+        with pytest.raises(BlobDamaged, match=f"m:latest: layer 'b': .*expected {size}"):
+            blobstore.open("m", store=store, framework=framework)  # type: ignore[arg-type]
+
+
+def test_an_unknown_model_is_not_found(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound, match="no model 'none:latest'"):
+        blobstore.open("none", store=store)
+
+
+def test_a_broken_manifest_is_told(store: LocalStore) -> None:
+    store.layout.manifest(NAME).write_text('{"schemaVersion":1}')
+    with pytest.raises(InvalidManifest, match=r"^m:latest: \$\.schemaVersion: expected 2"):
+        blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize("verify", ["none", "size", "header", "digest", "rehash"])
+def test_a_manifest_that_was_changed_is_told(store: LocalStore, verify: Verify) -> None:
+    path = store.layout.manifest(NAME)
+    path.write_bytes(path.read_bytes().replace(b"image.json", b"image.jsoo", 1))
+    indexes = sorted(store.layout.headers.iterdir())
+    for _ in range(2):
+        with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
+            blobstore.open("m", store=store, verify=verify)
+    gc.collect()
+    assert sorted(store.layout.headers.iterdir()) == indexes
+
+
+def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: LocalStore) -> None:
+    blob_path(store, "").unlink()
+    blobstore.open("m", store=store).close()  # by the index
+    shutil.rmtree(store.layout.headers)
+    for _ in range(2):
+        with blobstore.open("m", store=store) as model:
+            assert len(model) > 0
+        assert not store.layout.headers.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"framework": "jax"}, "framework must be numpy, torch or mlx, got 'jax'"),
+        ({"verify": "all"}, "verify must be none, size, header, digest or rehash, got 'all'"),
+        ({"device": "cuda"}, "device 'cuda' is for torch only; numpy takes cpu"),
+        ({"framework": "mlx", "device": "gpu"}, "device 'gpu' is for torch only; mlx takes cpu"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_told(
+    store: LocalStore, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        blobstore.open("m", store=store, **options)
+
+
+# The header index
+
+
+def index_file(store: LocalStore) -> Path:
+    (path,) = store.layout.headers.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: data + b" ",
+        lambda data: data.replace(b"U8", b"I8"),
+        lambda data: data.partition(b"\n")[2],
+        lambda data: b"\xff" * 100,
+        lambda data: b"sha256:" + b"0" * 64 + b"\n{}",
+    ],
+)
+def test_a_corrupt_index_is_made_anew(store: LocalStore, damage: Callable[[bytes], bytes]) -> None:
+    path = index_file(store)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    with blobstore.open("m", store=store) as model:
+        for name, expected in TENSORS.items():
+            np.testing.assert_array_equal(model[name], expected, strict=True)
+    assert path.read_bytes() == whole
+
+
+def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path: Path) -> None:
+    mine = index_file(store)
+    swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
+    blobstore.create(write_folder(tmp_path / "other", swapped), "other", store=store)
+    (other,) = [path for path in store.layout.headers.iterdir() if path != mine]
+    whole = mine.read_bytes()
+    mine.write_bytes(other.read_bytes())
+    with blobstore.open("m", store=store) as model:
+        assert model["scalar"] == 7
+    assert mine.read_bytes() == whole
+
+
+def test_who_asks_for_digests_does_not_get_what_a_forged_index_says(store: LocalStore) -> None:
+    path = index_file(store)
+    whole = path.read_bytes()
+    tensors, *others = json.loads(whole.partition(b"\n")[2])
+    one, other = "model.layers.0.norm.weight", "model.embed_tokens.weight"
+    tensors[one][2:] = tensors[other][2:]
+    text = json.dumps([tensors, *others]).encode()
+    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{seal}\n".encode() + text)
+    with blobstore.open("m", store=store, verify="digest") as model:
+        np.testing.assert_array_equal(model[one], TENSORS[one], strict=True)
+    assert path.read_bytes() == whole
+
+
+def test_an_index_does_not_hide_that_a_name_was_replaced(store: LocalStore, tmp_path: Path) -> None:
+    swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
+    blobstore.create(write_folder(tmp_path / "other", swapped), "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert model["scalar"] == 8
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store, experts=experts)
+    whole = index_file(store).read_bytes()
+    drop_index(store)
+    blobstore.open("m", store=store).close()
+    assert index_file(store).read_bytes() == whole
+
+
+# Use from outside
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tensors_outlive_the_store(store: LocalStore, framework: Any) -> None:
+    with blobstore.open("m", store=store, framework=framework) as model:
+        tensors = model.state_dict()
+    shutil.rmtree(store.layout.root)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(np.asarray(tensor), TENSORS[name], strict=True)
+
+
+def test_many_threads_get_the_right_values(either: LocalStore) -> None:
+    names = list(TENSORS)
+    with blobstore.open("m", store=either) as model:
+        start = threading.Barrier(16)
+
+        def look(shift: int) -> list[str]:
+            start.wait(30)
+            order = names[shift:] + names[:shift]
+            return [
+                name for name in order if bytes(model.view(name).data) != TENSORS[name].tobytes()
+            ]
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(look, range(16))) == [[]] * 16
+
+
+def test_torch_tensors_are_put_on_the_device(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, framework="torch", device="meta") as model:
+        found = model["position_ids"]
+    assert (found.device.type, found.shape, found.dtype) == ("meta", (5,), torch.int64)
+
+
+# Quantized weights
+
+UP = "model.layers.0.self_attn.q_proj.weight"
+PACKED = quantizable_tensors()
+
+
+@pytest.fixture(params=["packed", "stacked"])
+def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", PACKED)
+    for name in ("int4", "nvfp4"):
+        blobstore.create(folder, f"m:{name}", store=store, quantize=name, experts=request.param)
+    return store
+
+
+def as_float32(array: Any) -> Any:
+    """Return an array of any framework as one of numpy."""
+    if isinstance(array, torch.Tensor):
+        return array.float().numpy()
+    if isinstance(array, np.ndarray):
+        return array.astype(np.float32)
+    import mlx.core as mx
+
+    return np.array(array.astype(mx.float32))
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def framework(request: pytest.FixtureRequest) -> Any:
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    return request.param
+
+
+@pytest.mark.parametrize("tag", ["int4", "nvfp4"])
+def test_quantized_weights_are_given_as_plain_numbers(
+    quantized: LocalStore, tag: str, framework: Any
+) -> None:
+    with blobstore.open(f"m:{tag}", store=quantized, framework=framework) as model:
+        item, group_size = FORMATS[tag], FORMATS[tag].group_size
+        packed = reference.quantize(PACKED[UP], item, group_size)
+        for dtype in (None, "bfloat16", "float32", "float16"):
+            found = model.dequantized(UP, dtype)
+            expected = reference.dequantize(*packed, item, group_size, dtype or "bfloat16")
+            assert str(found.dtype).rpartition(".")[2] == (dtype or "bfloat16")
+            np.testing.assert_array_equal(as_float32(found), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("tag", ["int4", "nvfp4"])
+def test_a_model_is_opened_as_if_it_were_plain(
+    quantized: LocalStore, tag: str, framework: Any
+) -> None:
+    with (
+        blobstore.open(f"m:{tag}", store=quantized, framework=framework) as packed,
+        blobstore.open(f"m:{tag}", store=quantized, framework=framework, dequantize=True) as model,
+    ):
+        state = model.state_dict()
+        assert set(state) == set(model) == set(model.specs)
+        assert not [name for name in model if name.endswith(("_scale", "_qbias"))]
+        assert f"{UP}_scale" in packed
+        assert f"{UP}_scale" not in model
+        for name, spec in model.specs.items():
+            assert tuple(state[name].shape) == spec.shape
+            assert spec.dtype is DType.BF16
+            expected = packed.dequantized(name)
+            np.testing.assert_array_equal(as_float32(state[name]), as_float32(expected))
+            assert np.abs(as_float32(model[name])).max() > 0
+        with pytest.raises(TensorNotFound):
+            model[f"{UP}_scale"]
+        assert len(model.tensors("model.layers.0.self_attn")) == 3
+
+
+def test_plain_tensors_are_given_as_they_are(quantized: LocalStore) -> None:
+    with blobstore.open("m:int4", store=quantized) as model:
+        found = model.dequantized("model.embed_tokens.weight", "float32")
+        np.testing.assert_array_equal(found, PACKED["model.embed_tokens.weight"], strict=True)
+
+
+def test_an_unknown_element_type_is_told(quantized: LocalStore) -> None:
+    with (
+        blobstore.open("m:int4", store=quantized) as model,
+        pytest.raises(UsageError, match="dtype must be bfloat16, float16 or float32, got 'int8'"),
+    ):
+        model.dequantized(UP, "int8")
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_blob_that_does_not_say_how_is_read_as_stored_only(
+    tmp_path: Path, *, index: bool
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [
+        ("w.weight", "U32", (2, 4), bytes(32)),
+        ("w.weight.scale", "BF16", (2, 1), bytes(4)),
+        ("w.weight.bias", "BF16", (2, 1), bytes(4)),
+    ]
+    add_blobs(store, "m", {"w.weight": blob(*tensors)})  # type: ignore[arg-type]
+    if index:
+        blobstore.open("m", store=store).close()
+    with blobstore.open("m", store=store) as model:
+        assert model["w.weight"].shape == (2, 4)
+        with pytest.raises(UnsupportedDType, match=r"'w\.weight' of m:latest .* does not say how"):
+            model.dequantized("w.weight")
+    with (
+        blobstore.open("m", store=store, dequantize=True) as model,
+        pytest.raises(UnsupportedDType, match="does not say how"),
+    ):
+        model.state_dict()
+
+
+def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [
+        ("w", "U32", (1, 2), bytes([0x21] * 8)),
+        ("w.scale", "U8", (1, 1), bytes([56])),
+        ("w.global_scale", "F32", (), np.float32(3).tobytes()),
+    ]
+    add_blobs(store, "m", {"w": blob(*tensors, quant_type="nvfp4")})  # type: ignore[arg-type]
+    for framework in ("numpy", "torch"):
+        with blobstore.open("m", store=store, framework=framework, dequantize=True) as model:  # type: ignore[arg-type]
+            assert list(model) == ["w"]
+            assert model["w"].tolist() == [[1.5, 3.0] * 8]
+
+
+@pytest.mark.parametrize("end", ["_qbias", ".global_scale"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_tensor_of_another_blob_is_no_companion(tmp_path: Path, end: str, *, index: bool) -> None:
+    store = LocalStore(tmp_path / "store")
+    tensors = [("w", "U32", (1, 2), bytes([0x21] * 8)), ("w.scale", "U8", (1, 1), bytes([56]))]
+    other = blob((f"w{end}", "F32", (1,), np.float32(3).tobytes()))
+    blobs = {"w": blob(*tensors, quant_type="nvfp4"), f"w{end}": other}  # type: ignore[arg-type]
+    add_blobs(store, "m", blobs)
+    if index:
+        blobstore.open("m", store=store).close()
+    with blobstore.open("m", store=store, dequantize=True) as model:
+        assert set(model) == set(model.specs) == {"w", f"w{end}"}
+        assert model["w"].tolist() == [[0.5, 1.0] * 8]
+        assert model[f"w{end}"].tolist() == [3]
+
+
+@pytest.mark.parametrize("known", [["int4", 64], ["nvfp4", 16], ["int8", 64]])
+def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, known: Any) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "model", PACKED)
+    blobstore.create(folder, "m", store=store, quantize="int4")
+    path = index_file(store)
+    tensors, blobs, quantized = json.loads(path.read_bytes().partition(b"\n")[2])
+    quantized[UP] = known
+    text = json.dumps([tensors, blobs, quantized]).encode()
+    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{seal}\n".encode() + text)
+    with (
+        blobstore.open("m", store=store) as model,
+        pytest.raises(BlobDamaged, match=f"tensor '{UP}': "),
+    ):
+        model.dequantized(UP)
+
+
+# Ways of reading
+
+
+@pytest.mark.parametrize(
+    "options", [{"read": "pread"}, {"prefetch": "read"}, {"prefetch": "willneed"}]
+)
+@pytest.mark.parametrize("framework", ["numpy", "torch", "mlx"])
+def test_gives_the_same_tensors_however_they_are_read(
+    either: LocalStore, options: dict[str, Any], framework: Any
+) -> None:
+    with blobstore.open("m", store=either, framework=framework, **options) as model:
+        plain = blobstore.open("m", store=either, framework=framework)
+        assert set(model) == set(plain)
+        for name in plain:
+            assert bytes(model.view(name).data) == bytes(plain.view(name).data), name
+        assert set(model.tensors()) == set(plain)
+
+
+def test_read_tensors_are_read_only_in_numpy_and_private_in_torch(store: LocalStore) -> None:
+    before = contents(store)
+    array = blobstore.open("m", store=store, read="pread")["model.layers.0.norm.weight"]
+    assert not array.flags.writeable
+    tensor = blobstore.open("m", store=store, framework="torch", read="pread")[
+        "model.layers.0.norm.weight"
+    ]
+    tensor.zero_()
+    assert contents(store) == before
+
+
+def test_read_tensors_survive_a_blob_that_is_cut_short(store: LocalStore) -> None:
+    expected = np.array(blobstore.open("m", store=store)["model.layers.0.norm.weight"])
+    model = blobstore.open("m", store=store, read="pread")
+    path = path_of(store, "model.layers.0.norm.weight")
+    path.chmod(0o644)
+    os.truncate(path, 0)
+    assert np.array_equal(model["model.layers.0.norm.weight"], expected)
+
+
+@pytest.mark.parametrize("order", ["file", "name"])
+def test_yields_every_tensor_once(store: LocalStore, order: Any) -> None:
+    model = blobstore.open("m", store=store)
+    found = list(model.iter_tensors(order=order))
+    assert sorted(name for name, _ in found) == sorted(model)
+    if order == "name":
+        assert [name for name, _ in found] == sorted(model)
+    for name, tensor in found:
+        assert np.array_equal(tensor, model[name], equal_nan=tensor.dtype.kind == "f")
+
+
+def test_deals_tensors_out_to_ranks(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store)
+    shares = [[name for name, _ in model.iter_tensors(shard=(rank, 3))] for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(model)
+    assert all(shares)
+    prefixed = [name for name, _ in model.iter_tensors("model.layers.0.")]
+    assert prefixed
+    assert all(name.startswith("model.layers.0.") for name in prefixed)
+
+
+def test_a_model_goes_to_another_process_by_what_it_was_opened_from(store: LocalStore) -> None:
+    model = blobstore.open("m", store=store, framework="torch", read="pread")
+    again = pickle.loads(pickle.dumps(model))
+    blobstore.create(store.layout.root.parent / "model" / "model.safetensors", "m", store=store)
+    assert again.manifest == model.manifest
+    assert torch.equal(again["model.layers.0.norm.weight"], model["model.layers.0.norm.weight"])
+
+
+WORKER = """
+import pickle, sys
+
+model = pickle.load(sys.stdin.buffer)
+total = sum(int(array.sum(dtype="u8")) for array in model.values())
+blobs = str(model._store.layout.blobs)
+own = shared = 0
+is_blob = False
+for line in open("/proc/self/smaps"):
+    field, _, rest = line.partition(":")
+    if "-" in field.split(" ")[0]:
+        is_blob = blobs in line
+    elif is_blob and field in ("Private_Clean", "Private_Dirty"):
+        own += int(rest.split()[0])
+    elif is_blob and field in ("Shared_Clean", "Shared_Dirty"):
+        shared += int(rest.split()[0])
+print(total, own, shared)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells")
+def test_a_worker_process_shares_the_page_cache(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    random = np.random.default_rng(1)
+    arrays = {f"w{number}": random.integers(0, 256, 4 << 20, dtype=np.uint8) for number in range(4)}
+    blobstore.create(write_folder(tmp_path / "model", arrays), "m", store=store)
+    with blobstore.open("m", store=store, prefetch="read") as model:
+        total = sum(int(array.sum(dtype=np.uint64)) for array in model.values())
+        found = subprocess.run(
+            [sys.executable, "-c", WORKER],
+            input=pickle.dumps(model),
+            env={**os.environ, "PYTHONPATH": str(Path(blobstore.__file__).parents[2])},
+            capture_output=True,
+            check=True,
+        )
+    summed, own, shared = map(int, found.stdout.split())
+    assert summed == total
+    assert shared >= 16 << 10  # KiB
+    assert own < shared * 0.05
+
+
+def test_a_worker_process_opens_a_model_as_it_was_opened(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, dequantize=True, verify="header") as model:
+        again = pickle.loads(pickle.dumps(model))
+        assert again._options == model._options
+        assert set(again) == set(model)
+    model.close()
+    assert pickle.loads(pickle.dumps(model))["scalar"] == 7  # what is closed is opened again
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """Return a store with a model of 3,000 blobs, which was opened before."""
+    store = LocalStore(tmp_path_factory.mktemp("many"))
+    add_blobs(store, "m", {"w0": blob(("w0", "U32", (), bytes(4)))})
+    layers = []
+    for number in range(3000):
+        data = blob((f"w{number}", "U32", (), number.to_bytes(4, "little")))
+        digest = Digest.of(data)
+        Path(store.layout.blob(digest)).write_bytes(data)
+        layers.append(
+            Descriptor(
+                media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"
+            )
+        )
+    store.publish(NAME, with_layers(store, store.resolve(NAME), layers))
+    return store
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"read": "mmap"},
+        {"read": "pread"},
+        {"read": "pread", "verify": "none"},
+        {"prefetch": "read"},
+        {"verify": "header"},
+        {"verify": "rehash"},
+    ],
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_many_blobs_need_few_descriptors(
+    many: LocalStore, options: dict[str, Any], *, index: bool
+) -> None:
+    blobstore.open("m", store=many, verify="none").close()
+    if not index:
+        drop_index(many)
+
+    def run() -> str:
+        before = len(os.listdir("/dev/fd"))
+        with blobstore.open("m", store=many, **options) as model:
+            parts = dict(model.iter_tensors(parts=lambda _: ...))
+            tensors = model.state_dict()
+            assert tensors.keys() == parts.keys()
+            assert all(tensors[name] == parts[name] == int(name[1:]) for name in tensors)
+            return f"{len(tensors)} tensors, {len(os.listdir('/dev/fd')) - before} descriptors"
+
+    outcome = sandbox.call(run, limits={resource.RLIMIT_NOFILE: 256})
+    leases = int(options.get("verify") == "none")
+    assert outcome == f"3000 tensors, {leases} descriptors"
