@@ -33,8 +33,7 @@ def __getattr__(name: str) -> Any:
     try:
         module, attribute = _HOMES[name]
     except KeyError:
-        message = f"module 'blobstore' has no attribute {name!r}"
-        raise AttributeError(message) from None
+        raise AttributeError(f"module 'blobstore' has no attribute {name!r}") from None
     value = getattr(import_module(module), attribute)
     globals()[name] = value
     return value

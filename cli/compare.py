@@ -17,7 +17,7 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 from blobstore.operations.ui.compare_page import badness, decibels, group_of, number, page, type_of
 
@@ -128,14 +128,13 @@ def _free_target(file: str) -> Path:
         is_other = not file or (os.path.lexists(target) and not target.is_file())
         has_folder = target.parent.is_dir()
     except (OSError, ValueError) as error:
-        message = f"cannot look at {quoted(file)}: {error}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot look at {quote(file)}: {error}") from error
     if is_other:
-        message = f"{quoted(file)} is not a regular file; name a new file for the page"
-        raise BlobstoreError(message)
+        raise BlobstoreError(f"{quote(file)} is not a regular file; name a new file for the page")
     if not has_folder:
-        message = f"cannot write {quoted(file)}: there is no folder {quoted(target.parent)}"
-        raise BlobstoreError(message)
+        raise BlobstoreError(
+            f"cannot write {quote(file)}: there is no folder {quote(target.parent)}"
+        )
     return target
 
 
@@ -145,8 +144,7 @@ def _write_page(target: Path, compared: Comparison) -> None:
     try:
         write_file(target, [page(compared).encode()])
     except OSError as error:
-        message = f"cannot write {quoted(target)}: {error.strerror}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
 
 
 # What is printed

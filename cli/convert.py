@@ -6,7 +6,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
@@ -38,10 +38,10 @@ def command(
 
     Nothing of the source is run. The file appears complete or not at all.
     """
-    from blobstore.operations.export.convert import copy_to_safetensors
+    from blobstore.operations.export.convert import convert_checkpoint
 
     with render.progress_bar() as progress:
-        copied = copy_to_safetensors(
+        copied = convert_checkpoint(
             source,
             out,
             subtree=subtree,
@@ -63,6 +63,6 @@ def command(
         )
         return
     render.show(
-        f"wrote {printable(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "
+        f"wrote {escape(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "
         f"{render.human_bytes(copied.bytes_written)}"
     )

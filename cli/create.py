@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
-    from blobstore.operations.create.plan import ModelPlan, PlannedTensor, Quantize
+    from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
@@ -113,9 +113,9 @@ def command(
         show_parts(source, as_json=as_json)
         return
     if dry_run:
-        from blobstore.operations.create.plan import Quantize
+        from blobstore.operations.create.plan import QuantizeOptions
 
-        quantize = Quantize(
+        quantize = QuantizeOptions(
             quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
         )
         options: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _plan(
     name: Reference,
     store: LocalStore,
     experts: ExpertForm,
-    quantize: Quantize,
+    quantize: QuantizeOptions,
     options: Mapping[str, Any],
 ) -> tuple[ModelPlan, list[str]]:
     """Return the plan of a source and the names of its small files."""

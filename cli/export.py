@@ -14,7 +14,7 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -73,7 +73,7 @@ def command(
         )
         return
     render.show(
-        f"exported {name} to {printable(str(exported.folder))}: "
+        f"exported {name} to {escape(str(exported.folder))}: "
         f"{render.count_of(exported.tensors, 'tensor')} in "
         f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
         f"{render.human_bytes(exported.bytes_written)}, {render.human_seconds(exported.seconds)}"

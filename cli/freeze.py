@@ -101,8 +101,7 @@ def command(
     from blobstore.operations.freeze.freeze import freeze_models
 
     if base is not None and no_base:
-        message = "--base and --no-base contradict each other"
-        raise click.UsageError(message, ctx)
+        raise click.UsageError("--base and --no-base contradict each other", ctx)
     with suggesting_names(store, names), render.progress_bar() as progress:
         frozen = freeze_models(
             names,

@@ -8,7 +8,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.errors import CheckpointRefused
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _parts_json(subtrees: Sequence[Subtree]) -> list[dict[str, object]]:
 def _summary(inspected: Inspection) -> str:
     what = inspected.kind or "refused"
     lines = [
-        f"{printable(str(inspected.path))}: {what}, {render.human_bytes(inspected.size)}",
+        f"{escape(str(inspected.path))}: {what}, {render.human_bytes(inspected.size)}",
     ]
     if inspected.refusal is None:
         total = sum(spec.nbytes for spec in inspected.tensors)
@@ -96,12 +96,12 @@ def _summary(inspected: Inspection) -> str:
             f"{render.human_bytes(total)}"
         )
     else:
-        lines.append(f"refused: {printable(inspected.refusal)}")
+        lines.append(f"refused: {escape(inspected.refusal)}")
     lines += [
-        f"cannot read {quoted(name)}: {printable(reason)}"
+        f"cannot read {quote(name)}: {escape(reason)}"
         for name, reason in inspected.unreadable.items()
     ]
-    lines += map(printable, inspected.notices)
+    lines += map(escape, inspected.notices)
     return "\n".join(lines)
 
 

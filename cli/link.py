@@ -8,7 +8,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def command(
         )
         return
     render.show(
-        f"linked {name} in {printable(str(linked.folder))}: "
+        f"linked {name} in {escape(str(linked.folder))}: "
         f"{render.count_of(linked.tensors, 'tensor')} in {', '.join(_kinds(linked))}; "
         f"{render.human_seconds(linked.seconds)}"
     )

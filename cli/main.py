@@ -18,7 +18,7 @@ import click
 
 from blobstore.cli.options import expect_json, wants_json
 from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _Program(click.Group):
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
         except OSError as error:  # a file that cannot even be closed, for one
-            where = f" ({quoted(error.filename)})" if error.filename else ""
+            where = f" ({quote(error.filename)})" if error.filename else ""
             message = f"the system failed: {error.strerror or error}{where}"
             _report(BlobstoreError(message), as_json=wants_json(ctx))
             ctx.exit(BlobstoreError.exit_code)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     match = _SIZE.fullmatch(value.strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     if match is None or unit is None:
-        message = f"{quoted(value)} is not a size such as 5GB or 500MiB"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter(f"{quote(value)} is not a size such as 5GB or 500MiB", ctx, param)
     return int(float(match["number"]) * unit)
 
 
@@ -64,8 +63,7 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> fl
     """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; a callback of click."""
     match = _DURATION.fullmatch(value.strip())
     if match is None:
-        message = f"{quoted(value)} is not a time such as 30m, 1h or 2d"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter(f"{quote(value)} is not a time such as 30m, 1h or 2d", ctx, param)
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
@@ -88,14 +86,13 @@ def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
 def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -> LocalStore:
     from blobstore.cli.render import show_note
     from blobstore.store.local import LocalStore
-    from blobstore.store.permissions import folder_concerns
+    from blobstore.store.permissions import folder_warnings
 
     if value == "":  # an unset variable of a script must not mean the current folder
-        message = "the store's folder is empty text"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter("the store's folder is empty text", ctx, param)
     store = LocalStore(value)
     store.locks.wait = ctx.meta.get(_WAIT_KEY, store.locks.wait)
-    for concern in folder_concerns(store):
+    for concern in folder_warnings(store):
         show_note(concern)
     return store
 
@@ -155,11 +152,10 @@ def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iter
     try:
         yield
     except ModelNotFound as error:
-        near = ", ".join(quoted(name) for name in _near_names(store, references))
+        near = ", ".join(quote(name) for name in _near_names(store, references))
         if not near:
             raise
-        message = f"{error}; did you mean {near}?"
-        raise ModelNotFound(message) from None
+        raise ModelNotFound(f"{error}; did you mean {near}?") from None
 
 
 def _near_names(store: LocalStore, references: Sequence[Reference]) -> list[str]:

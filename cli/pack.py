@@ -15,7 +15,7 @@ from blobstore.cli.options import (
     suggesting_names,
     wait_option,
 )
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -28,8 +28,9 @@ SUFFIX = ".bsar"
 def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """Return the name of an archive; that of a model in its place is an error. A callback of click."""
     if not value.endswith(SUFFIX):
-        message = f"{quoted(value)} does not end in {SUFFIX}; the file comes last"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter(
+            f"{quote(value)} does not end in {SUFFIX}; the file comes last", ctx, param
+        )
     return value
 
 
@@ -90,7 +91,7 @@ def command(
     share = f" ({1 - packed.stored / packed.size:.1%} less)" if packed.stored < packed.size else ""
     render.show(
         f"packed {render.count_of(len(packed.references), 'model')} into "
-        f"{printable(str(packed.path))}: {render.count_of(packed.blobs, 'blob')} of "
+        f"{escape(str(packed.path))}: {render.count_of(packed.blobs, 'blob')} of "
         f"{render.human_bytes(packed.size)} take {render.human_bytes(packed.stored)}{share}; "
         f"{render.human_seconds(packed.seconds)}"
     )

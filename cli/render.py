@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.core.escape import MAX_SHOWN, printable
+from blobstore.core.escape import MAX_SHOWN, escape
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def show_json(value: Any) -> None:
 
 def show_note(message: str) -> None:
     """Tell something beside the result."""
-    _tell(f"note: {printable(message)}")
+    _tell(f"note: {escape(message)}")
 
 
 def show_error(message: str) -> None:
     """Tell what went wrong."""
-    _tell(f"blobstore: error: {printable(message)}")
+    _tell(f"blobstore: error: {escape(message)}")
 
 
 def _tell(line: str) -> None:
@@ -94,12 +94,12 @@ def is_terminal() -> bool:
 
 def cell(text: object) -> str:
     """Return text from a file as it may be shown: escaped, and shortened if it is very long."""
-    return printable(str(text), MAX_SHOWN)
+    return escape(str(text), MAX_SHOWN)
 
 
 def printable_lines(text: str) -> str:
     """Return text of several lines escaped, but for its line feeds."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(escape, text.split("\n")))
 
 
 def table(
@@ -203,7 +203,7 @@ def progress_bar() -> Iterator[Progress | None]:
             if total != last_total:  # another kind of work, with a speed of its own
                 bar.reset(task, total=total)
                 last_total = total
-            text = printable(what, _BAR_NAME) if done < total else "finishing"
+            text = escape(what, _BAR_NAME) if done < total else "finishing"
             bar.update(task, completed=done, description=text)
 
         yield advance
@@ -225,8 +225,7 @@ def _scaled(count: int, units: Sequence[str]) -> str:
 @contextlib.contextmanager
 def _output() -> Iterator[Any]:
     if sys.stdout is None:
-        message = "cannot write to standard output: it is closed"
-        raise BlobstoreError(message)
+        raise BlobstoreError("cannot write to standard output: it is closed")
     try:
         yield sys.stdout
         sys.stdout.flush()
@@ -235,5 +234,4 @@ def _output() -> Iterator[Any]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise OutputClosed from None
-        message = f"cannot write to standard output: {error.strerror}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot write to standard output: {error.strerror}") from error

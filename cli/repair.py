@@ -17,14 +17,14 @@ from blobstore.cli.options import (
     wait_option,
 )
 from blobstore.cli.verify import fault_line
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.maintenance.repair import Mended, Repaired
+    from blobstore.operations.maintenance.repair import Repaired, RepairedBlob
     from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.store.local import LocalStore
 
@@ -84,8 +84,7 @@ def command(
 
     store.check_root()
     if not store.layout.root.exists():
-        message = f"there is no store at {quoted(store.layout.root)}"
-        raise NotFound(message)
+        raise NotFound(f"there is no store at {quote(store.layout.root)}")
     with suggesting_names(store, names), render.progress_bar() as progress:
         repaired = repair_models(
             names,
@@ -125,7 +124,7 @@ def _as_json(repaired: Repaired, *, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _mended(item: Mended) -> dict[str, Any]:
+def _mended(item: RepairedBlob) -> dict[str, Any]:
     return {
         "blob": str(item.digest),
         "bytes": item.size,
@@ -165,11 +164,11 @@ def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
     return "\n".join(lines)
 
 
-def _mended_line(verb: str, item: Mended) -> str:
+def _mended_line(verb: str, item: RepairedBlob) -> str:
     size = render.human_bytes(item.size)
     where = f"layer {render.cell(item.layer)}, blob {item.digest} ({size})"
     return f"{verb} {where}{_put_aside(item.aside)}"
 
 
 def _put_aside(aside: Path | None) -> str:
-    return f"; what was there is {quoted(aside)}" if aside is not None else ""
+    return f"; what was there is {quote(aside)}" if aside is not None else ""

@@ -12,7 +12,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged, NotFound
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.models.tensors import Contents, StoredTensor
+    from blobstore.models.tensors import ModelTensors, StoredTensor
     from blobstore.store.local import LocalStore
 
 View = Literal["tensors", "layers", "files", "manifest"]
@@ -70,7 +70,7 @@ class _Model:
 
     reference: Reference
     manifest: Manifest
-    contents: Contents
+    contents: ModelTensors
     faults: Faults
     architecture: str
     model_type: str
@@ -119,8 +119,7 @@ def command(
     with suggesting_names(store, [name]):
         if view == "manifest":
             if patterns or order:
-                message = "--manifest takes no PATTERN and no --sort"
-                raise click.UsageError(message, ctx)
+                raise click.UsageError("--manifest takes no PATTERN and no --sort", ctx)
             render.show_bytes(store.read_manifest(name))
             return
         model = _read_model(store, name)
@@ -142,10 +141,10 @@ def command(
 
 def _read_model(store: LocalStore, reference: Reference) -> _Model:
     from blobstore.manifests import media_types
-    from blobstore.models.tensors import read_contents
+    from blobstore.models.tensors import read_tensors
 
     manifest = store.resolve(reference)
-    contents = read_contents(store, manifest, collect_faults=True)
+    contents = read_tensors(store, manifest, collect_faults=True)
     faults = _faults(store, manifest, contents)
     has_tensors = bool(manifest.layers_of(media_types.TENSOR))
     is_gguf = not has_tensors and bool(manifest.layers_of(media_types.MODEL))
@@ -169,7 +168,7 @@ def _read_model(store: LocalStore, reference: Reference) -> _Model:
     )
 
 
-def _faults(store: LocalStore, manifest: Manifest, contents: Contents) -> Faults:
+def _faults(store: LocalStore, manifest: Manifest, contents: ModelTensors) -> Faults:
     from blobstore.manifests import media_types
 
     faults: Faults = {}
@@ -177,12 +176,12 @@ def _faults(store: LocalStore, manifest: Manifest, contents: Contents) -> Faults
         if blob.media_type == media_types.TENSOR:
             error = contents.faults.get((blob.digest, blob.size))
             if error is not None:
-                faults[blob.digest, blob.size] = error.at(f"layer {quoted(blob.name)}")
+                faults[blob.digest, blob.size] = error.at(f"layer {quote(blob.name)}")
             continue
         try:
             store.check_size(blob.digest, blob.size)
         except BlobstoreError as found:
-            faults[blob.digest, blob.size] = found.at(f"layer {quoted(_blob_name(blob, manifest))}")
+            faults[blob.digest, blob.size] = found.at(f"layer {quote(_blob_name(blob, manifest))}")
     return faults
 
 
@@ -191,7 +190,7 @@ def _read_json(store: LocalStore, blob: Descriptor, faults: Faults) -> Mapping[s
     try:
         value = json.loads(store.read_blob(blob.digest, blob.size))
     except BlobstoreError as error:
-        faults.setdefault((blob.digest, blob.size), error.at(f"layer {quoted(blob.name)}"))
+        faults.setdefault((blob.digest, blob.size), error.at(f"layer {quote(blob.name)}"))
         return {}
     except (ValueError, RecursionError):  # it is kept as the source had it, valid or not
         return {}
@@ -256,7 +255,7 @@ def _tensor_row(tensor: StoredTensor) -> _Row:
 def _chosen(rows: list[_Row], patterns: Sequence[str], model: _Model) -> list[_Row]:
     for pattern in patterns:
         if not any(fnmatchcase(row.name, pattern) for row in rows):
-            message = f"nothing in model {quoted(model.reference)} matches {quoted(pattern)}"
+            message = f"nothing in model {quote(model.reference)} matches {quote(pattern)}"
             if model.faults:
                 first = next(iter(model.faults.values()))
                 message += f", but not all of it can be read: {first}"

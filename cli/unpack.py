@@ -14,7 +14,7 @@ from blobstore.cli.options import (
     store_option,
     wait_option,
 )
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -50,8 +50,7 @@ def command(
     need is safe on disk. Of an archive that was cut short or altered none does.
     """
     if verify_only and force:
-        message = "--verify-only and --force contradict each other"
-        raise click.UsageError(message, ctx)
+        raise click.UsageError("--verify-only and --force contradict each other", ctx)
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
 
     with render.progress_bar() as progress:
@@ -73,7 +72,7 @@ def _show_checked(checked: CheckedArchive, *, as_json: bool) -> None:
         render.show_json(_common(checked) | sizes)
         return
     render.show(
-        f"{printable(str(checked.path))} is whole: {render.count_of(checked.blobs, 'blob')} of "
+        f"{escape(str(checked.path))} is whole: {render.count_of(checked.blobs, 'blob')} of "
         f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}; "
         f"{render.human_seconds(checked.seconds)}"
     )

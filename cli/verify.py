@@ -16,7 +16,7 @@ from blobstore.cli.options import (
     store_option,
     suggesting_names,
 )
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) ->
         return None
     rate = parse_size(ctx, param, value.strip().removesuffix("/s"))
     if rate < 1:
-        message = f"{quoted(value)} is no rate above 0"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter(f"{quote(value)} is no rate above 0", ctx, param)
     return rate
 
 
@@ -70,8 +69,7 @@ def command(
 
     store.check_root()
     if not store.layout.root.exists():
-        message = f"there is no store at {quoted(store.layout.root)}"
-        raise NotFound(message)
+        raise NotFound(f"there is no store at {quote(store.layout.root)}")
     with suggesting_names(store, names), render.progress_bar() as progress:
         verified = verify_models(
             names, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
@@ -121,4 +119,4 @@ def fault_line(fault: Fault) -> str:
         where.append(f"layer {render.cell(fault.layer)}")
     if fault.tensor:
         where.append(f"tensor {render.cell(fault.tensor)}")
-    return f"{', '.join(where)}: {printable(fault.message)}"
+    return f"{', '.join(where)}: {escape(fault.message)}"

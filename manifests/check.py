@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from blobstore.core import strict_json as strictjson
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -45,17 +45,15 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
     begin = Manifest(config=described, layers=()).to_bytes().removesuffix(b"[]}\n")
     written = manifest.removesuffix(b"\n")
     if not (written.startswith(begin) and written.endswith(b"}")):
-        message = (
+        raise InvalidManifest(
             f"the manifest was changed since it was written, not in its list of layers{ADVICE}"
         )
-        raise InvalidManifest(message)
     found = str(Digest.of(written[len(begin) : -1]))
     if found != promised:
-        message = (
+        raise InvalidManifest(
             f"the manifest was changed since it was written: its list of layers has digest {found}, "
-            f"and its config promises {quoted(promised)}{ADVICE}"
+            f"and its config promises {quote(promised)}{ADVICE}"
         )
-        raise InvalidManifest(message)
     return True
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.digest import BlobId, Digest
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidDigest, InvalidManifest
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class Descriptor(NamedTuple):
     extra: Mapping[str, Any] = _NOTHING
     """Fields that we do not know, kept as they were."""
 
+    @property
+    def id(self) -> BlobId:
+        """The blob by digest and size."""
+        return BlobId(self.digest, self.size)
+
     @classmethod
     def from_json(cls, value: Any) -> Descriptor:
         """Return the descriptor that a decoded JSON ``value`` holds.
@@ -56,8 +61,7 @@ class Descriptor(NamedTuple):
         try:
             digest = Digest.parse(spelled)
         except InvalidDigest as error:
-            message = f".digest: {error}"
-            raise InvalidManifest(message) from None
+            raise InvalidManifest(f".digest: {error}") from None
         size = value.get("size")
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise wrong_type(".size", "a number of bytes from 0 to 2^63-1", size)
@@ -102,4 +106,4 @@ def text_field(value: dict[str, Any], key: str, default: str | None = None) -> s
 def wrong_type(path: str, expected: str, value: Any) -> InvalidManifest:
     """Return the error that says what was expected at a JSON path and what was found."""
     found = repr(value) if isinstance(value, str) else value
-    return InvalidManifest(f"{path}: expected {expected}, got {quoted(found)}")
+    return InvalidManifest(f"{path}: expected {expected}, got {quote(found)}")

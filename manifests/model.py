@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json as strictjson
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor, split_plain, text_field, wrong_type
@@ -46,8 +46,9 @@ class Manifest:
                 message begins with the JSON path.
         """
         if len(data) > MAX_MANIFEST_SIZE:
-            message = f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_SIZE}"
-            raise InvalidManifest(message)
+            raise InvalidManifest(
+                f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_SIZE}"
+            )
         manifest = cls._plain(data) or cls._parse(data)
         _check_names(manifest.layers)
         return manifest
@@ -72,8 +73,7 @@ class Manifest:
         try:
             value = strictjson.loads(data)
         except ValueError as error:
-            message = f"manifest is not readable as JSON: {error}"
-            raise InvalidManifest(message) from None
+            raise InvalidManifest(f"manifest is not readable as JSON: {error}") from None
         place = "$"
         try:
             if not isinstance(value, dict):
@@ -92,8 +92,7 @@ class Manifest:
                 place = f"$.layers[{index}]"
                 layers.append(Descriptor.from_json(layer))
         except InvalidManifest as error:
-            message = f"{place}{error}"
-            raise InvalidManifest(message) from None
+            raise InvalidManifest(f"{place}{error}") from None
         extra = {key: item for key, item in value.items() if key not in _FIELDS}
         return cls(config=config, layers=tuple(layers), media_type=media_type, extra=extra)
 
@@ -162,8 +161,7 @@ def _check_names(layers: Iterable[Descriptor]) -> None:
             continue
         first = seen.setdefault((layer.media_type, layer.name), index)
         if first != index:
-            message = (
-                f"$.layers[{index}].name: {quoted(layer.name)} is already the name of "
+            raise InvalidManifest(
+                f"$.layers[{index}].name: {quote(layer.name)} is already the name of "
                 f"$.layers[{first}], of the same media type"
             )
-            raise InvalidManifest(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidReference
 
 DEFAULT_HOST = "registry.ollama.ai"
@@ -41,11 +41,10 @@ class Reference:
         for part, pattern in _PARTS.items():
             value = getattr(self, part)
             if pattern.fullmatch(value) is None:
-                message = (
-                    f"not a model name: {part} {quoted(value)} must be {_RULES[part]}, "
+                raise InvalidReference(
+                    f"not a model name: {part} {quote(value)} must be {_RULES[part]}, "
                     "beginning with a letter, digit or '_'"
                 )
-                raise InvalidReference(message)
 
     @classmethod
     def parse(cls, text: str) -> Reference:
@@ -58,12 +57,12 @@ class Reference:
         path, slash, last = text.rpartition("/")
         model, colon, tag = last.partition(":")
         if colon and not tag:
-            message = f"not a model name: {quoted(text)} has an empty tag"
-            raise InvalidReference(message)
+            raise InvalidReference(f"not a model name: {quote(text)} has an empty tag")
         parts = path.split("/") if slash else []
         if len(parts) > 2:  # noqa: PLR2004
-            message = f"not a model name: {quoted(text)}; expected [host/][namespace/]model[:tag]"
-            raise InvalidReference(message)
+            raise InvalidReference(
+                f"not a model name: {quote(text)}; expected [host/][namespace/]model[:tag]"
+            )
         host, namespace = [DEFAULT_HOST, DEFAULT_NAMESPACE][: 2 - len(parts)] + parts
         return cls(host, namespace, model, tag or DEFAULT_TAG)
 

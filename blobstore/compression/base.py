@@ -10,8 +10,7 @@ import numpy as np
 from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import Prediction
 from blobstore.compression.scratch import scratch
-from blobstore.compression.table import Base
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class BaseBlob(NamedTuple):
     """A base and its bytes."""
 
-    identity: Base
+    identity: BlobId
     read_into: Callable[[Buffer, int], object]
     """Writes its bytes from an offset on into all of a buffer."""
 
@@ -40,7 +39,7 @@ class BaseBlob(NamedTuple):
             digest: of bytes that the caller has checked; they are hashed if it is not given.
         """
         view = memoryview(data).cast("B")
-        return cls(Base(digest or Digest.of(view), len(view)), partial(_copy, view))
+        return cls(BlobId(digest or Digest.of(view), len(view)), partial(_copy, view))
 
     def read(self, begin: int, size: int) -> Bytes:
         """Return bytes of it, aligned, which are good until the thread asks again."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.entropy import Plane
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -30,7 +30,7 @@ _PROBE: Final = 1 << 13
 class Way(NamedTuple):
     """How chunks are made: a layout, and the coders to try on each of its planes."""
 
-    layout: Layout
+    layout: Transform
     coders: Sequence[Sequence[Coder]]
 
 
@@ -64,7 +64,7 @@ def encode_chunk(
 
 
 def decode_chunk(
-    entry: Chunk, layout: Layout, stored: memoryview, out: Bytes, base: Bytes | None
+    entry: Chunk, layout: Transform, stored: memoryview, out: Bytes, base: Bytes | None
 ) -> None:
     """Write the chunk whose planes are ``stored``, and check it.
 
@@ -108,7 +108,7 @@ def _probed(plane: Bytes) -> Sequence[Coder]:
     return (Coder.HUFFMAN,) if probe.method else ()
 
 
-def _entry(chunk: Bytes, layout: Layout, sizes: Sequence[int], planes: Sequence[Plane]) -> Chunk:
+def _entry(chunk: Bytes, layout: Transform, sizes: Sequence[int], planes: Sequence[Plane]) -> Chunk:
     check = crc32(chunk)
     for plane, limit in zip(planes, sizes, strict=True):
         if _is_checked(plane.method, limit):

@@ -20,9 +20,9 @@ from blobstore.compression.base import BaseBlob, Start
 from blobstore.compression.chunks import decode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
 from blobstore.compression.scratch import scratch
-from blobstore.compression.table import PREFIX, Base, decode_table
+from blobstore.compression.table import PREFIX, decode_table
 from blobstore.compression.transforms import layout_of, predicted_type
-from blobstore.core.digest import Digester
+from blobstore.core.digest import BlobId, Digester
 from blobstore.errors import ColdDamaged, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from blobstore.compression.delta.low_rank import Factors
     from blobstore.compression.file_view import FileBytes
     from blobstore.compression.table import Chunk, Part
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -53,7 +53,7 @@ class _Piece(NamedTuple):
     """What a range takes of a chunk."""
 
     entry: Chunk
-    layout: Layout
+    layout: Transform
     stored: memoryview
     """Its planes."""
     size: int
@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     stored_end: int
 
 
-class ColdBlob:
+class ColdBlobDecoder:
     """A cold blob in memory, usually mapped; ``table`` is what it says of itself."""
 
     def __init__(self, data: Buffer, source: FileBytes | None = None) -> None:
@@ -130,7 +130,7 @@ class ColdBlob:
         """
         if self.table.base is not None:
             raise ColdDamaged(f"the base {self.table.digest} is itself a delta")
-        return BaseBlob(Base(self.table.digest, self.size), self.read_into)
+        return BaseBlob(BlobId(self.table.digest, self.size), self.read_into)
 
     def cuts(self, limit: int, stored_limit: int) -> Iterator[Cut]:
         """Yield runs of whole chunks that make up the blob.
@@ -320,7 +320,7 @@ class ColdBlob:
             start = self._start(number, layout), chunk * part.chunk_size
         return _Piece(entry, layout, stored, size, skipped, target, is_direct, start)
 
-    def _start(self, number: int, layout: Layout) -> Start:
+    def _start(self, number: int, layout: Transform) -> Start:
         """Return what the chunks of a part start from, made when the first asks."""
         start = self._starts.get(number)
         if start is not None:

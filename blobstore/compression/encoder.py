@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.delta.low_rank import Factors
-    from blobstore.compression.spans import Run
+    from blobstore.compression.spans import Span
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
 
@@ -81,7 +81,7 @@ class _Task(NamedTuple):
 
 def encode(
     pieces: Iterable[Buffer],
-    runs: Sequence[Run],
+    runs: Sequence[Span],
     write: Write,
     *,
     level: Level = Level.FAST,
@@ -128,7 +128,7 @@ def encode(
     return table
 
 
-def _parts(runs: Sequence[Run]) -> list[Part]:
+def _parts(runs: Sequence[Span]) -> list[Part]:
     parts: list[Part] = []
     for run in runs:
         part = _part(run)
@@ -139,7 +139,7 @@ def _parts(runs: Sequence[Run]) -> list[Part]:
     return parts
 
 
-def _part(run: Run) -> Part:
+def _part(run: Span) -> Part:
     """Return a part with chunks of about equal size, so that none is a small rest."""
     width = width_of(run.dtype)
     if not run.size or run.size % width:
@@ -154,7 +154,11 @@ def _part(run: Run) -> Part:
 
 
 def _tasks(
-    source: _Source, runs: Sequence[Run], parts: Sequence[Part], level: Level, base: BaseBlob | None
+    source: _Source,
+    runs: Sequence[Span],
+    parts: Sequence[Part],
+    level: Level,
+    base: BaseBlob | None,
 ) -> Iterator[_Task]:
     """Yield the chunks that are to be coded, each with the choice that it shares."""
     for run, part in zip(runs, parts, strict=True):
@@ -173,7 +177,7 @@ def _tasks(
             yield _Task(chunk, part.width, begin, start, before, choice)
 
 
-def _factors(run: Run) -> Factors | None:
+def _factors(run: Span) -> Factors | None:
     if run.factors is None:
         return None
     if run.dtype is None or not can_predict(run.dtype) or len(run.factors) >= MAX_FACTORS:

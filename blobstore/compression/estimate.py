@@ -18,7 +18,7 @@ from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Run, split
+from blobstore.compression.spans import Span, split
 from blobstore.compression.table import MAX_FACTORS
 from blobstore.compression.transforms import width_of
 from blobstore.compression.tuning import Level
@@ -54,8 +54,8 @@ Known = dict[int, "bytes | None"]
 """Which factors runs have, by where they begin, if that is known already."""
 
 
-def estimated(
-    data: memoryview, runs: Sequence[Run], base: BaseBlob | None, level: Level, known: Known
+def estimate_size(
+    data: memoryview, runs: Sequence[Span], base: BaseBlob | None, level: Level, known: Known
 ) -> int:
     """Return about how many bytes a blob comes to, from some slices of runs of each kind.
 
@@ -70,7 +70,7 @@ def estimated(
         known: gets the factors that are found for whole runs.
     """
     begins = accumulate((run.size for run in runs), initial=0)
-    alike: dict[object, list[tuple[int, Run]]] = defaultdict(list)
+    alike: dict[object, list[tuple[int, Span]]] = defaultdict(list)
     for begin, run in zip(begins, runs, strict=False):
         alike[run.size, run.dtype, run.shape, run.base_begin is None].append((begin, run))
     total = 0.0
@@ -87,9 +87,9 @@ def estimated(
     return int(total)
 
 
-def with_factors(
-    data: memoryview, runs: Sequence[Run], base: BaseBlob, level: Level, known: Known
-) -> Iterator[Run]:
+def fit_low_rank(
+    data: memoryview, runs: Sequence[Span], base: BaseBlob, level: Level, known: Known
+) -> Iterator[Span]:
     """Yield the runs, with factors where those make them smaller; stacks of matrices by slices then."""
     begins = accumulate((run.size for run in runs), initial=0)
     for run, begin in zip(runs, begins, strict=False):
@@ -99,7 +99,7 @@ def with_factors(
             yield from _fitted(data[begin : begin + run.size], run, base, level)
 
 
-def _fitted(data: memoryview, run: Run, base: BaseBlob, level: Level) -> Sequence[Run]:
+def _fitted(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Sequence[Span]:
     if run.base_begin is None or run.dtype is None:
         return [run]
     slices = split(run) if _is_stack(run) else [run]
@@ -121,7 +121,7 @@ def _fitted(data: memoryview, run: Run, base: BaseBlob, level: Level) -> Sequenc
     ]
 
 
-def _with_factors(data: memoryview, run: Run, base: BaseBlob, level: Level) -> Run:
+def _with_factors(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Span:
     columns = _columns(run)
     if run.dtype is None or not can_fit(run.size // width_of(run.dtype), run.dtype, columns):
         return run
@@ -144,10 +144,9 @@ def _with_factors(data: memoryview, run: Run, base: BaseBlob, level: Level) -> R
 class _Reader:
     """The elements of a run's base, held if they are few."""
 
-    def __init__(self, run: Run, base: BaseBlob) -> None:
+    def __init__(self, run: Span, base: BaseBlob) -> None:
         if run.base_begin is None or run.dtype is None:
-            message = "a run without a base has no such elements"
-            raise ValueError(message)
+            raise ValueError("a run without a base has no such elements")
         self._base = base
         self._begin = run.base_begin
         self._dtype = run.dtype
@@ -176,13 +175,13 @@ class _Reader:
 class _Sample(NamedTuple):
     """Some slices of a run, and of what it is compared with, by whole rows if it has such."""
 
-    run: Run
+    run: Span
     data: Bytes
     base: Bytes | None
     rows: Array
 
     @classmethod
-    def of(cls, data: memoryview, begin: int, run: Run, base: BaseBlob | None) -> _Sample:
+    def of(cls, data: memoryview, begin: int, run: Span, base: BaseBlob | None) -> _Sample:
         columns = max(_columns(run), 1)
         width = columns * width_of(run.dtype)
         slices = list(_slices(run.size, width if run.size % width == 0 else 1))
@@ -204,7 +203,7 @@ class _Sample(NamedTuple):
     def coded(self, level: Level, factors: bytes | None = None) -> float:
         """Return about what the run comes to, with factors of the sample's rows, but without these."""
         begin = None if self.base is None else 0
-        run = Run(len(self.data), self.run.dtype, None, begin, factors)
+        run = Span(len(self.data), self.run.dtype, None, begin, factors)
         base = None if self.base is None else BaseBlob.hot(self.base.data, _ANY_DIGEST)
         table = encode(
             [self.data.data], [run], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
@@ -238,12 +237,12 @@ class _Sample(NamedTuple):
         return (share, packed) if share <= 1 - _LEAST_GAIN[level] else (1, None)
 
 
-def _is_stack(run: Run) -> bool:
+def _is_stack(run: Span) -> bool:
     """Tell whether a run is matrices one after the other, and not one of small windows."""
     return len(run.shape) == _OF_STACK and run.shape[0] > 1 and run.shape[-1] >= _LEAST_COLUMNS
 
 
-def _columns(run: Run) -> int:
+def _columns(run: Span) -> int:
     """Return the elements of what is a row of a tensor, if it has rows."""
     if len(run.shape) <= 1:
         return 0

@@ -13,7 +13,7 @@ class Window(NamedTuple):
     data: memoryview
 
 
-class Windowed:
+class FileView:
     """The bytes of a file, taken from windows where one has all that is wanted at once."""
 
     def __init__(self, data: memoryview, *windows: Window) -> None:
@@ -31,4 +31,4 @@ class Windowed:
         return self._data[begin:end]
 
 
-FileBytes = memoryview | Windowed
+FileBytes = memoryview | FileView

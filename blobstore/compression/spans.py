@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import DType
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Bytes of a blob that have one type."""
 
     size: int
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     """Of the tensor that they are; nothing is written of it."""
 
 
-def outline(start: Buffer, size: int) -> list[Run]:
+def spans_of(start: Buffer, size: int) -> list[Span]:
     """Return the runs of a blob of ``size`` bytes: a header and tensors, or one run of bytes.
 
     Args:
@@ -48,18 +48,18 @@ def outline(start: Buffer, size: int) -> list[Run]:
         end = PREFIX_SIZE + header_size(view[:PREFIX_SIZE], size)
         header = parse_header(view[PREFIX_SIZE:end], size)
     except InvalidHeader:
-        return [Run(size)] if size else []
+        return [Span(size)] if size else []
     return [
-        Run(end),
+        Span(end),
         *(
-            Run(entry.end - entry.begin, entry.spec.dtype, shape=entry.spec.shape)
+            Span(entry.end - entry.begin, entry.spec.dtype, shape=entry.spec.shape)
             for entry in header.tensors.values()
             if entry.end > entry.begin
         ),
     ]
 
 
-def split(run: Run) -> list[Run]:
+def split(run: Span) -> list[Span]:
     """Return the runs of the slices of a tensor along its first dimension."""
     count, *shape = run.shape
     size = run.size // count
@@ -70,7 +70,7 @@ def split(run: Run) -> list[Run]:
     return [part._replace(base_begin=begin + number * size) for number in range(count)]
 
 
-def with_equals(runs: Sequence[Run], blob: Buffer) -> list[Run]:
+def with_equals(runs: Sequence[Span], blob: Buffer) -> list[Span]:
     """Return the runs with those marked that have the bytes of an earlier one."""
     data = np.frombuffer(memoryview(blob), np.uint8)
     ends = list(accumulate(run.size for run in runs))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
 from blobstore.compression.transforms import WIDTHS, layout_of
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
@@ -41,13 +41,6 @@ _FACTORS: Final = struct.Struct("<II")
 _CODED, _SAME, _DELTA, _PREDICTED = range(4)
 MAX_FACTORS: Final = 1 << 27
 """Bytes of the factors of a part, at most, as they are stored."""
-
-
-class Base(NamedTuple):
-    """The blob that a delta needs, before it was cold."""
-
-    digest: Digest
-    size: int
 
 
 class StoredFactors(NamedTuple):
@@ -100,7 +93,7 @@ class Table(NamedTuple):
     """Of the blob."""
     size: int
     """Of the blob."""
-    base: Base | None
+    base: BlobId | None
     parts: Sequence[Part]
     chunks: Sequence[Chunk]
 
@@ -136,7 +129,7 @@ def decode_table(data: FileBytes) -> Table:
     base = None
     if has_base:
         base_size, base_digest = reader.take(_BASE)
-        base = Base(Digest(base_digest.hex()), base_size)
+        base = BlobId(Digest(base_digest.hex()), base_size)
     if count * _PART.size > len(content):
         raise ColdDamaged(f"{count} parts do not fit in a table of {len(content)} bytes")
     parts: list[Part] = []
@@ -205,7 +198,7 @@ def _encode_part(part: Part) -> bytes:
 
 
 def _decode_part(
-    fields: tuple[int, int, int, int, int, int], before: Sequence[Part], base: Base | None
+    fields: tuple[int, int, int, int, int, int], before: Sequence[Part], base: BlobId | None
 ) -> Part:
     size, chunk_size, width, kind, reserved, argument = fields
     where = f"part {len(before)}"

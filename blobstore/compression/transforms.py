@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Merge = Callable[[Sequence[Bytes], Bytes, Bytes | None], None]
 
 
-class Layout(NamedTuple):
+class Transform(NamedTuple):
     """One way to split chunks."""
 
     number: int
@@ -44,15 +44,15 @@ class Layout(NamedTuple):
 _UINTS: Final[dict[int, np.dtype[Any]]] = {width: np.dtype(f"<u{width}") for width in (2, 4, 8)}
 
 
-def whole(number: int, width: int) -> Layout:
+def whole(number: int, width: int) -> Transform:
     """Return the layout of one plane that is the chunk as it is."""
-    return Layout(number, width, lambda elements: (elements * width,), _same, _copy)
+    return Transform(number, width, lambda elements: (elements * width,), _same, _copy)
 
 
-def bytewise(number: int, width: int) -> Layout:
+def bytewise(number: int, width: int) -> Transform:
     """Return the layout of a plane for each byte of an element, the lowest byte first."""
     dtype = _UINTS[width]
-    return Layout(
+    return Transform(
         number,
         width,
         lambda elements: (elements,) * width,
@@ -96,23 +96,23 @@ WHOLE: Final = {width: whole(0, width) for width in WIDTHS}
 BYTES_2: Final = bytewise(1, 2)
 BYTES_4: Final = bytewise(2, 4)
 BYTES_8: Final = bytewise(3, 8)
-BF16: Final = Layout(
+BF16: Final = Transform(
     4, 2, float_planes.bf16_sizes, float_planes.split_bf16, float_planes.merge_bf16
 )
-BF16_PAIRS: Final = Layout(
+BF16_PAIRS: Final = Transform(
     5, 2, float_planes.bf16_pair_sizes, float_planes.split_bf16_pairs, float_planes.merge_bf16_pairs
 )
-F32: Final = Layout(6, 4, float_planes.f32_sizes, float_planes.split_f32, float_planes.merge_f32)
-F32_PAIRS: Final = Layout(
+F32: Final = Transform(6, 4, float_planes.f32_sizes, float_planes.split_f32, float_planes.merge_f32)
+F32_PAIRS: Final = Transform(
     7, 4, float_planes.f32_pair_sizes, float_planes.split_f32_pairs, float_planes.merge_f32_pairs
 )
-F32_BYTES: Final = Layout(
+F32_BYTES: Final = Transform(
     8, 4, float_planes.f32_byte_sizes, float_planes.split_f32_bytes, float_planes.merge_f32_bytes
 )
-E4M3: Final = Layout(
+E4M3: Final = Transform(
     9, 1, float_planes.e4m3_sizes, float_planes.split_e4m3, float_planes.merge_e4m3, worth=1 << 6
 )
-F32_BYTE_PAIRS: Final = Layout(
+F32_BYTE_PAIRS: Final = Transform(
     10,
     4,
     float_planes.f32_byte_pair_sizes,
@@ -165,7 +165,7 @@ def width_of(dtype: DType | None) -> int:
     return _plain(dtype).bits // 8
 
 
-def suitable(dtype: DType | None) -> tuple[tuple[Layout, ...], ...]:
+def suitable(dtype: DType | None) -> tuple[tuple[Transform, ...], ...]:
     """Return the layouts that may make elements of a type small, those to prefer first.
 
     Of several in one tuple only the first is thought of that suits.
@@ -173,12 +173,12 @@ def suitable(dtype: DType | None) -> tuple[tuple[Layout, ...], ...]:
     return _SUITABLE.get(dtype, _BYTES) if dtype is not None else _BYTES
 
 
-def difference(dtype: DType | None, effort: delta.Effort) -> Layout:
+def difference(dtype: DType | None, effort: delta.Effort) -> Transform:
     """Return the layout of differences between elements of a type."""
     return _difference(_plain(dtype), effort)
 
 
-def layout_of(number: int, width: int) -> Layout | None:
+def layout_of(number: int, width: int) -> Transform | None:
     """Return the layout of a number for elements of ``width`` bytes, None if there is none."""
     layout = _BY_NUMBER.get(number) if number else WHOLE.get(width)
     return layout if layout is not None and layout.width == width else None
@@ -196,10 +196,10 @@ def _plain(dtype: DType | None) -> DType:
     return like if like in _DELTAS else DType.U8
 
 
-def _difference(dtype: DType, effort: delta.Effort) -> Layout:
+def _difference(dtype: DType, effort: delta.Effort) -> Transform:
     width = dtype.bits // 8
     split = partial(_split_difference, dtype, effort)
-    return Layout(
+    return Transform(
         _DELTAS[dtype],
         width,
         lambda elements: (-elements * width,),

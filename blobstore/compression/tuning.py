@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Final
 
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
     from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -91,13 +91,13 @@ class Choice:
         )
         return [first, *(tried[number][1] for _, number in rest)]
 
-    def _is_good(self, size: int, least: int, layout: Layout) -> bool:
+    def _is_good(self, size: int, least: int, layout: Transform) -> bool:
         return size <= least + least // max(layout.worth, self._effort.layout_gain)
 
-    def _first(self, kind: Sequence[Layout]) -> tuple[int, Way] | None:
+    def _first(self, kind: Sequence[Transform]) -> tuple[int, Way] | None:
         return next((found for layout in kind if (found := self._tried(layout)) is not None), None)
 
-    def _tried(self, layout: Layout) -> tuple[int, Way] | None:
+    def _tried(self, layout: Transform) -> tuple[int, Way] | None:
         """Return what a layout makes of the sample, and how."""
         planes = layout.split(self._sample, self._base)
         if planes is None:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidDigest
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Digest(NamedTuple):
         """
         match = _FORM.fullmatch(text)
         if match is None:
-            message = f"not a digest: {quoted(text)}; expected sha256: and 64 lower-case hex digits"
-            raise InvalidDigest(message)
+            raise InvalidDigest(
+                f"not a digest: {quote(text)}; expected sha256: and 64 lower-case hex digits"
+            )
         return cls(match[1])
 
     @classmethod
@@ -54,6 +55,13 @@ class Digest(NamedTuple):
 
     def __str__(self) -> str:
         return f"sha256:{self.hex}"
+
+
+class BlobId(NamedTuple):
+    """A blob as a manifest lists it: two manifests may disagree about the size of one digest."""
+
+    digest: Digest
+    size: int
 
 
 class Digester:

@@ -7,10 +7,10 @@ overrides and megabytes. Everything that shows such text to a person passes thro
 from __future__ import annotations
 
 MAX_SHOWN = 200
-"""Characters that :func:`quoted` shows of a text before it shortens it."""
+"""Characters that :func:`quote` shows of a text before it shortens it."""
 
 
-def printable(text: str, limit: int | None = None) -> str:
+def escape(text: str, limit: int | None = None) -> str:
     r"""Return ``text`` with every character escaped that is not plainly visible.
 
     Control characters, line and paragraph separators, bidirectional marks, private and
@@ -28,10 +28,10 @@ def printable(text: str, limit: int | None = None) -> str:
     )
 
 
-def quoted(text: object, limit: int = MAX_SHOWN) -> str:
+def quote(text: object, limit: int = MAX_SHOWN) -> str:
     """Return ``text`` escaped, shortened to ``limit`` characters and in single quotes."""
     try:
         shown = str(text)
     except RecursionError:  # a decoded JSON value may be nested as deeply as the parser can go
         shown = "(nested too deeply to show)"
-    return f"'{printable(shown, limit)}'"
+    return f"'{escape(shown, limit)}'"

@@ -10,7 +10,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        message = f"{quoted(path)} is not a regular file"
-        raise BlobstoreError(message)
+        raise BlobstoreError(f"{quote(path)} is not a regular file")
     return descriptor, status.st_size
 
 
@@ -66,8 +65,7 @@ def read_regular(path: Path | str, limit: int) -> bytes:
     descriptor, size = open_regular(path)
     try:
         if size > limit:
-            message = f"{quoted(path)} has {size} bytes, over the limit of {limit}"
-            raise BlobstoreError(message)
+            raise BlobstoreError(f"{quote(path)} has {size} bytes, over the limit of {limit}")
         return read_exactly(descriptor, size, 0)
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Put off garbage collection while many objects are made that live on."""
     # Tens of thousands of new objects start full collections, which in a process with torch
     # loaded take several times as long as the work itself. None of the objects is in a cycle.

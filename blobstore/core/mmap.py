@@ -32,7 +32,7 @@ _LARGE_PAGE = 2 << 20
 _SAMPLES = 5
 
 
-class Region:
+class MappedRegion:
     """Room for some files, one after another in memory, each on a page of its own.
 
     Files of a large page or more begin at one: where the page cache has them in large pages, Linux
@@ -62,8 +62,9 @@ class Region:
         try:
             memory = mmap.mmap(-1, total, flags=flags, prot=self._protection)
         except (OSError, OverflowError) as error:
-            message = f"cannot reserve {total} bytes of addresses to map files into: {error}"
-            raise BlobstoreError(message) from error
+            raise BlobstoreError(
+                f"cannot reserve {total} bytes of addresses to map files into: {error}"
+            ) from error
         self._address = _address(memory)
         self._all = memory
         self.memory = memory if writable or not filled else memoryview(memory).toreadonly()
@@ -111,8 +112,7 @@ class Region:
         flags = _MAP_OVER | mmap.MAP_ANONYMOUS
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if not self._is_filled and _mmap(address, length, both, flags, -1, 0) == _MAP_FAILED:
-            message = f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}"
-            raise BlobstoreError(message)
+            raise BlobstoreError(f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}")
         # The last would be whole though the bytes end amid it: as much again for blobs of two and a bit.
         # Small ones lie side by side, and those that are filled at once share large pages.
         large = size if size < _LARGE_PAGE else size - size % _LARGE_PAGE
@@ -173,7 +173,7 @@ def mapped(descriptor: int, size: int) -> memoryview:
         OSError: the file cannot be mapped.
         BlobstoreError: the process may not have the addresses.
     """
-    region = Region([size])
+    region = MappedRegion([size])
     region.map(0, descriptor, size)
     begin = region.offsets[0]
     return memoryview(region.memory)[begin : begin + size]

@@ -6,7 +6,7 @@ import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ Index = _Item | tuple[_Item, ...]
 """What is taken of a tensor: whole numbers, slices of step 1, ``...``, or a tuple of these."""
 
 
-class Cut(NamedTuple):
+class Selection(NamedTuple):
     """A part of a tensor: from where to where it goes in each dimension."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
         kept = zip(self.ranges, self.is_kept, strict=True)
         return tuple(slice(*bounds) if is_kept else bounds[0] for bounds, is_kept in kept)
 
-    def with_last(self, start: int, stop: int) -> Cut:
+    def with_last(self, start: int, stop: int) -> Selection:
         """Return the cut with other bounds in the last dimension."""
         return self._replace(ranges=(*self.ranges[:-1], (start, stop)))
 
@@ -58,7 +58,7 @@ class Runs(NamedTuple):
         return found
 
 
-def cut(spec: TensorSpec, index: Index) -> Cut:
+def select(spec: TensorSpec, index: Index) -> Selection:
     """Return the part of a tensor that an index asks for; slices are clipped as Python does.
 
     Raises:
@@ -67,16 +67,17 @@ def cut(spec: TensorSpec, index: Index) -> Cut:
     items = index if isinstance(index, tuple) else (index,)
     rank, gaps = len(spec.shape), sum(item is ... for item in items)
     if gaps > 1 or len(items) - gaps > rank:
-        message = f"tensor {quoted(spec.name)} has {rank} dimensions; {_shown(index)} asks for more"
-        raise UsageError(message)
+        raise UsageError(
+            f"tensor {quote(spec.name)} has {rank} dimensions; {_shown(index)} asks for more"
+        )
     place = next((place for place, item in enumerate(items) if item is ...), len(items))
     rest = (slice(None),) * (rank - len(items) + gaps)
     whole = (*items[:place], *rest, *items[place + 1 :])
     bounds = [_bounds(spec.name, item, size) for item, size in zip(whole, spec.shape, strict=True)]
-    return Cut(tuple(bounds), tuple(isinstance(item, slice) for item in whole))
+    return Selection(tuple(bounds), tuple(isinstance(item, slice) for item in whole))
 
 
-def runs(spec: TensorSpec, part: Cut) -> Runs:
+def byte_runs(spec: TensorSpec, part: Selection) -> Runs:
     """Return where the bytes of a part lie in those of its tensor.
 
     Raises:
@@ -94,11 +95,10 @@ def runs(spec: TensorSpec, part: Cut) -> Runs:
         is_whole = is_whole and stop - start == size
         stride *= size
     if any(bits % 8 for bits in (begin, length, *(distance for _, distance in repeats))):
-        message = (
-            f"tensor {quoted(spec.name)} cannot be cut there: its elements have {spec.dtype.bits} "
+        raise UsageError(
+            f"tensor {quote(spec.name)} cannot be cut there: its elements have {spec.dtype.bits} "
             "bits, and the part must begin and end at whole bytes"
         )
-        raise UsageError(message)
     in_bytes = tuple((count, distance // 8) for count, distance in reversed(repeats))
     return Runs(begin // 8, length // 8, in_bytes)
 
@@ -112,19 +112,17 @@ def _bounds(name: str, item: object, size: int) -> tuple[int, int]:
     except TypeError:
         number = None
     if number is None:
-        message = (
-            f"a part of tensor {quoted(name)} is asked for with whole numbers and slices of step 1, "
+        raise UsageError(
+            f"a part of tensor {quote(name)} is asked for with whole numbers and slices of step 1, "
             f"got {_shown(item)}"
         )
-        raise UsageError(message)
     if not -size <= number < size:
-        message = (
-            f"tensor {quoted(name)} has {size} elements in a dimension, and no number {number}"
+        raise UsageError(
+            f"tensor {quote(name)} has {size} elements in a dimension, and no number {number}"
         )
-        raise UsageError(message)
     start = number % size
     return start, start + 1
 
 
 def _shown(index: object) -> str:
-    return printable(repr(index), 200)
+    return escape(repr(index), 200)

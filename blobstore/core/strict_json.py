@@ -34,8 +34,7 @@ def loads(data: bytes | memoryview) -> Any:
     try:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
-        message = f"not valid UTF-8 at byte {error.start}"
-        raise ValueError(message) from None
+        raise ValueError(f"not valid UTF-8 at byte {error.start}") from None
     # A callback per integer would double the time of large headers, and "-0" is the only
     # integer that needs one.
     decoder = _CAREFUL if "-0" in text else _USUAL
@@ -44,14 +43,11 @@ def loads(data: bytes | memoryview) -> Any:
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        message = "nested too deeply"
-        raise ValueError(message) from None
+        raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
-        message = f"not valid JSON at character {error.pos}: {error.msg}"
-        raise ValueError(message) from None
+        raise ValueError(f"not valid JSON at character {error.pos}: {error.msg}") from None
     except UnicodeEncodeError:
-        message = "a string holds a lone surrogate"
-        raise ValueError(message) from None
+        raise ValueError("a string holds a lone surrogate") from None
     return value
 
 
@@ -66,14 +62,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        message = f"key {twice[:200]!r} occurs twice in one object"
-        raise ValueError(message)
+        raise ValueError(f"key {twice[:200]!r} occurs twice in one object")
     return found
 
 
 def _refuse(token: str) -> NoReturn:
-    message = f"not valid JSON: {token}"
-    raise ValueError(message)
+    raise ValueError(f"not valid JSON: {token}")
 
 
 def _integer(digits: str) -> int | float:

@@ -21,11 +21,11 @@ Item = TypeVar("Item")
 Done = TypeVar("Done")
 
 
-class Stopped(BlobstoreError):
+class Cancelled(BlobstoreError):
     """What goes on is to end at once, for another thread has failed."""
 
 
-class Crew:
+class WorkerPool:
     """Threads for one piece of work of so many bytes."""
 
     def __init__(self, jobs: int | None, progress: Progress | None, total: int) -> None:
@@ -46,8 +46,7 @@ class Crew:
             Stopped: the work is to end.
         """
         if self._stop.is_set():
-            message = "stopped"
-            raise Stopped(message)
+            raise Cancelled("stopped")
         self._meter.add(count, what)
 
     def run(
@@ -77,7 +76,7 @@ class Crew:
             pool.shutdown(cancel_futures=True)
         errors = [future.exception() for future in futures if not future.cancelled()]
         # What was only stopped says nothing of why, and may have ended before what has failed.
-        for error in sorted(filter(None, errors), key=lambda found: isinstance(found, Stopped)):
+        for error in sorted(filter(None, errors), key=lambda found: isinstance(found, Cancelled)):
             raise error
         return [future.result() for future in futures]
 
@@ -93,15 +92,14 @@ def check_jobs(jobs: int | None) -> None:
         UsageError: it is below 1.
     """
     if jobs is not None and jobs < 1:
-        message = f"jobs must be at least 1, got {jobs}"
-        raise UsageError(message)
+        raise UsageError(f"jobs must be at least 1, got {jobs}")
 
 
 _CREDIT = 0.1
 """Seconds that are made up for when the work was slower than allowed."""
 
 
-class Pace:
+class RateLimiter:
     """Slows work down to ``rate`` bytes a second. Threads share it: the rate is that of all."""
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,8 +109,7 @@ class Pace:
             UsageError: ``rate`` is not above 0.
         """
         if not rate > 0:
-            message = f"a rate must be above 0 bytes a second, got {rate:g}"
-            raise UsageError(message)
+            raise UsageError(f"a rate must be above 0 bytes a second, got {rate:g}")
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()

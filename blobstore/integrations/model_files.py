@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.operations.export.folder import small_files
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.models.files import Documents
+    from blobstore.models.files import ModelFiles
     from blobstore.models.memory import Prefetch, Read
     from blobstore.operations.open import Model, Verify
 
@@ -46,7 +46,7 @@ class Opening(TypedDict, total=False):
 
 @contextlib.contextmanager
 def folder_of_files(
-    model: Documents, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
+    model: ModelFiles, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
 ) -> Iterator[Path]:
     """Give a temporary folder of a model's small files, never of weights, and remove it.
 
@@ -88,7 +88,7 @@ def _place_in_memory(nbytes: int) -> str | None:
     return _MEMORY if has_room and os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
-def decoded(model: Documents, name: str) -> dict[str, Any]:
+def decoded(model: ModelFiles, name: str) -> dict[str, Any]:
     """Return the JSON object that a file of a model holds.
 
     Raises:
@@ -96,16 +96,13 @@ def decoded(model: Documents, name: str) -> dict[str, Any]:
         BlobMissing, BlobDamaged: it is not whole, or no JSON object.
     """
     if name not in model.files:
-        message = f"{model.reference} has no {name}, which tells how to build the model"
-        raise BlobstoreError(message)
+        raise BlobstoreError(f"{model.reference} has no {name}, which tells how to build the model")
     try:
         value = json.loads(model.read_file(name))
     except (ValueError, RecursionError) as error:  # it is kept as the source had it
-        message = f"{name} of {model.reference} is not JSON: {error}"
-        raise BlobDamaged(message) from None
+        raise BlobDamaged(f"{name} of {model.reference} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        message = f"{name} of {model.reference} is not a JSON object"
-        raise BlobDamaged(message)
+        raise BlobDamaged(f"{name} of {model.reference} is not a JSON object")
     return value
 
 
@@ -120,11 +117,10 @@ def check_layers(model: Model, config: Mapping[str, Any]) -> None:
     limit = max(len(model), _SURELY_POSSIBLE)
     for key, count in _layer_counts(config, _MAX_DEPTH):
         if count > limit:
-            message = (
+            raise BlobstoreError(
                 f"config.json of {model.reference} asks for more layers than its {len(model)} "
                 f"tensors can be for: {key} is {count}"
             )
-            raise BlobstoreError(message)
 
 
 def _layer_counts(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int | float]]:
@@ -148,8 +144,9 @@ def blaming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        message = f"{what}: {type(error).__name__}: {printable(reason, _MAX_REASON)}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(
+            f"{what}: {type(error).__name__}: {escape(reason, _MAX_REASON)}"
+        ) from error
 
 
 def check_names(
@@ -179,19 +176,18 @@ def check_names(
         *_listed("of another type", [_types(*item) for item in mistyped], shown=str),
     ]
     if faults:
-        message = f"{what}: {'; '.join(faults)}"
-        raise BlobstoreError(message)
+        raise BlobstoreError(f"{what}: {'; '.join(faults)}")
 
 
 def _shapes(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{quoted(name)} {list(stored)} where {list(expected)} is expected"
+    return f"{quote(name)} {list(stored)} where {list(expected)} is expected"
 
 
 def _types(name: str, stored: str, expected: str) -> str:
-    return f"{quoted(name)} {stored} where {expected} is expected"
+    return f"{quote(name)} {stored} where {expected} is expected"
 
 
-def _listed(kind: str, names: Sequence[str], shown: Any = quoted) -> Iterator[str]:
+def _listed(kind: str, names: Sequence[str], shown: Any = quote) -> Iterator[str]:
     if names:
         noun = "tensor" if len(names) == 1 else "tensors"
         yield f"{len(names)} {noun} {kind}: {', '.join(map(shown, sorted(names)))}"

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.models.checks import Verify
 from blobstore.models.memory import Prefetch, Read
@@ -51,11 +51,10 @@ def run_server(
     opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
     try:
         if options.store == "":  # an unset variable of a script must not mean the current folder
-            message = "the store's folder is empty text"
-            raise UsageError(message)
+            raise UsageError("the store's folder is empty text")
         serve(Asked(options.name, LocalStore(options.store), opening, rest))
     except BlobstoreError as error:
-        sys.stderr.write(f"blobstore: error: {printable(str(error))}\n")
+        sys.stderr.write(f"blobstore: error: {escape(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED

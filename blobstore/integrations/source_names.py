@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged
 from blobstore.models.expert_stacks import read_stacks
-from blobstore.models.tensors import read_contents
+from blobstore.models.tensors import read_tensors
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -32,15 +32,15 @@ def stacked_names(store: LocalStore, model: Model) -> dict[str, list[str]]:
     for name, sources in stacks.items():
         shape = specs[name].shape if name in specs else ()
         if shape[:1] != (len(sources),):
-            message = (
-                f"{model.reference}: tensor {quoted(name)} is said to be made of {len(sources)} "
+            raise BlobDamaged(
+                f"{model.reference}: tensor {quote(name)} is said to be made of {len(sources)} "
                 f"tensors, and it {f'has shape {list(shape)}' if shape else 'does not exist'}"
             )
-            raise BlobDamaged(message)
         for source in sources:
             if source in used:
-                message = f"{model.reference}: two tensors were both called {quoted(source)}"
-                raise BlobDamaged(message)
+                raise BlobDamaged(
+                    f"{model.reference}: two tensors were both called {quote(source)}"
+                )
             used.add(source)
     return stacks
 
@@ -57,8 +57,8 @@ def gpt_oss_experts(store: LocalStore, model: Model, config: Mapping[str, Any]) 
     Raises:
         BlobMissing, BlobDamaged: a blob is not whole.
     """
-    if StatedQuantization(config).method != gpt_oss.METHOD:
+    if SourceQuantConfig(config).method != gpt_oss.METHOD:
         return ()  # which spares us the headers of all blobs
-    tensors = read_contents(store, model.manifest).tensors.values()
+    tensors = read_tensors(store, model.manifest).tensors.values()
     packed = [(item.name, item.shape, item.item) for item in tensors if item.companions]
     return [name for name, *_ in packed] if gpt_oss.is_form_of(config, packed) else ()

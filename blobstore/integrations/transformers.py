@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.model_files import (
     blaming,
@@ -32,7 +32,7 @@ from blobstore.integrations.source_names import (
     gpt_oss_experts,
     stacked_names,
 )
-from blobstore.models.files import Documents
+from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import empty_tensor
@@ -172,7 +172,7 @@ def config_from_store(
         BlobstoreError: transformers cannot make one of ``config.json``. Otherwise as
             :func:`from_store`.
     """
-    model = Documents.of(name, store or LocalStore())
+    model = ModelFiles.of(name, store or LocalStore())
     stated = _stated(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
     with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
@@ -194,7 +194,7 @@ def tokenizer_from_store(
     Raises:
         BlobstoreError: transformers cannot make one of the files. Otherwise as :func:`from_store`.
     """
-    model = Documents.of(name, store or LocalStore())
+    model = ModelFiles.of(name, store or LocalStore())
     with (
         folder_of_files(model) as folder,
         blaming(f"transformers cannot make a tokenizer of the files of {model.reference}"),
@@ -210,11 +210,12 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        message = f"torch has no device {quoted(device)} here: {str(error).splitlines()[0]}"
-        raise UsageError(message) from None
+        raise UsageError(
+            f"torch has no device {quote(device)} here: {str(error).splitlines()[0]}"
+        ) from None
 
 
-def _stated(model: Documents, subfolder: str) -> dict[str, Any]:
+def _stated(model: ModelFiles, subfolder: str) -> dict[str, Any]:
     return decoded(model, f"{subfolder}/config.json" if subfolder else "config.json")
 
 
@@ -231,7 +232,7 @@ class _Files(NamedTuple):
 
 @contextlib.contextmanager
 def _files(
-    model: Documents, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
+    model: ModelFiles, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
 ) -> Iterator[_Files]:
     """Give the files of a component: the blobs themselves, or a temporary folder if it must be.
 
@@ -265,11 +266,10 @@ def _config(files: _Files) -> transformers.PreTrainedConfig:
 def _check_attention(config: transformers.PreTrainedConfig) -> None:
     """Check that no part of a model asks for code of the Hub's, which transformers would run."""
     if "/" in str(wanted := config._attn_implementation):  # noqa: SLF001 - no other way to know
-        message = (
-            f"config.json asks for the attention {quoted(wanted)}, which is code; give another "
+        raise BlobstoreError(
+            f"config.json asks for the attention {quote(wanted)}, which is code; give another "
             "attn_implementation, such as 'eager', or trust_remote_code=True"
         )
-        raise BlobstoreError(message)
     for part in vars(config).values():
         if isinstance(part, transformers.PreTrainedConfig):
             _check_attention(part)
@@ -287,8 +287,7 @@ def _model_class(
     if (mapping := getattr(chosen, "_model_mapping", None)) is not None:
         return _mapped_class(config, chosen, mapping)
     if not _is_model_class(chosen):
-        message = f"{quoted(wanted)} is no class of models of transformers"
-        raise UsageError(message)
+        raise UsageError(f"{quote(wanted)} is no class of models of transformers")
     return chosen
 
 
@@ -298,11 +297,10 @@ def _named_class(config: transformers.PreTrainedConfig, name: str, code: Path | 
             return get_class_from_dynamic_module(reference, code)
     found = getattr(transformers, name, None)
     if not _is_model_class(found):
-        message = (
-            f"config.json names the class {quoted(name)}, which transformers "
+        raise BlobstoreError(
+            f"config.json names the class {quote(name)}, which transformers "
             f"{transformers.__version__} has not"
         )
-        raise BlobstoreError(message)
     return found
 
 
@@ -310,10 +308,9 @@ def _mapped_class(config: transformers.PreTrainedConfig, auto_class: Any, mappin
     try:
         found = mapping[type(config)]
     except KeyError:
-        message = (
-            f"{auto_class.__name__} has no class for models of type {quoted(config.model_type)}"
-        )
-        raise BlobstoreError(message) from None
+        raise BlobstoreError(
+            f"{auto_class.__name__} has no class for models of type {quote(config.model_type)}"
+        ) from None
     classes = found if isinstance(found, tuple) else (found,)
     names = config.architectures or []
     return next((item for item in classes if item.__name__ in names), classes[0])
@@ -369,8 +366,9 @@ def _check_parameters(
     if count > 2 * stored + _FEW:
         misshapen = [(name, found.shape, one.shape) for name, found, one in both]
         check_names(what, misshapen=[item for item in misshapen if item[1] != item[2]])
-        message = f"{what}: config.json asks for {count} parameters, and {stored} are stored"
-        raise BlobstoreError(message)
+        raise BlobstoreError(
+            f"{what}: config.json asks for {count} parameters, and {stored} are stored"
+        )
 
 
 class _Names(NamedTuple):

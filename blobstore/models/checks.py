@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.models.index import find_places, indexed_places
+from blobstore.models.index import indexed_places, load_index
 from blobstore.models.tensors import at_layer
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import damaged_blobs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.models.index import Places
+    from blobstore.models.index import TensorIndex
     from blobstore.store.local import LocalStore
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]
@@ -40,8 +40,9 @@ def check_level(verify: str) -> None:
         UsageError: it is none.
     """
     if verify not in get_args(Verify):
-        message = f"verify must be none, size, header, digest or rehash, got {quoted(verify)}"
-        raise UsageError(message)
+        raise UsageError(
+            f"verify must be none, size, header, digest or rehash, got {quote(verify)}"
+        )
 
 
 def reads_headers(verify: str) -> bool:
@@ -52,7 +53,7 @@ def reads_headers(verify: str) -> bool:
 def check_blobs(
     store: LocalStore,
     manifest: bytes,
-    places: Places,
+    places: TensorIndex,
     verify: str,
     progress: Progress | None = None,
 ) -> None:
@@ -73,17 +74,18 @@ def check_blobs(
         return
     parsed = Manifest.from_bytes(manifest)
     index = places if places.is_indexed else indexed_places(store, manifest)
-    found = find_places(store, manifest, use_index=False) if places.is_indexed else places
+    found = load_index(store, manifest, use_index=False) if places.is_indexed else places
     _check_headers(store, parsed.layers_of(media_types.TENSOR), index, found)
     if verify != "header":
         _check_digests(store, parsed.blobs, anew=verify == "rehash", progress=progress)
     if places.is_indexed and _differing(places, found):
-        message = "the header index is wrong; open the model with verify='header' to make it anew"
-        raise BlobDamaged(message)
+        raise BlobDamaged(
+            "the header index is wrong; open the model with verify='header' to make it anew"
+        )
 
 
 def _check_headers(
-    store: LocalStore, layers: Sequence[Descriptor], index: Places | None, found: Places
+    store: LocalStore, layers: Sequence[Descriptor], index: TensorIndex | None, found: TensorIndex
 ) -> None:
     """Check what headers say against the layers of the manifest and the header index."""
     names: list[list[str]] = [[] for _ in layers]
@@ -109,7 +111,7 @@ def _check_digests(
     if not anew:
         blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
     for blob, error in damaged_blobs(store, blobs, progress=progress, verified=verified):
-        where = f"layer {quoted(blob.name or blob.media_type)}"
+        where = f"layer {quote(blob.name or blob.media_type)}"
         raise error.at(where)
 
 
@@ -125,7 +127,7 @@ def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | Non
     foreign = [name for name in names if not name.startswith(f"{layer.name}.")]
     if not foreign:
         return None
-    message = f"blob {layer.digest} holds tensor {quoted(foreign[0])}, which is not of this layer"
+    message = f"blob {layer.digest} holds tensor {quote(foreign[0])}, which is not of this layer"
     return foreign[0], message
 
 
@@ -158,7 +160,7 @@ class IndexedNames:
         return self._names.get((layer.digest, layer.size), ())
 
 
-def _differing(index: Places, found: Places) -> set[int]:
+def _differing(index: TensorIndex, found: TensorIndex) -> set[int]:
     """Return the slots of the blobs of which two say different things."""
     if index.blobs != found.blobs:
         return set(range(len(found.blobs)))
@@ -171,7 +173,7 @@ def _differing(index: Places, found: Places) -> set[int]:
     }
 
 
-def _sayings(places: Places) -> Iterator[tuple[str, tuple[int, tuple[object, ...]]]]:
+def _sayings(places: TensorIndex) -> Iterator[tuple[str, tuple[int, tuple[object, ...]]]]:
     """Yield all that is said of each tensor, the slot of its blob first; from lists, some of it."""
     for name, (dtype, shape, slot, begin) in places.tensors.items():
         yield name, (slot, (begin, dtype, *shape, *places.quantized.get(name, ())))

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.files import read_ahead
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.cold_file import room_for
 
@@ -62,13 +62,13 @@ class _Opened(NamedTuple):
     """The buffer that they are in."""
 
 
-class Decoding:
+class ParallelDecoder:
     """Decodes cold blobs of a store into the slots of a region."""
 
     def __init__(
         self,
         store: LocalStore,
-        region: Region,
+        region: MappedRegion,
         *,
         past_cache: bool,
         tell: Callable[[int], object],
@@ -89,7 +89,7 @@ class Decoding:
         self._closings: list[Callable[[], object]] = []
         """Of all files: who keeps an error shall not keep them open."""
         size = room_for(_REQUEST)
-        self._memory = Region([size] * _BUFFERS, filled=True)
+        self._memory = MappedRegion([size] * _BUFFERS, filled=True)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(_BUFFERS):
             self._free.put(self._memory.room(number, 0, size))

@@ -5,7 +5,7 @@ goes through many buffers, and many small ones through one. Threads take the job
 oldest buffer to have left, reads the files into it, and asks for the copies to the device, which go
 on behind its back. Files are read and not mapped: that gives an error and no signal if one shrinks.
 
-All that depends on the device is in a :class:`Lane`. The caller's thread alone takes memory of the
+All that depends on the device is in a :class:`DeviceStream`. The caller's thread alone takes memory of the
 device, so that it comes from where the caller wants it and is there for the caller's stream.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from blobstore.core.progress import Progress
-    from blobstore.models.frameworks import Dequantize, Lane, Move, Staging
+    from blobstore.models.frameworks import Dequantize, DeviceStream, Move, StagingBuffer
     from blobstore.models.index import Place
-    from blobstore.models.quantized import PackedWeights
+    from blobstore.models.quantized import QuantizedWeights
 
     Read = Callable[[int, int, memoryview], None]
     _Flight = tuple["_Job", Future[Any]]
@@ -44,7 +44,7 @@ _ALIGNMENT = 64
 """Of tensors in a buffer; those that are no multiples of it cost a request each."""
 
 
-class Part(NamedTuple):
+class Upload(NamedTuple):
     """A tensor, and where its bytes are."""
 
     spec: TensorSpec
@@ -54,9 +54,9 @@ class Part(NamedTuple):
     """Offset in the blob of the first byte."""
 
 
-def transferred(
-    parts: Sequence[Part],
-    lane: Lane,
+def transfer(
+    parts: Sequence[Upload],
+    lane: DeviceStream,
     read: Read,
     *,
     progress: Progress | None = None,
@@ -142,7 +142,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _jobs(parts: Sequence[Part], lane: Lane, size: int) -> Iterator[_Job]:
+def _jobs(parts: Sequence[Upload], lane: DeviceStream, size: int) -> Iterator[_Job]:
     """Cut the bytes of ``parts`` into jobs, taking memory for each tensor when its turn comes."""
     job = _Job()
     for spec, blob, begin in parts:
@@ -166,14 +166,14 @@ class _Ring:
     There must be more than threads take at a time.
     """
 
-    def __init__(self, lane: Lane, size: int, count: int) -> None:
+    def __init__(self, lane: DeviceStream, size: int, count: int) -> None:
         self.lane = lane
         self._size = size
         self._to_make = count
-        self._free: deque[Staging] = deque()
+        self._free: deque[StagingBuffer] = deque()
         self._lock = threading.Lock()
 
-    def take(self) -> Staging:
+    def take(self) -> StagingBuffer:
         """Return a buffer whose bytes have left."""
         with self._lock:
             is_new = self._to_make > 0
@@ -186,12 +186,12 @@ class _Ring:
         staging.wait()
         return staging
 
-    def give(self, staging: Staging) -> None:
+    def give(self, staging: StagingBuffer) -> None:
         """Take back a buffer whose bytes are on their way."""
         with self._lock:
             self._free.append(staging)
 
-    def _made(self) -> Staging:
+    def _made(self) -> StagingBuffer:
         try:
             return self.lane.staging(self._size)
         except BaseException:
@@ -220,7 +220,9 @@ def _carry(job: _Job, after: Any, ring: _Ring, read: Read) -> Any:
         ring.give(staging)
 
 
-def _arrivals(flights: deque[_Flight], lane: Lane, meter: Meter) -> Iterator[tuple[str, Any]]:
+def _arrivals(
+    flights: deque[_Flight], lane: DeviceStream, meter: Meter
+) -> Iterator[tuple[str, Any]]:
     """Yield the tensors that the oldest job has finished."""
     job, flight = flights[0]
     lane.receive(flight.result())
@@ -230,11 +232,11 @@ def _arrivals(flights: deque[_Flight], lane: Lane, meter: Meter) -> Iterator[tup
     flights.popleft()
 
 
-def uploaded(
+def upload_tensors(
     names: Iterable[str],
     places: Mapping[str, Place],
-    packed: PackedWeights,
-    lane: Lane,
+    packed: QuantizedWeights,
+    lane: DeviceStream,
     read: Callable[[int, int, memoryview], None],
     *,
     dequantize: Dequantize | None = None,
@@ -261,7 +263,7 @@ def uploaded(
         needed[name] = (name, *packed.companions(name).values()) if is_packed else ()
     stored = itertools.chain.from_iterable(ends or (name,) for name, ends in needed.items())
     parts = [_part(end, places[end]) for end in stored]
-    with contextlib.closing(transferred(parts, lane, read, progress=progress)) as arriving:
+    with contextlib.closing(transfer(parts, lane, read, progress=progress)) as arriving:
         for name, ends in needed.items():
             if dequantize is None or not ends:
                 yield next(arriving)
@@ -271,6 +273,6 @@ def uploaded(
         next(arriving, None)  # to its end, where it waits for the device
 
 
-def _part(name: str, place: Place) -> Part:
+def _part(name: str, place: Place) -> Upload:
     dtype, shape, blob, begin = place
-    return Part(TensorSpec(name, DTYPES[dtype], tuple(shape)), blob, begin)
+    return Upload(TensorSpec(name, DTYPES[dtype], tuple(shape)), blob, begin)

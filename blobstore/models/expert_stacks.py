@@ -24,14 +24,14 @@ def read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
         try:
             value = strictjson.loads(store.read_blob(layer.digest, layer.size))
         except ValueError as error:
-            message = f"the list of stacked tensors, blob {layer.digest.short}, is {error}"
-            raise BlobDamaged(message) from None
+            raise BlobDamaged(
+                f"the list of stacked tensors, blob {layer.digest.short}, is {error}"
+            ) from None
         if not isinstance(value, dict) or not all(map(_is_list_of_names, value.values())):
-            message = (
+            raise BlobDamaged(
                 f"the list of stacked tensors, blob {layer.digest.short}, is not an object of "
                 "lists of names"
             )
-            raise BlobDamaged(message)
         stacks.update(value)
     return stacks
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, Damaged, InvalidManifest, TensorNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-class Documents:
+class ModelFiles:
     """The model ``reference``, whose manifest has the bytes ``manifest``."""
 
     @classmethod
-    def of(cls, reference: str | Reference, store: LocalStore) -> Documents:
+    def of(cls, reference: str | Reference, store: LocalStore) -> ModelFiles:
         """Return those of a stored model, whose tensors are not looked at.
 
         Raises:
@@ -35,7 +35,7 @@ class Documents:
         if isinstance(reference, str):
             reference = Reference.parse(reference)
         data = store.read_manifest(reference)
-        documents = Documents(reference, data, store)
+        documents = ModelFiles(reference, data, store)
         try:
             store.check_manifest(data, documents.manifest)
         except InvalidManifest as error:
@@ -64,11 +64,9 @@ class Documents:
         try:
             value = json.loads(self.read_file("config.json"))
         except (ValueError, RecursionError) as error:  # it is kept as the source had it
-            message = f"config.json of {self.reference} is not JSON: {error}"
-            raise BlobDamaged(message) from None
+            raise BlobDamaged(f"config.json of {self.reference} is not JSON: {error}") from None
         if not isinstance(value, dict):
-            message = f"config.json of {self.reference} is not a JSON object"
-            raise BlobDamaged(message)
+            raise BlobDamaged(f"config.json of {self.reference} is not a JSON object")
         return value
 
     @property
@@ -90,8 +88,7 @@ class Documents:
         """
         layer = self.files.get(name)
         if layer is None:
-            message = f"model {self.reference} has no file {quoted(name)}"
-            raise TensorNotFound(message)
+            raise TensorNotFound(f"model {self.reference} has no file {quote(name)}")
         return self._store.read_blob(layer.digest, layer.size)
 
     def file_path(self, name: str) -> Path:
@@ -108,8 +105,8 @@ class Documents:
             try:
                 self._store.check_size(layer.digest, layer.size)
             except Damaged as found:
-                return found.at(f"{self.reference}: layer {quoted(layer.name)}")
+                return found.at(f"{self.reference}: layer {quote(layer.name)}")
         for layer in self.manifest.layers_of(media_types.TENSOR):
             if layer.digest.hex in str(error):  # as it has the path of a cold blob
-                return error.at(f"{self.reference}: layer {quoted(layer.name)}")
+                return error.at(f"{self.reference}: layer {quote(layer.name)}")
         return error.at(str(self.reference))

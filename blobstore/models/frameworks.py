@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 
@@ -48,16 +48,16 @@ Move = tuple[Any, int, int, int]
 """A tensor, the offset in it of some bytes, their offset in a staging buffer, and their count."""
 
 
-class Staging(Protocol):
+class StagingBuffer(Protocol):
     """Memory of the host from which a device takes bytes."""
 
     memory: memoryview
     """To be filled."""
 
     def send(self, moves: Sequence[Move], after: Any) -> Any:
-        """Ask for copies to the device, not before the :meth:`Lane.mark` ``after``; do not wait.
+        """Ask for copies to the device, not before the :meth:`DeviceStream.mark` ``after``; do not wait.
 
-        Return what :meth:`Lane.receive` takes. Called by any thread, as is :meth:`wait`.
+        Return what :meth:`DeviceStream.receive` takes. Called by any thread, as is :meth:`wait`.
 
         Raises:
             BlobstoreError: the device fails.
@@ -67,7 +67,7 @@ class Staging(Protocol):
         """Wait until what was sent last has left, so that the memory may be filled again."""
 
 
-class Lane(Protocol):
+class DeviceStream(Protocol):
     """The way into the memory of a device. All but :meth:`staging` is for one thread."""
 
     def room(self, spec: TensorSpec) -> Any:
@@ -81,7 +81,7 @@ class Lane(Protocol):
     def mark(self) -> Any:
         """Mark the point that the current stream has got to, where all rooms may be filled."""
 
-    def staging(self, nbytes: int) -> Staging:
+    def staging(self, nbytes: int) -> StagingBuffer:
         """Return a staging buffer. Called by any thread.
 
         Raises:
@@ -113,8 +113,7 @@ def checked_dtype(name: str) -> FloatName:
     for known in get_args(FloatName):
         if name == known:
             return known  # type: ignore[no-any-return]
-    message = f"dtype must be bfloat16, float16 or float32, got {quoted(name)}"
-    raise UsageError(message)
+    raise UsageError(f"dtype must be bfloat16, float16 or float32, got {quote(name)}")
 
 
 def converter(
@@ -133,11 +132,9 @@ def converter(
         check_device(device)
         return lambda memory, offset, spec: copy_to(device, as_tensor(memory, offset, spec), spec)
     if framework not in ("numpy", "mlx"):
-        message = f"framework must be numpy, torch or mlx, got {quoted(framework)}"
-        raise UsageError(message)
+        raise UsageError(f"framework must be numpy, torch or mlx, got {quote(framework)}")
     if device != "cpu":
-        message = f"device {quoted(device)} is for torch only; {framework} takes cpu"
-        raise UsageError(message)
+        raise UsageError(f"device {quote(device)} is for torch only; {framework} takes cpu")
     if framework == "mlx":
         from blobstore.safetensors.mlx import as_mlx
 
@@ -152,7 +149,7 @@ def has_lane(framework: str, device: str) -> bool:
     return framework == "torch" and device.partition(":")[0] == "cuda"
 
 
-def lane_to(framework: str, device: str) -> Lane | None:
+def lane_to(framework: str, device: str) -> DeviceStream | None:
     """Return the way into the memory of a device, or None where there is none.
 
     Raises:

@@ -17,19 +17,19 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
-from blobstore.core.gc_pause import collector_paused
+from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_contents, tensors_of
+from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_tensors, tensors_of
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from blobstore.core.mmap import Region
+    from blobstore.core.mmap import MappedRegion
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
@@ -44,7 +44,7 @@ Place = tuple[str, "Sequence[int]", int, int]
 and offset in the blob of its first byte. Bare, for it comes from the index as it is."""
 
 
-class Places(NamedTuple):
+class TensorIndex(NamedTuple):
     """The tensors of a model, and the blobs that hold them."""
 
     tensors: dict[str, Place]
@@ -53,19 +53,19 @@ class Places(NamedTuple):
     """Type and group size of the quantized weights; empty and 0 where the blob does not say."""
     is_indexed: bool
     """Whether they came from the index."""
-    region: Region | None = None
+    region: MappedRegion | None = None
     """The memory that all blobs were mapped into, if they had to be opened."""
     is_proven: bool = True
     """Whether the model's config could be read, which proves its manifest."""
 
 
-def find_places(
+def load_index(
     store: LocalStore,
     manifest: bytes,
     *,
-    reserve: Callable[[list[int]], Region] | None = None,
+    reserve: Callable[[list[int]], MappedRegion] | None = None,
     use_index: bool = True,
-) -> Places:
+) -> TensorIndex:
     """Return where the tensors of the model are whose manifest file has the bytes ``manifest``.
 
     Without an index every blob is opened for its header. A caller that wants to map them anyway
@@ -79,22 +79,22 @@ def find_places(
     """
     places = indexed_places(store, manifest) if use_index else None
     if places is None:
-        with collector_paused():
+        with gc_paused():
             parsed = Manifest.from_bytes(manifest)
             is_proven = store.check_manifest(manifest, parsed)
             places = _resolve(store, parsed, reserve)._replace(is_proven=is_proven)
     return places
 
 
-def indexed_places(store: LocalStore, manifest: bytes) -> Places | None:
+def indexed_places(store: LocalStore, manifest: bytes) -> TensorIndex | None:
     """Return what the header index says, None if there is none for the model."""
     key = Digest.of(manifest)
-    with collector_paused():
+    with gc_paused():
         return _decode(key, store.read_index(key))
 
 
-def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
-    """Keep what :func:`find_places` found of a manifest that is proven, if the store can be written."""
+def write_index(store: LocalStore, manifest: bytes, places: TensorIndex) -> None:
+    """Keep what :func:`load_index` found of a manifest that is proven, if the store can be written."""
     if not places.is_proven:
         return
     key = Digest.of(manifest)
@@ -104,8 +104,8 @@ def write_index(store: LocalStore, manifest: bytes, places: Places) -> None:
 
 
 def _resolve(
-    store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], Region] | None
-) -> Places:
+    store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], MappedRegion] | None
+) -> TensorIndex:
     layers = manifest.layers_of(media_types.TENSOR)
     blobs = [(layer.digest, layer.size) for layer in layers]
     try:
@@ -122,7 +122,7 @@ def _resolve(
             if name in tensors:
                 raise _clash(store, manifest, name)
             tensors[name] = (_NAMES[spec.dtype], spec.shape, slot, header.data_start + begin)
-    return Places(tensors, blobs, quantized, is_indexed=False, region=region)
+    return TensorIndex(tensors, blobs, quantized, is_indexed=False, region=region)
 
 
 def _named(
@@ -145,17 +145,17 @@ def _named(
 
 
 def _clash(store: LocalStore, manifest: Manifest, name: str) -> BlobDamaged:
-    read_contents(store, manifest)  # tells the layers, where the blobs too have that name twice
-    return BlobDamaged(f"two tensors of the model would both be called {quoted(name)}")
+    read_tensors(store, manifest)  # tells the layers, where the blobs too have that name twice
+    return BlobDamaged(f"two tensors of the model would both be called {quote(name)}")
 
 
-def _encode(key: Digest, places: Places) -> bytes:
+def _encode(key: Digest, places: TensorIndex) -> bytes:
     blobs = [(digest.hex, size) for digest, size in places.blobs]
     text = json.dumps([places.tensors, blobs, places.quantized], separators=(",", ":")).encode()
     return f"{_seal(key, text)}\n".encode() + text
 
 
-def _decode(key: Digest, data: bytes | None) -> Places | None:
+def _decode(key: Digest, data: bytes | None) -> TensorIndex | None:
     if data is None:
         return None
     digest, _, text = data.partition(b"\n")
@@ -167,7 +167,7 @@ def _decode(key: Digest, data: bytes | None) -> Places | None:
         _check(tensors, known, quantized)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
         return None
-    return Places(tensors, known, quantized, is_indexed=True)
+    return TensorIndex(tensors, known, quantized, is_indexed=True)
 
 
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)

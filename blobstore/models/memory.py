@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zlib_ng.zlib_ng import crc32  # which lets other threads run
 
-from blobstore.core.escape import quoted
-from blobstore.core.mmap import Region
+from blobstore.core.escape import quote
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.models.decompress import Decoding, Wanted
+from blobstore.models.decompress import ParallelDecoder, Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ _POPULATING_THREADS = 2
 """More would not come by what is in the page cache any faster."""
 
 
-class Residence:
+class ModelMemory:
     """The blobs of the model ``name`` in memory.
 
     ``blobs`` are digests and sizes; ``region`` has them mapped already, if it is given. ``read`` is
@@ -57,7 +57,7 @@ class Residence:
         store: LocalStore,
         blobs: Sequence[tuple[Digest, int]],
         *,
-        region: Region | None = None,
+        region: MappedRegion | None = None,
         is_writable: bool = False,
         read: str = "mmap",
         prefetch: str | None = None,
@@ -78,7 +78,7 @@ class Residence:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def bring(self, slots: Iterable[int]) -> Region:
+    def bring(self, slots: Iterable[int]) -> MappedRegion:
         """Return the memory, in which at least the blobs at ``slots`` are.
 
         Raises:
@@ -88,8 +88,7 @@ class Residence:
         # One at a time: a blob that came in twice would lose what was written to it.
         with self._lock:
             if self._is_closed:
-                message = f"model {self._name} is closed"
-                raise BlobstoreError(message)
+                raise BlobstoreError(f"model {self._name} is closed")
             if self._region is None:
                 self._region = self._reserved()
             if self._absent or self._cold:
@@ -132,20 +131,20 @@ class Residence:
         self._is_closed = True
         self._region = None
 
-    def _reserved(self) -> Region:
+    def _reserved(self) -> MappedRegion:
         sizes = [size for _, size in self._blobs]
         try:
-            return Region(sizes, writable=self._is_writable, filled=self._is_read)
+            return MappedRegion(sizes, writable=self._is_writable, filled=self._is_read)
         except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file tells
             for digest, size in self._blobs:
                 self._store.check_size(digest, size)
             raise
 
-    def _map(self, wanted: set[int], region: Region) -> None:
+    def _map(self, wanted: set[int], region: MappedRegion) -> None:
         if frozen := self._map_hot(wanted, region):
             self._decode(frozen, region)
 
-    def _map_hot(self, wanted: set[int], region: Region) -> set[int]:
+    def _map_hot(self, wanted: set[int], region: MappedRegion) -> set[int]:
         """Map what is a file; return what is not."""
         frozen = set()
         for slot in wanted:
@@ -157,10 +156,10 @@ class Residence:
                 self._absent.discard(slot)
         return frozen
 
-    def _decode(self, frozen: set[int], region: Region) -> None:
+    def _decode(self, frozen: set[int], region: MappedRegion) -> None:
         """Decode blobs that are cold; those that have been thawed since are mapped, or read."""
         meter = self._meter(frozen)
-        decoding = Decoding(
+        decoding = ParallelDecoder(
             self._store,
             region,
             past_cache=self._is_read,
@@ -171,7 +170,7 @@ class Residence:
         self._absent -= frozen
         self._cold -= frozen
 
-    def _fill(self, wanted: set[int], region: Region) -> None:
+    def _fill(self, wanted: set[int], region: MappedRegion) -> None:
         # Beforehand: it needs the lock of the address space, for which those who fill it would wait.
         cached: dict[int, bool] = {}
         for slot in wanted:
@@ -181,7 +180,7 @@ class Residence:
         if frozen := wanted - cached.keys():
             self._decode(frozen, region)
 
-    def _read(self, cached: Mapping[int, bool], region: Region) -> None:
+    def _read(self, cached: Mapping[int, bool], region: MappedRegion) -> None:
         meter = self._meter(set(cached))
 
         def read(request: tuple[int, int, int]) -> None:
@@ -195,7 +194,7 @@ class Residence:
         _all(read, self._requests(set(cached)), _REQUESTS)
         self._absent -= cached.keys()
 
-    def _warm(self, cold: set[int], region: Region) -> None:
+    def _warm(self, cold: set[int], region: MappedRegion) -> None:
         if self._prefetch == "willneed":
             for slot in cold:
                 region.will_need(slot, self._blobs[slot][1])
@@ -203,7 +202,7 @@ class Residence:
             self._populate(cold, region)
         self._cold -= cold
 
-    def _populate(self, cold: set[int], region: Region) -> None:
+    def _populate(self, cold: set[int], region: MappedRegion) -> None:
         meter = self._meter(cold)
         sizes = {slot: size for slot in cold if (size := self._blobs[slot][1])}
         uncached = {slot for slot, size in sizes.items() if not region.is_cached(slot, size)}
@@ -221,8 +220,9 @@ class Residence:
             except OSError as error:
                 digest, size = self._blobs[slot]
                 self._store.check_size(digest, size)  # it may have become shorter
-                message = f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
-                raise BlobDamaged(message) from error
+                raise BlobDamaged(
+                    f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
+                ) from error
             meter.add(end - begin, "reading")
 
         _all(populate, self._requests(cold), _REQUESTS if uncached else _POPULATING_THREADS)
@@ -246,14 +246,11 @@ def check_reading(read: str, prefetch: str | None) -> None:
         UsageError: an unknown way, or a prefetch of what is read at once anyway.
     """
     if read not in get_args(Read):
-        message = f"read must be mmap or pread, got {quoted(read)}"
-        raise UsageError(message)
+        raise UsageError(f"read must be mmap or pread, got {quote(read)}")
     if prefetch is not None and prefetch not in get_args(Prefetch):
-        message = f"prefetch must be willneed, read or None, got {quoted(prefetch)}"
-        raise UsageError(message)
+        raise UsageError(f"prefetch must be willneed, read or None, got {quote(prefetch)}")
     if prefetch is not None and read == "pread":
-        message = "prefetch is for mapped blobs; read='pread' reads them at once"
-        raise UsageError(message)
+        raise UsageError("prefetch is for mapped blobs; read='pread' reads them at once")
 
 
 def _all(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:

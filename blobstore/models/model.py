@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.core.escape import quoted
-from blobstore.core.gc_pause import collector_paused
-from blobstore.core.mmap import Region
+from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import (
     BlobstoreError,
@@ -23,14 +23,14 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.models.checks import check_blobs, check_level
-from blobstore.models.device import uploaded
-from blobstore.models.files import Documents
+from blobstore.models.device import upload_tensors
+from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import checked_dtype, converter, dequantizer, has_lane, lane_to
-from blobstore.models.index import find_places, write_index
-from blobstore.models.memory import Residence
-from blobstore.models.quantized import PackedWeights
-from blobstore.models.sharding import dealt
-from blobstore.models.slices import Parts, Stored, read_part, view_part
+from blobstore.models.index import load_index, write_index
+from blobstore.models.memory import ModelMemory
+from blobstore.models.quantized import QuantizedWeights
+from blobstore.models.sharding import shard_names
+from blobstore.models.slices import SliceReader, Stored, read_part, view_part
 from blobstore.models.tensors import at_layer
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.progress import Progress
-    from blobstore.core.slicing import Cut, Index
+    from blobstore.core.slicing import Index, Selection
     from blobstore.manifests.reference import Reference
-    from blobstore.models.frameworks import Lane
+    from blobstore.models.frameworks import DeviceStream
     from blobstore.models.index import Place
     from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.local import LocalStore
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Framework = Literal["numpy", "torch", "mlx"]
 
 
-class Model(Documents, Mapping[str, Any]):
+class Model(ModelFiles, Mapping[str, Any]):
     """The tensors of a stored model by their runtime names.
 
     A quantized weight ``X`` has its scales under ``X_scale`` and its affine offsets under ``X_qbias``.
@@ -82,22 +82,22 @@ class Model(Documents, Mapping[str, Any]):
         self._is_read = read == "pread"
         self._has_views = framework != "mlx" and device == "cpu"
         self._is_writable = framework == "torch"
-        reserve = functools.partial(Region, writable=self._is_writable)
+        reserve = functools.partial(MappedRegion, writable=self._is_writable)
         try:
             maps = reserve if read == "mmap" else None
-            places = find_places(store, manifest, reserve=maps, use_index=use_index)
+            places = load_index(store, manifest, reserve=maps, use_index=use_index)
         except Damaged as error:
             raise error.at(str(reference)) from None
         self._places, self._blobs, self._quantized, is_indexed, region, _ = places
         self._found = places._replace(region=None)
         self._names: Mapping[str, Place] = self._places
-        self._packed = PackedWeights(str(reference), self._places, self._quantized)
+        self._packed = QuantizedWeights(str(reference), self._places, self._quantized)
         if dequantize:
             hidden = self._packed.owners()
             self._names = {name: at for name, at in self._places.items() if name not in hidden}
         if not is_indexed:  # written at the end of the model or program: a server starts sooner
             self.at_end(write_index, store, manifest, self._found)
-        self._residence = Residence(
+        self._residence = ModelMemory(
             str(reference),
             store,
             self._blobs,
@@ -239,7 +239,7 @@ class Model(Documents, Mapping[str, Any]):
             return {name: self[name] for name in places}
         region = self._mapped([blob for _, _, blob, _ in places.values()])
         memory, offsets, convert = region.memory, region.offsets, self._convert
-        with collector_paused():
+        with gc_paused():
             return {
                 name: convert(
                     memory, offsets[blob] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
@@ -273,7 +273,7 @@ class Model(Documents, Mapping[str, Any]):
                 :meth:`__getitem__`.
         """
         names = [name for name in self._names if name.startswith(prefix)]
-        mine = dealt(names, self._places, order, shard)
+        mine = shard_names(names, self._places, order, shard)
         lane = lane_to(self._framework, self._device) if parts is None else None
         if lane is not None:
             yield from self._uploaded(mine, lane)
@@ -342,13 +342,13 @@ class Model(Documents, Mapping[str, Any]):
         return self._convert(region.memory, region.offsets[blob] + begin, spec)
 
     @property
-    def _parts(self) -> Parts:
+    def _parts(self) -> SliceReader:
         # Made when it is wanted: a model in a cycle would keep its memory until it is collected.
         dequantize = functools.partial(dequantizer, self._framework)
         plain = dequantize if self._is_plain else None
-        return Parts(str(self.reference), self._places, self._packed, self._part, plain)
+        return SliceReader(str(self.reference), self._places, self._packed, self._part, plain)
 
-    def _part(self, name: str, part: Cut) -> Any:
+    def _part(self, name: str, part: Selection) -> Any:
         """Return a part of what is stored, read from the file if it is not to be mapped."""
         dtype, shape, blob, begin = self._places[name]
         spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
@@ -366,9 +366,9 @@ class Model(Documents, Mapping[str, Any]):
         has_views = self._has_views
         return view_part(self._convert, region.memory, offset, spec, part, has_views=has_views)
 
-    def _uploaded(self, names: Iterable[str], lane: Lane) -> Iterator[tuple[str, Any]]:
+    def _uploaded(self, names: Iterable[str], lane: DeviceStream) -> Iterator[tuple[str, Any]]:
         self._mapped(())  # a closed model gives no more
-        return uploaded(
+        return upload_tensors(
             names,
             self._places,
             self._packed,
@@ -387,11 +387,10 @@ class Model(Documents, Mapping[str, Any]):
     def _place(self, name: str) -> Place:
         place = self._names.get(name)
         if place is None:
-            message = f"model {self.reference} has no tensor {quoted(name)}"
-            raise TensorNotFound(message)
+            raise TensorNotFound(f"model {self.reference} has no tensor {quote(name)}")
         return place
 
-    def _mapped(self, blobs: Iterable[int]) -> Region:
+    def _mapped(self, blobs: Iterable[int]) -> MappedRegion:
         """Return the memory of the model, in which at least ``blobs`` are."""
         try:
             return self._residence.bring(blobs)

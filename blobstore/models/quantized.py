@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
-from blobstore.core.slicing import cut
+from blobstore.core.escape import quote
+from blobstore.core.slicing import select
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, original_dtype
@@ -16,7 +16,7 @@ from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.core.slicing import Cut, Index
+    from blobstore.core.slicing import Index, Selection
     from blobstore.models.frameworks import Dequantize, FloatName
     from blobstore.models.index import Place
     from blobstore.quantization.formats import QuantFormat
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class PackedPart(NamedTuple):
     """A part of a quantized weight."""
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, Selection]
     """What is taken of the weight and of its companions, as they are stored, by name."""
     inner: int | slice
     """The columns that were asked for, of those that these groups hold."""
 
 
-class PackedWeights:
+class QuantizedWeights:
     """The quantized weights of the model ``name``: ``quantized`` has their types, as stored."""
 
     def __init__(
@@ -58,11 +58,10 @@ class PackedWeights:
         metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
         known = described(self._spec(name), specs, metadata)
         if known is None:
-            message = (
-                f"tensor {quoted(name)} of {self._name} is quantized, but its blob does not say "
+            raise UnsupportedDType(
+                f"tensor {quote(name)} of {self._name} is quantized, but its blob does not say "
                 "how; read it as it is stored"
             )
-            raise UnsupportedDType(message)
         return known
 
     def companions(self, name: str) -> dict[str, str]:
@@ -123,26 +122,27 @@ class PackedWeights:
             widened: take whole groups if the part begins or ends inside of one.
 
         Raises:
-            UsageError: it does, and is not to be widened; or as :func:`cut`.
+            UsageError: it does, and is not to be widened; or as :func:`select`.
             UnsupportedDType: as :meth:`format`.
         """
         item, group_size = self.format(name)
         spec = self.plain_spec(name)
-        whole = cut(spec, index)
+        whole = select(spec, index)
         start, stop = whole.ranges[-1]
         first, last = start // group_size, -(-stop // group_size)
         bounds = (first * group_size, last * group_size)
         if bounds != (start, stop) and not widened:
-            message = (
-                f"tensor {quoted(name)} of {self._name} is quantized in groups of {group_size}; columns "
+            raise UsageError(
+                f"tensor {quote(name)} of {self._name} is quantized in groups of {group_size}; columns "
                 f"{start} to {stop} would cut one apart: open the model with dequantize=True for that"
             )
-            raise UsageError(message)
         kept = whole._replace(is_kept=(*whole.is_kept[:-1], True))
         cuts = {name: kept.with_last(item.words(bounds[0]), item.words(bounds[1]))}
         for suffix, end in self.companions(name).items():
             cuts[end] = (
-                cut(self._spec(end), ...) if suffix == GLOBAL_SCALE else kept.with_last(first, last)
+                select(self._spec(end), ...)
+                if suffix == GLOBAL_SCALE
+                else kept.with_last(first, last)
             )
         inner = slice(start - bounds[0], stop - bounds[0])
         return PackedPart(cuts, inner if whole.is_kept[-1] else inner.start)

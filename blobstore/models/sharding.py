@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import UsageError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from blobstore.models.index import Place
 
 
-def dealt(
+def shard_names(
     names: Sequence[str], places: Mapping[str, Place], order: str, shard: tuple[int, int]
 ) -> list[str]:
     """Return the share of one rank of the tensors ``names``, in ``order``.
@@ -27,11 +27,11 @@ def dealt(
     """
     rank, world = shard
     if not 0 <= rank < world:
-        message = f"shard must be a rank and a world with 0 <= rank < world, got {rank} of {world}"
-        raise UsageError(message)
+        raise UsageError(
+            f"shard must be a rank and a world with 0 <= rank < world, got {rank} of {world}"
+        )
     if order not in ("file", "name"):
-        message = f"order must be file or name, got {quoted(order)}"
-        raise UsageError(message)
+        raise UsageError(f"order must be file or name, got {quote(order)}")
     in_file = sorted(names, key=lambda name: places[name][2:])
     sizes = [_nbytes(places[name]) for name in in_file]
     total = max(sum(sizes), 1)

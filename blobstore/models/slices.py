@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
-from blobstore.core.slicing import cut, runs
+from blobstore.core.escape import quote
+from blobstore.core.slicing import byte_runs, select
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError, TensorNotFound, UsageError
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.core.digest import Digest
-    from blobstore.core.slicing import Cut, Index, Runs
+    from blobstore.core.slicing import Index, Runs, Selection
     from blobstore.models.frameworks import Dequantize
     from blobstore.models.index import Place
-    from blobstore.models.quantized import PackedWeights
+    from blobstore.models.quantized import QuantizedWeights
     from blobstore.store.local import LocalStore
 
 
@@ -51,7 +51,7 @@ def view_part(
     memory: mmap.mmap | memoryview,
     offset: int,
     spec: TensorSpec,
-    part: Cut,
+    part: Selection,
     *,
     has_views: bool,
 ) -> Any:
@@ -61,7 +61,7 @@ def view_part(
     """
     if has_views and spec.dtype.bits >= _BYTE:
         return convert(memory, offset, spec)[(*part.taken, ...)]  # ..., else numpy gives scalars
-    where, of_part = runs(spec, part), TensorSpec(spec.name, spec.dtype, part.shape)
+    where, of_part = byte_runs(spec, part), TensorSpec(spec.name, spec.dtype, part.shape)
     if not where.repeats:
         return convert(memory, offset + where.begin, of_part)
     buffer, rest = memoryview(bytearray(of_part.nbytes)), memoryview(memory)[offset:]
@@ -71,7 +71,7 @@ def view_part(
     return convert(buffer, 0, of_part)
 
 
-def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview, TensorSpec]:
+def read_part(store: LocalStore, stored: Stored, part: Selection) -> tuple[memoryview, TensorSpec]:
     """Read the bytes of a part of a tensor from its blob, and no others that lie far from them.
 
     Returns memory of its own, and the spec of the part.
@@ -82,7 +82,7 @@ def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview,
         UsageError: as :func:`~blobstore.core.slicing.runs`.
     """
     spec = TensorSpec(stored.spec.name, stored.spec.dtype, part.shape)
-    where = runs(stored.spec, part)
+    where = byte_runs(stored.spec, part)
     buffer = _memory(spec.nbytes)
     digest, size = stored.blob
     try:
@@ -93,11 +93,13 @@ def read_part(store: LocalStore, stored: Stored, part: Cut) -> tuple[memoryview,
     try:
         _read_all(descriptor, stored.begin, list(_requests(where, buffer)))
     except EOFError:
-        message = f"blob {quoted(store.layout.blob(digest))} ended before its last byte of {size}"
-        raise BlobDamaged(message) from None
+        raise BlobDamaged(
+            f"blob {quote(store.layout.blob(digest))} ended before its last byte of {size}"
+        ) from None
     except OSError as error:
-        message = f"blob {quoted(store.layout.blob(digest))} cannot be read: {error.strerror}"
-        raise StoreError(message) from None
+        raise StoreError(
+            f"blob {quote(store.layout.blob(digest))} cannot be read: {error.strerror}"
+        ) from None
     finally:
         os.close(descriptor)
     return buffer, spec
@@ -210,7 +212,7 @@ class TensorSlice:
 
     def __repr__(self) -> str:
         name, dtype, shape = self.spec
-        return f"<TensorSlice of {quoted(name)}: {dtype.value} {list(shape)}>"
+        return f"<TensorSlice of {quote(name)}: {dtype.value} {list(shape)}>"
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
@@ -233,7 +235,7 @@ class TensorSlice:
     __iter__ = None  # else Python would look for the parts 0, 1, 2 and so on
 
 
-class Parts:
+class SliceReader:
     """Takes parts of a model's tensors.
 
     Args:
@@ -249,8 +251,8 @@ class Parts:
         self,
         name: str,
         places: Mapping[str, Place],
-        packed: PackedWeights,
-        take: Callable[[str, Cut], Any],
+        packed: QuantizedWeights,
+        take: Callable[[str, Selection], Any],
         dequantize: Callable[[], Dequantize] | None,
     ) -> None:
         self._name = name
@@ -266,13 +268,12 @@ class Parts:
             return TensorSlice(spec, lambda index: self._plain(name, index, dequantize()))
         dtype, shape, _, _ = self._places[name]
         spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
-        return TensorSlice(spec, lambda index: self._take(name, cut(spec, index)))
+        return TensorSlice(spec, lambda index: self._take(name, select(spec, index)))
 
     def quantized(self, name: str, index: Index) -> dict[str, Any]:
         """Return a part of a packed weight; see :meth:`Model.quantized_slice`."""
         if name not in self._packed:
-            message = f"model {self._name} has no quantized weight {quoted(name)}"
-            raise TensorNotFound(message)
+            raise TensorNotFound(f"model {self._name} has no quantized weight {quote(name)}")
         cuts = self._packed.part(name, index).cuts
         return {end: self._take(end, part) for end, part in cuts.items()}
 
@@ -304,14 +305,14 @@ class Parts:
     def _check(self, plan: Mapping[str, Index], owners: Mapping[str, str]) -> None:
         for name in plan:
             if name not in self._places or (self._dequantize and name in owners):
-                message = f"model {self._name} has no tensor {quoted(name)} to take a part of"
-                raise TensorNotFound(message)
+                raise TensorNotFound(
+                    f"model {self._name} has no tensor {quote(name)} to take a part of"
+                )
             if name in owners:
-                message = (
-                    f"tensor {quoted(name)} of {self._name} is cut with {quoted(owners[name])}: "
+                raise UsageError(
+                    f"tensor {quote(name)} of {self._name} is cut with {quote(owners[name])}: "
                     "take a part of that"
                 )
-                raise UsageError(message)
 
     def _plain(self, name: str, index: Index, dequantize: Dequantize) -> Any:
         part = self._packed.part(name, index, widened=True)

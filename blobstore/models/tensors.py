@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
@@ -73,7 +73,7 @@ class StoredTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ModelTensors:
     """The tensors of a model by name, in the manifest's order."""
 
     tensors: Mapping[str, StoredTensor]
@@ -81,9 +81,9 @@ class Contents:
     """What is wrong with a tensor layer, by its digest and size; their tensors are not listed."""
 
 
-def read_contents(
+def read_tensors(
     store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
-) -> Contents:
+) -> ModelTensors:
     """Return the tensors of a model, from the headers of its blobs.
 
     Args:
@@ -110,12 +110,11 @@ def read_contents(
         for tensor in found:
             earlier = tensors.setdefault(tensor.name, tensor)
             if earlier is not tensor:
-                message = (
-                    f"tensor {quoted(tensor.name)} is in two layers, {quoted(earlier.layer.name)} "
-                    f"and {quoted(layer.name)}"
+                raise BlobDamaged(
+                    f"tensor {quote(tensor.name)} is in two layers, {quote(earlier.layer.name)} "
+                    f"and {quote(layer.name)}"
                 )
-                raise BlobDamaged(message)
-    return Contents(tensors, faults)
+    return ModelTensors(tensors, faults)
 
 
 def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[StoredTensor]:
@@ -141,7 +140,7 @@ def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
 
 def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
     """Return the error with the layer whose blob it tells of in front of its message."""
-    return error.at(f"layer {quoted(layer.name)}")
+    return error.at(f"layer {quote(layer.name)}")
 
 
 def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:

@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.packed_sources import (
     check_matrix,
@@ -35,7 +35,7 @@ from blobstore.quantization.packed_sources import (
     refuse,
 )
 from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +86,7 @@ class Recognised(NamedTuple):
     """What most of the quantized weights are: a type, or ``fp8``; empty if there are none."""
 
 
-def recognise(specs: Specs, config: Mapping[str, Any]) -> Recognised:
+def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> Recognised:
     """Return the recipes for all tensors of a source.
 
     Args:
@@ -97,7 +97,7 @@ def recognise(specs: Specs, config: Mapping[str, Any]) -> Recognised:
         UnsupportedSource: a weight is of a scheme that cannot be kept exactly, lacks a part, or is
             not what the config says; the message names it.
     """
-    stated = StatedQuantization(config)
+    stated = SourceQuantConfig(config)
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
     inputs: set[str] = set()
@@ -106,7 +106,7 @@ def recognise(specs: Specs, config: Mapping[str, Any]) -> Recognised:
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
-            fail(name, f"and another tensor are both the weight {quoted(recipe.spec.name)}")
+            fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
             inputs.update(_input_scales(recipe.spec.name, specs))
@@ -122,7 +122,7 @@ def recognise(specs: Specs, config: Mapping[str, Any]) -> Recognised:
 
 
 def _quantized(
-    spec: TensorSpec, specs: Specs, stated: StatedQuantization
+    spec: TensorSpec, specs: Specs, stated: SourceQuantConfig
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, None if the tensor is none."""
     name, dtype, _ = spec
@@ -152,16 +152,14 @@ def _quantized(
     return _float8(spec, scales[0], stated.sharings())
 
 
-def _packed_words(
-    spec: TensorSpec, specs: Specs, stated: StatedQuantization
-) -> Prequantized | None:
+def _packed_words(spec: TensorSpec, specs: Specs, stated: SourceQuantConfig) -> Prequantized | None:
     module = spec.name.removesuffix(".weight")
     scale = specs.get(f"{module}.scales")
     if module == spec.name and f"{module}.weight" in specs:
         return None
     if scale is None:
         if f"{module}.biases" in specs:
-            fail(spec.name, f"lacks its scales, {quoted(f'{module}.scales')}")
+            fail(spec.name, f"lacks its scales, {quote(f'{module}.scales')}")
         if f"{spec.name}{SCALE}" in specs:
             # Its type is in the metadata of the blob, which is none of a source's.
             fail(spec.name, "is packed as in a blob of a store; create from an export of the model")
@@ -174,13 +172,13 @@ def _packed_words(
 
 
 def _packed_bytes(
-    name: str, spec: TensorSpec, factor: str, specs: Specs, stated: StatedQuantization
+    name: str, spec: TensorSpec, factor: str, specs: Specs, stated: SourceQuantConfig
 ) -> Prequantized:
     if spec.dtype is not DType.U8:
         refuse(spec, "is of packed integers")
     scale = specs.get(f"{name}_scale")
     if scale is None:
-        fail(spec.name, f"lacks its scales, {quoted(f'{name}_scale')}")
+        fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
     _check_symmetric(name, specs)
     sizes = stated.group_sizes(4)
     is_reciprocal = factor == "_global_scale"
@@ -248,7 +246,7 @@ def _check_symmetric(name: str, specs: Specs) -> None:
         refuse(specs[f"{name}_zero_point"], "is of zero points beside scales")
 
 
-def _check_plain(spec: TensorSpec, stated: StatedQuantization) -> None:
+def _check_plain(spec: TensorSpec, stated: SourceQuantConfig) -> None:
     """Check that a tensor that belongs to no quantized weight can stand alone."""
     name, dtype, shape = spec
     if dtype in (*_FLOAT8, *_OTHER_FLOAT8) and name.endswith(".weight"):
@@ -260,7 +258,7 @@ def _check_plain(spec: TensorSpec, stated: StatedQuantization) -> None:
         fail(name, "is packed by config.json, and its scales are missing")
     method = stated.method
     if method and (dtype in _PACKED or (dtype in _INTEGERS and method not in _METHODS)):
-        refuse(spec, f"is packed in a way of {quoted(method)} that is not known")
+        refuse(spec, f"is packed in a way of {quote(method)} that is not known")
 
 
 def _input_scales(weight: str, specs: Specs) -> Iterator[str]:
@@ -269,7 +267,7 @@ def _input_scales(weight: str, specs: Specs) -> Iterator[str]:
     return (prefix + end for end in _INPUT_SCALES if prefix + end in specs)
 
 
-def _unmatched(specs: Specs, stated: StatedQuantization) -> list[str]:
+def _unmatched(specs: Specs, stated: SourceQuantConfig) -> list[str]:
     modules = {name.rpartition(".")[0] for name in specs} if stated.is_mlx else set()
     return stated.unmatched(modules)
 
@@ -285,7 +283,7 @@ def _notices(
     if unmatched:
         yield (
             f"config.json gives a type to {_counted(len(unmatched), 'module')} that the source does "
-            f"not have, such as {quoted(unmatched[0])}"
+            f"not have, such as {quote(unmatched[0])}"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 
@@ -101,8 +101,7 @@ def parse_format(text: str) -> QuantFormat:
         return found
     known = ", ".join(item.name for item in FORMATS.values() if item.is_target)
     reason = _AMBIGUOUS.get(key, f"expected one of {known}")
-    message = f"cannot quantize to {quoted(text)}: {reason}"
-    raise UsageError(message)
+    raise UsageError(f"cannot quantize to {quote(text)}: {reason}")
 
 
 def check_group_size(item: QuantFormat, group_size: int) -> None:
@@ -113,5 +112,4 @@ def check_group_size(item: QuantFormat, group_size: int) -> None:
     """
     if group_size not in item.group_sizes:
         sizes = ", ".join(map(str, item.group_sizes))
-        message = f"{item.name} cannot have groups of {group_size}; possible: {sizes}"
-        raise UsageError(message)
+        raise UsageError(f"{item.name} cannot have groups of {group_size}; possible: {sizes}")

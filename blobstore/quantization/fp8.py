@@ -70,11 +70,10 @@ def _check(weight: Array, scales: Array, block: tuple[int, int]) -> None:
         rows, columns = (-(-size // part) for size, part in zip(weight.shape, block, strict=True))
         is_known = len(scales) >= rows and scales.shape[1] == columns
     if not is_known:
-        message = (
+        raise UsageError(
             f"scales of shape {list(scales.shape)} do not fit a weight of shape "
             f"{list(weight.shape)} in blocks of {list(block)}"
         )
-        raise UsageError(message)
 
 
 def _dtype_of(weight: Array) -> DType | None:
@@ -85,8 +84,9 @@ def _dtype_of(weight: Array) -> DType | None:
 def _values(dtype: DType | None) -> Array:
     """Return the numbers that the 256 codes of a type stand for."""
     if dtype not in _TYPES:
-        message = f"cannot decode {dtype.value if dtype else 'a type that is no 8-bit float'}"
-        raise UsageError(message)
+        raise UsageError(
+            f"cannot decode {dtype.value if dtype else 'a type that is no 8-bit float'}"
+        )
     values: Array = np.arange(256, dtype=np.uint8).view(_TYPES[dtype]).astype(np.float32)
     values.setflags(write=False)
     return values

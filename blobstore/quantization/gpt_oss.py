@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.formats import FORMATS, WORD_BITS
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def is_form_of(config: Any, weights: Sequence[tuple[str, tuple[int, ...], Any]])
         config: the decoded ``config.json``, of whatever form.
         weights: name, logical shape and quantization type of each.
     """
-    stated = StatedQuantization(config if isinstance(config, dict) else {})
+    stated = SourceQuantConfig(config if isinstance(config, dict) else {})
     if not weights or stated.is_mlx or stated.method != METHOD:
         return False
     return all(

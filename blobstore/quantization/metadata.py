@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged
 from blobstore.quantization.formats import FORMATS, WORD_BITS
@@ -66,7 +66,7 @@ def described(
         return None
     item = FORMATS.get(quant_type)
     if item is None:
-        _fail(name, f"{TYPE} {quoted(quant_type)} is unknown; known: {', '.join(FORMATS)}")
+        _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
     rows, words, bits = weight.shape[:-1], weight.shape[-1:], item.bits
     if not words or not words[0] or words[0] * WORD_BITS % bits:
         _fail(name, f"{list(weight.shape)} packed words are no rows of {item.name}")
@@ -80,7 +80,7 @@ def described(
         text = str(columns // groups if groups else 0)
     if not _NUMBER.fullmatch(text) or int(text) not in item.group_sizes:
         sizes = ", ".join(map(str, item.group_sizes))
-        _fail(name, f"{item.name} cannot have a {GROUP_SIZE} of {quoted(text)}; possible: {sizes}")
+        _fail(name, f"{item.name} cannot have a {GROUP_SIZE} of {quote(text)}; possible: {sizes}")
     group_size = int(text)
     if columns % group_size or scale.shape != (*rows, columns // group_size):
         _fail(
@@ -107,5 +107,4 @@ def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, Ten
 
 
 def _fail(name: str, what: str) -> NoReturn:
-    message = f"tensor {quoted(name)}: {what}"
-    raise BlobDamaged(message)
+    raise BlobDamaged(f"tensor {quote(name)}: {what}")

@@ -12,10 +12,10 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,11 +44,10 @@ def mlx_name(name: str, suffix: str) -> str:
     if not suffix:
         return name
     if suffix == GLOBAL_SCALE:
-        message = (
-            f"tensor {quoted(name)} has a global scale beside its scales, which MLX's form of a "
+        raise BlobstoreError(
+            f"tensor {quote(name)} has a global scale beside its scales, which MLX's form of a "
             "model cannot hold; export it dequantized"
         )
-        raise BlobstoreError(message)
     return f"{name.removesuffix('.weight')}{_SUFFIXES[suffix]}"
 
 
@@ -100,11 +99,10 @@ def exported_config(
     if not isinstance(config, dict):
         if not types:
             return None
-        message = (
-            f"{quoted(name)} is no JSON object, and cannot say how weights are quantized; export "
+        raise BlobstoreError(
+            f"{quote(name)} is no JSON object, and cannot say how weights are quantized; export "
             "the model dequantized"
         )
-        raise BlobstoreError(message)
     changed = _plain(config)
     if types:
         described = _described(types)
@@ -160,7 +158,7 @@ def _tells(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int
     section = config.get(_KEYS[0])
     if not isinstance(section, dict) or not section.get("bits"):
         return False
-    stated = StatedQuantization({_KEYS[0]: section})
+    stated = SourceQuantConfig({_KEYS[0]: section})
     try:
         return all(stated.mlx_type(name, _module(name)) == known for name, known in types.items())
     except UnsupportedSource:  # it says what cannot be

@@ -65,7 +65,7 @@ class Quantized(NamedTuple):
     bias: Array | None
 
 
-def first_endless(array: Array) -> int | None:
+def first_nonfinite(array: Array) -> int | None:
     """Return the flat index of the first infinity or NaN: numbers that no scale can hold."""
     size, endless = array.itemsize, _ENDLESS[array.dtype]
     sign = 1 << (8 * size - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS, WORD_BITS
@@ -144,17 +144,15 @@ def check_matrix(weight: TensorSpec) -> None:
 
 def fail(name: str, what: str) -> NoReturn:
     """Raise the error that a tensor contradicts itself, its companions or the config."""
-    message = f"tensor {quoted(name)} {what}"
-    raise UnsupportedSource(message)
+    raise UnsupportedSource(f"tensor {quote(name)} {what}")
 
 
 def refuse(spec: TensorSpec, what: str) -> NoReturn:
     """Raise the error that a tensor is of a scheme that cannot be kept exactly."""
-    message = (
-        f"tensor {quoted(spec.name)} ({spec.dtype.value}) {what}, which no type of a blob holds "
+    raise UnsupportedSource(
+        f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}, which no type of a blob holds "
         "as it is; create from the unquantized weights"
     )
-    raise UnsupportedSource(message)
 
 
 def _fitting(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
@@ -92,8 +92,7 @@ class Policy:
                 wrong type.
         """
         if name not in POLICIES:
-            message = f"unknown policy {quoted(name)}; expected one of {', '.join(POLICIES)}"
-            raise UsageError(message)
+            raise UsageError(f"unknown policy {quote(name)}; expected one of {', '.join(POLICIES)}")
         if group_size is not None:
             check_group_size(requested, group_size)
         self._requested = _Target(requested, group_size or requested.group_size)
@@ -183,15 +182,13 @@ def parse_override(text: str) -> tuple[str, QuantFormat | None]:
     """
     glob, separator, name = text.rpartition("=")
     if not separator or not glob:
-        message = f"override {quoted(text)} is not GLOB=TYPE, such as *.v_proj.weight=int8"
-        raise UsageError(message)
+        raise UsageError(f"override {quote(text)} is not GLOB=TYPE, such as *.v_proj.weight=int8")
     if name.strip().lower() == "none":
         return glob, None
     try:
         return glob, parse_format(name)
     except UsageError as error:
-        message = f"override {quoted(text)}: {error}, or none to keep what matches"
-        raise UsageError(message) from None
+        raise UsageError(f"override {quote(text)}: {error}, or none to keep what matches") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +290,14 @@ def _wrong_dtype(spec: TensorSpec) -> str:
 
 
 def _overridden(spec: TensorSpec, override: _Override) -> Decision:
-    reason = f"override {quoted(override.glob)}"
+    reason = f"override {quote(override.glob)}"
     if override.target is None:
         return _kept(reason)
     obstacle = _obstacle(spec, override.target)
     if obstacle:
-        message = f"{reason}: {quoted(spec.name)} cannot be {override.target.item.name}: {obstacle}"
-        raise UsageError(message)
+        raise UsageError(
+            f"{reason}: {quote(spec.name)} cannot be {override.target.item.name}: {obstacle}"
+        )
     return Decision(override.target.item, override.target.group_size, reason)
 
 
@@ -371,4 +369,4 @@ def _is_count(value: object) -> bool:
 
 
 def _wrong(key: str, expected: str, value: object) -> UnsupportedSource:
-    return UnsupportedSource(f"config.json: {key} must be {expected}, not {quoted(value)}")
+    return UnsupportedSource(f"config.json: {key} must be {expected}, not {quote(value)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
 
@@ -28,7 +28,7 @@ _MLX_DEFAULTS: Final = {"affine": (4, 64), "nvfp4": (4, 16), "mxfp4": (4, 32), "
 """Bits and group size of a mode, where the config does not say them."""
 
 
-class StatedQuantization:
+class SourceQuantConfig:
     """What a config says of quantization."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -66,12 +66,12 @@ class StatedQuantization:
             section = own  # and what it does not say is MLX's default, not that of the model
         elif own is not None and own is not True:
             _fail(
-                weight, f"has scales, and is not quantized by config.json, which has {quoted(own)}"
+                weight, f"has scales, and is not quantized by config.json, which has {quote(own)}"
             )
         mode = section.get("mode") or "affine"
         usual = _MLX_DEFAULTS.get(mode) if isinstance(mode, str) else None
         if usual is None:
-            _fail(weight, f"has the mode {quoted(mode)} by config.json, which is unknown")
+            _fail(weight, f"has the mode {quote(mode)} by config.json, which is unknown")
         bits, size = section.get("bits") or usual[0], section.get("group_size") or usual[1]
         # The table's own number is taken, for the one in the config may be 64.0.
         found = [
@@ -83,7 +83,7 @@ class StatedQuantization:
         if not found:
             _fail(
                 weight,
-                f"has {quoted(bits)} bits in groups of {quoted(size)} by config.json, which "
+                f"has {quote(bits)} bits in groups of {quote(size)} by config.json, which "
                 f"{mode} cannot have",
             )
         return found[0]
@@ -143,10 +143,10 @@ def _block(key: str, value: object) -> Block:
     match value:
         case [int(height), int(width)] if height > 0 and width > 0:
             return int(height), int(width)
-    message = f"config.json: {key} cannot be {quoted(value)}; expected two positive numbers"
-    raise UnsupportedSource(message)
+    raise UnsupportedSource(
+        f"config.json: {key} cannot be {quote(value)}; expected two positive numbers"
+    )
 
 
 def _fail(weight: str, what: str) -> NoReturn:
-    message = f"tensor {quoted(weight)} {what}"
-    raise UnsupportedSource(message)
+    raise UnsupportedSource(f"tensor {quote(weight)} {what}")

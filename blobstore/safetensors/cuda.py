@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.torch import check_device, empty_tensor
 
@@ -134,6 +134,5 @@ def _failures(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = printable(str(error).partition("\n")[0])
-        message = f"loading onto {device} failed: {reason}"
-        raise BlobstoreError(message) from None
+        reason = escape(str(error).partition("\n")[0])
+        raise BlobstoreError(f"loading onto {device} failed: {reason}") from None

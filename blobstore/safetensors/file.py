@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import TensorView
 from blobstore.errors import InvalidHeader, TensorNotFound
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header, parse_start
@@ -43,8 +43,7 @@ def read_header(descriptor: int, size: int) -> Header:
     if len(text) < length:
         text += read_exactly(descriptor, length - len(text), len(start))
     if len(text) != length:
-        message = f"header of {length} bytes ends after {len(text)}: the file has shrunk"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"header of {length} bytes ends after {len(text)}: the file has shrunk")
     return parse_header(text, size)
 
 
@@ -57,7 +56,7 @@ class SafetensorsFile:
 
     header: Header
     _memory: memoryview
-    _region: Region
+    _region: MappedRegion
 
     @classmethod
     def open(cls, path: Path | str) -> SafetensorsFile:
@@ -71,10 +70,10 @@ class SafetensorsFile:
         descriptor, size = open_regular(path)
         try:
             header = read_header(descriptor, size)
-            region = Region([size])
+            region = MappedRegion([size])
             region.map(0, descriptor, size)
         except InvalidHeader as error:
-            raise error.at(quoted(path)) from None
+            raise error.at(quote(path)) from None
         finally:
             os.close(descriptor)
         return cls(header, memoryview(region.memory), region)
@@ -96,8 +95,7 @@ class SafetensorsFile:
         """
         entry = self.header.tensors.get(name)
         if entry is None:
-            message = f"no tensor {quoted(name)} in this file"
-            raise TensorNotFound(message)
+            raise TensorNotFound(f"no tensor {quote(name)} in this file")
         return TensorView(entry.spec, self._bytes_of(entry))
 
     def close(self) -> None:

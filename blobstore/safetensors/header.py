@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json as strictjson
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 
@@ -62,15 +62,14 @@ def header_size(prefix: bytes | memoryview, file_size: int) -> int:
         InvalidHeader: the file is too short for it, or N is beyond the bound.
     """
     if file_size < PREFIX_SIZE or len(prefix) < PREFIX_SIZE:
-        message = f"too short for a safetensors file: {file_size} bytes, expected at least 8"
-        raise InvalidHeader(message)
+        raise InvalidHeader(
+            f"too short for a safetensors file: {file_size} bytes, expected at least 8"
+        )
     size = int.from_bytes(prefix[:PREFIX_SIZE], "little")
     if size > MAX_HEADER_SIZE:
-        message = f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}")
     if PREFIX_SIZE + size > file_size:
-        message = f"header of {size} bytes does not fit in a file of {file_size} bytes"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"header of {size} bytes does not fit in a file of {file_size} bytes")
     return size
 
 
@@ -147,8 +146,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     offset = 0
     for spec in specs:
         if spec.name == METADATA_KEY or spec.name in top:
-            message = f"tensor name {quoted(spec.name)} is reserved or occurs twice"
-            raise InvalidHeader(message)
+            raise InvalidHeader(f"tensor name {quote(spec.name)} is reserved or occurs twice")
         end = offset + _checked_nbytes(spec)
         top[spec.name] = {
             "dtype": spec.dtype.value,
@@ -162,8 +160,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     text = strictjson.dumps({key: top[key] for key in sorted(top)}).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_SIZE:
-        message = f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}")
     return len(text).to_bytes(PREFIX_SIZE, "little") + text
 
 
@@ -172,20 +169,18 @@ _BY_RANGE = attrgetter("begin", "end")
 
 def _decode(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
-        message = "header does not begin with '{'"
-        raise InvalidHeader(message)
+        raise InvalidHeader("header does not begin with '{'")
     unpadded = text.rstrip(b" ")
     if not unpadded.endswith(b"}"):
-        message = "header does not end with '}' and spaces"
-        raise InvalidHeader(message)
+        raise InvalidHeader("header does not end with '}' and spaces")
     try:
         top = strictjson.loads(unpadded)
     except ValueError as error:
-        message = f"header is {error}" if str(error).startswith("not") else f"header: {error}"
-        raise InvalidHeader(message) from None
+        raise InvalidHeader(
+            f"header is {error}" if str(error).startswith("not") else f"header: {error}"
+        ) from None
     if not isinstance(top, dict):  # pragma: no cover - "{...}" can only be an object
-        message = "header is not a JSON object"
-        raise InvalidHeader(message)
+        raise InvalidHeader("header is not a JSON object")
     return top
 
 
@@ -193,8 +188,7 @@ def _metadata(value: Any) -> dict[str, str]:
     if value is None:  # MLX writes null for "none"
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        message = f"{METADATA_KEY} is not a map of strings"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"{METADATA_KEY} is not a map of strings")
     return value
 
 
@@ -210,11 +204,10 @@ def _entry(name: str, fields: Any) -> TensorEntry:
     spec = TensorSpec(name, dtype, tuple(dims))
     nbytes = _checked_nbytes(spec)
     if end - begin != nbytes:
-        message = (
-            f"tensor {quoted(name)}: {code} {printable(str(dims), 200)} takes {nbytes} bytes, "
+        raise InvalidHeader(
+            f"tensor {quote(name)}: {code} {escape(str(dims), 200)} takes {nbytes} bytes, "
             f"but data_offsets [{begin}, {end}] span {end - begin}"
         )
-        raise InvalidHeader(message)
     return TensorEntry(spec, begin, end)
 
 
@@ -226,16 +219,16 @@ def _are_u64(values: list[Any]) -> bool:
 
 
 def _what_is_wrong(name: str, fields: Any) -> str:
-    tensor = f"tensor {quoted(name)}"
+    tensor = f"tensor {quote(name)}"
     wanted = ("dtype", "shape", "data_offsets")
     if not isinstance(fields, dict) or not all(key in fields for key in wanted):
         return f"{tensor}: expected an object with dtype, shape and data_offsets"
     code, dims, offsets = (fields[key] for key in wanted)
     if not isinstance(code, str) or code not in DTYPES:
-        return f"{tensor}: unknown dtype {quoted(code)}"
+        return f"{tensor}: unknown dtype {quote(code)}"
     if not isinstance(dims, list) or not _are_u64(dims):
-        return f"{tensor}: shape {quoted(dims)} is not a list of whole numbers"
-    return f"{tensor}: data_offsets {quoted(offsets)} is not a [begin, end] of whole numbers"
+        return f"{tensor}: shape {quote(dims)} is not a list of whole numbers"
+    return f"{tensor}: data_offsets {quote(offsets)} is not a [begin, end] of whole numbers"
 
 
 def _checked_nbytes(spec: TensorSpec) -> int:
@@ -246,17 +239,16 @@ def _checked_nbytes(spec: TensorSpec) -> int:
     for dim in spec.shape:
         elements *= dim
         if elements > _MAX_U64:
-            message = f"tensor {quoted(spec.name)}: the number of elements overflows 64 bits"
-            raise InvalidHeader(message)
+            raise InvalidHeader(
+                f"tensor {quote(spec.name)}: the number of elements overflows 64 bits"
+            )
     total = elements * bits
     if total > _MAX_U64:
-        message = f"tensor {quoted(spec.name)}: the number of bits overflows 64 bits"
-        raise InvalidHeader(message)
+        raise InvalidHeader(f"tensor {quote(spec.name)}: the number of bits overflows 64 bits")
     if total & 7:
-        message = (
-            f"tensor {quoted(spec.name)}: {elements} elements of {bits} bits are not whole bytes"
+        raise InvalidHeader(
+            f"tensor {quote(spec.name)}: {elements} elements of {bits} bits are not whole bytes"
         )
-        raise InvalidHeader(message)
     return total >> 3
 
 
@@ -265,13 +257,13 @@ def _check_cover(entries: Iterable[TensorEntry], data_size: int) -> None:
     for spec, begin, end in entries:
         if begin != expected:
             kind = "overlaps the tensor before it" if begin < expected else "leaves a hole"
-            message = (
-                f"tensor {quoted(spec.name)}: begins at byte {begin} of the data, {kind}; "
+            raise InvalidHeader(
+                f"tensor {quote(spec.name)}: begins at byte {begin} of the data, {kind}; "
                 f"expected {expected}"
             )
-            raise InvalidHeader(message)
         expected = end
     if expected != data_size:
         kind = "is cut short" if data_size < expected else "has trailing bytes"
-        message = f"data {kind}: the header describes {expected} bytes, the file has {data_size}"
-        raise InvalidHeader(message)
+        raise InvalidHeader(
+            f"data {kind}: the header describes {expected} bytes, the file has {data_size}"
+        )

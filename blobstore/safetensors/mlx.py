@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.numpy import as_array
@@ -40,8 +40,9 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
     try:
         return _copy(array, spec)
     except OverflowError as error:  # MLX counts a dimension in 32 bits
-        message = f"tensor {quoted(spec.name)}: MLX cannot hold its shape: {error}"
-        raise UnsupportedDType(message) from None
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: MLX cannot hold its shape: {error}"
+        ) from None
 
 
 def _copy(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:

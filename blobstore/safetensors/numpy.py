@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 
@@ -51,19 +51,19 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        message = (
-            f"tensor {quoted(spec.name)}: numpy has no packed {spec.dtype.value}; "
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: numpy has no packed {spec.dtype.value}; "
             "read its bytes with Model.view()"
         )
-        raise UnsupportedDType(message)
     elements = spec.elements
     try:
         if not elements:
             return np.empty(spec.shape, dtype)
         return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
     except ValueError as error:  # over 64 dimensions, or none of some and too many of others
-        message = f"tensor {quoted(spec.name)}: numpy cannot hold its shape: {error}"
-        raise UnsupportedDType(message) from None
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: numpy cannot hold its shape: {error}"
+        ) from None
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 
@@ -101,9 +101,8 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = printable(str(error).partition("\n")[0])
-        message = f"torch has no device {quoted(device)} here: {reason}"
-        raise UsageError(message) from None
+        reason = escape(str(error).partition("\n")[0])
+        raise UsageError(f"torch has no device {quote(device)} here: {reason}") from None
 
 
 def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
@@ -113,20 +112,19 @@ def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> tor
 def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
     """Return the bytes that hold a tensor of pairs of 4 bits, as a tensor."""
     if spec.dtype is not DType.F4 or not spec.shape or spec.shape[-1] % 2:
-        message = (
-            f"tensor {quoted(spec.name)}: torch has no type for {spec.dtype.value} of shape "
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: torch has no type for {spec.dtype.value} of shape "
             f"{list(spec.shape)}; read its bytes with Model.view()"
         )
-        raise UnsupportedDType(message)
     return TensorSpec(spec.name, DType.U8, (*spec.shape[:-1], spec.shape[-1] // 2))
 
 
 def _misshapen(spec: TensorSpec) -> UnsupportedDType:
-    return UnsupportedDType(f"tensor {quoted(spec.name)}: torch cannot hold its shape")
+    return UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape")
 
 
 def _no_room(device: object, spec: TensorSpec) -> BlobstoreError:
     return BlobstoreError(
-        f"{device} has no memory left for tensor {quoted(spec.name)} of {spec.nbytes} bytes; "
+        f"{device} has no memory left for tensor {quote(spec.name)} of {spec.nbytes} bytes; "
         "use another device, or load fewer tensors at a time"
     )

@@ -12,8 +12,7 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        message = f"module 'blobstore.sources' has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module 'blobstore.sources' has no attribute {name!r}")
     from blobstore.sources.pytorch import checkpoint
 
     return getattr(checkpoint, name)

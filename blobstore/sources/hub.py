@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
 from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH
@@ -97,8 +97,9 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
     """
     repo, at, revision = text.removeprefix(SCHEME).partition("@")
     if not is_hub_id(text) or (at and not _REVISION.fullmatch(revision)):
-        message = f"not a Hub id: {quoted(text)}; expected hf://org/name or hf://org/name@revision"
-        raise UsageError(message)
+        raise UsageError(
+            f"not a Hub id: {quote(text)}; expected hf://org/name or hf://org/name@revision"
+        )
     return repo, revision or None
 
 
@@ -151,11 +152,10 @@ def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
     except HfHubHTTPError:
         raise  # some are ValueErrors, and all say more than the next clause
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = (
+        raise SourceError(
             f"{_name(repo, revision)}: what answered is not the Hub, or its listing is malformed; "
             "check HF_ENDPOINT, HF_TOKEN and the network"
-        )
-        raise SourceError(message) from error
+        ) from error
 
 
 def _wanted(tree: Iterable[Any]) -> list[_Listed]:
@@ -174,7 +174,7 @@ def _listed(item: Any) -> _Listed:
         (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
     )
     if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
-        raise ValueError(f"no size or digest of {quoted(item.path)}")
+        raise ValueError(f"no size or digest of {quote(item.path)}")
     return _Listed(item.path, size, algorithm, digest)
 
 
@@ -210,7 +210,7 @@ def _fetch(
         except RemoteEntryNotFoundError as error:
             wrong = "the Hub lists it, but does not serve it; name another revision"
             raise DamagedSource(
-                f"file {quoted(file.name)} of {_name(repo, commit)}: {wrong}"
+                f"file {quote(file.name)} of {_name(repo, commit)}: {wrong}"
             ) from error
         count.add(file.size)
 
@@ -238,7 +238,7 @@ class _FileCount:
     def __init__(self, meter: Meter, file: _Listed, stop: threading.Event) -> None:
         self._meter = meter
         self._size = file.size
-        self._what = f"fetching {printable(file.name)}"
+        self._what = f"fetching {escape(file.name)}"
         self._stop = stop
         self._seen = 0
 
@@ -290,17 +290,17 @@ def _check(folder: Path, repo: str, listed: Sequence[_Listed], progress: Progres
         def advance(count: int) -> None:
             if stop.is_set():
                 raise _Stopped
-            meter.add(count, f"checking {printable(file.name)}")
+            meter.add(count, f"checking {escape(file.name)}")
 
         link = folder / file.name
         try:
             return _compare(link, file, cache, advance)
         except (OSError, ValueError) as error:
-            return f"it cannot be read: {_reason(error)}; check {quoted(link)}"
+            return f"it cannot be read: {_reason(error)}; check {quote(link)}"
 
     for file, wrong in _each(check, listed, _CHECKS):
         if wrong is not None:
-            what = f"file {quoted(file.name)} of {_name(repo, folder.name)}"
+            what = f"file {quote(file.name)} of {_name(repo, folder.name)}"
             raise DamagedSource(f"{what} is not what the Hub lists: {wrong}")
 
 
@@ -309,10 +309,10 @@ def _compare(link: Path, file: _Listed, cache: str, advance: Callable[[int], Non
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
     if not path.is_relative_to(cache):
         # The advice names the link: what it leads to is not the cache's to lose.
-        return f"it is a link out of the cache; remove {quoted(link)} and try again"
+        return f"it is a link out of the cache; remove {quote(link)} and try again"
     if not path.is_file():
         return "it is not in the cache; try again with the Hub in reach"
-    again = f"remove {quoted(path)} and try again"
+    again = f"remove {quote(path)} and try again"
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"
@@ -381,8 +381,9 @@ def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         advice = "log in, or set HF_TOKEN" if status in (401, 403) else "try again later"
         name, reason = _name(repo, revision), _reason(error)
-        message = _TEXTS[found].format(name=name, status=status, advice=advice, reason=reason)
-        raise _KINDS.get(found, SourceError)(message) from error
+        raise _KINDS.get(found, SourceError)(
+            _TEXTS[found].format(name=name, status=status, advice=advice, reason=reason)
+        ) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -393,8 +394,8 @@ def _reason(error: BaseException) -> str:
     token = get_token()
     if not line or (token and token in line):
         return type(error).__name__
-    return printable(line, 200).rstrip(".")
+    return escape(line, 200).rstrip(".")
 
 
 def _name(repo: str, revision: str | None) -> str:
-    return quoted(f"{repo}@{revision}" if revision else repo)
+    return quote(f"{repo}@{revision}" if revision else repo)

@@ -14,7 +14,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import MAX_FILE_DEPTH
@@ -122,7 +122,7 @@ class HuggingFaceFolder:
             for name in chosen:
                 self._shards.add(folder / name, prefix=prefix)
         self.notices.extend(
-            f"left out: {quoted(folder / name)}; choose other weights with --weights"
+            f"left out: {quote(folder / name)}; choose other weights with --weights"
             for name in names
             if name not in chosen
         )
@@ -165,11 +165,10 @@ def _choose(
         index = folder / f"{single}.index.json"
         if index in indexes[ending] and (mapped := set(read_weight_map(index).values())):
             if single in names and single not in mapped:
-                message = (
-                    f"{quoted(folder)} has both {single} and the shards of {index.name}; "
+                raise SourceError(
+                    f"{quote(folder)} has both {single} and the shards of {index.name}; "
                     f"choose with --weights '{single}' or --weights '{stem}-*{ending}'"
                 )
-                raise SourceError(message)
             return index, ()
         if single in names:
             return None, [single]
@@ -178,12 +177,11 @@ def _choose(
             _check_numbers(folder, shards)
             return None, shards
     if len(names) > 1:
-        message = (
-            f"{quoted(folder)} holds several weight files ({', '.join(map(quoted, names[:5]))}"
+        raise SourceError(
+            f"{quote(folder)} holds several weight files ({', '.join(map(quote, names[:5]))}"
             f"{', …' if len(names) > 5 else ''}) and none is called {_STEMS[ending][0]}{ending}; "  # noqa: PLR2004
             "choose with --weights PATTERN"
         )
-        raise SourceError(message)
     return None, names
 
 
@@ -203,11 +201,10 @@ def _choose_by(
             continue
         if chosen <= mapped:
             return index, ()
-        message = (
-            f"pattern {quoted(weights)} chooses files of {quoted(index)} and others; "
+        raise SourceError(
+            f"pattern {quote(weights)} chooses files of {quote(index)} and others; "
             "give a narrower --weights"
         )
-        raise SourceError(message)
     return None, sorted(chosen)
 
 
@@ -217,11 +214,10 @@ def _check_numbers(folder: Path, shards: Sequence[str]) -> None:
     numbers = {int(re.findall(r"-(\d+)-of-", name)[-1]) for name in shards}
     total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
     if len(numbers) != total or numbers != set(range(1, total + 1)):
-        message = (
-            f"{quoted(folder)} holds {len(shards)} shards ({quoted(shards[0])} …) that are not a "
+        raise DamagedSource(
+            f"{quote(folder)} holds {len(shards)} shards ({quote(shards[0])} …) that are not a "
             "complete set, and no index; fetch the complete model"
         )
-        raise DamagedSource(message)
 
 
 def _components(folder: Path) -> list[str]:
@@ -231,11 +227,10 @@ def _components(folder: Path) -> list[str]:
         # A component is [library, class]; one that the pipeline does without is [null, null].
         if isinstance(value, list) and len(value) == 2 and value[1] is not None:  # noqa: PLR2004
             if not (folder / _checked_part(folder, name)).is_dir():
-                message = (
-                    f"model_index.json of {quoted(folder)} lists component {quoted(name)}, but "
+                raise DamagedSource(
+                    f"model_index.json of {quote(folder)} lists component {quote(name)}, but "
                     "there is no such folder; fetch the complete model"
                 )
-                raise DamagedSource(message)
             listed.add(name)
     modules = _read_json(folder / "modules.json")
     for module in modules if isinstance(modules, list) else ():
@@ -247,8 +242,9 @@ def _components(folder: Path) -> list[str]:
 
 def _checked_part(folder: Path, name: str) -> str:
     if not is_part(name):
-        message = f"{quoted(folder)} lists a component {quoted(name)}, which is no folder name"
-        raise DamagedSource(message)
+        raise DamagedSource(
+            f"{quote(folder)} lists a component {quote(name)}, which is no folder name"
+        )
     return name
 
 
@@ -274,25 +270,25 @@ def _left_out(folder: Path, components: Sequence[str], told: AbstractSet[str]) -
     for path in sorted(folder.iterdir()):
         is_hidden = path.name.startswith(".")
         if path.is_dir() and path.name not in known and not is_hidden:
-            yield f"left out: folder {quoted(path)}"
+            yield f"left out: folder {quote(path)}"
         elif path.suffix in _OTHER_WEIGHTS and path.name not in told:
-            yield f"left out: {quoted(path)}, which is not of the model's weights"
+            yield f"left out: {quote(path)}, which is not of the model's weights"
         elif is_kept(path.name) and not is_part(path.name):
-            yield f"left out: {quoted(path)}, for a store's names are letters, digits, '_', '.', '-'"
+            yield f"left out: {quote(path)}, for a store's names are letters, digits, '_', '.', '-'"
 
 
 def _no_weights(folder: Path, weights: str | None) -> SourceError:
     if weights is not None:
-        return SourceError(f"no file in {quoted(folder)} matches --weights {quoted(weights)}")
+        return SourceError(f"no file in {quote(folder)} matches --weights {quote(weights)}")
     names = sorted(path.name for path in folder.iterdir())
     other = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if other:
         return UnsupportedSource(
-            f"{quoted(folder)} holds weights only in files like {quoted(other[0])}, which hold no "
+            f"{quote(folder)} holds weights only in files like {quote(other[0])}, which hold no "
             "model or are not read; use a version of the model in safetensors files"
         )
     what = "holds no weight files" if names else "is empty"
-    return SourceError(f"{quoted(folder)} {what}; expected a Hugging Face model folder")
+    return SourceError(f"{quote(folder)} {what}; expected a Hugging Face model folder")
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.huggingface import HuggingFaceFolder
@@ -46,8 +46,7 @@ def open_source(
         # An empty text would be the working folder.
         exists = bool(name) and not name.startswith(_HUB_SCHEME) and path.exists()
     except (OSError, ValueError) as error:  # too long a name, a NUL byte, no permission
-        message = f"cannot look at {quoted(name)}: {error}"
-        raise SourceNotFound(message) from None
+        raise SourceNotFound(f"cannot look at {quote(name)}: {error}") from None
     if exists:
         return _open_path(
             path,
@@ -57,8 +56,7 @@ def open_source(
             keep_names=keep_names,
         )
     if not hub.is_hub_id(name):
-        message = f"no such folder or file: {quoted(name)}"
-        raise SourceNotFound(message)
+        raise SourceNotFound(f"no such folder or file: {quote(name)}")
     snapshot = hub.download(name, progress=progress)
     source = HuggingFaceFolder(
         snapshot.folder, weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree
@@ -78,17 +76,18 @@ def _open_path(
     try:
         if path.is_dir() and weights is None and is_meta_folder(path):
             if subtree is not None:
-                message = (
-                    f"{quoted(path)} has no parts to choose with --subtree: it is Meta's Llama"
+                raise UsageError(
+                    f"{quote(path)} has no parts to choose with --subtree: it is Meta's Llama"
                 )
-                raise UsageError(message)
             return MetaFolder(path, open_checkpoint, keep_names=keep_names)
         if keep_names:
-            message = f"{quoted(path)} is no folder of Meta's, whose names --keep-names would keep"
-            raise UsageError(message)
+            raise UsageError(
+                f"{quote(path)} is no folder of Meta's, whose names --keep-names would keep"
+            )
         return HuggingFaceFolder(
             path, weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree
         )
     except OSError as error:
-        message = f"cannot read {quoted(error.filename or path)}: {error.strerror}"
-        raise SourceError(message) from error
+        raise SourceError(
+            f"cannot read {quote(error.filename or path)}: {error.strerror}"
+        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobstoreError, DamagedSource, InvalidHeader, SourceError
 from blobstore.safetensors.file import read_header
@@ -32,23 +32,19 @@ class SafetensorsShard:
         try:
             self._descriptor, size = open_regular(path)
         except FileNotFoundError:
-            message = f"weight file {quoted(path)} is missing"
-            raise DamagedSource(message) from None
+            raise DamagedSource(f"weight file {quote(path)} is missing") from None
         except OSError as error:
-            message = f"cannot open {quoted(path)}: {error.strerror}"
-            raise SourceError(message) from error
+            raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
         except BlobstoreError as error:
             raise SourceError(str(error)) from None
         try:
             self._header = read_header(self._descriptor, size)
         except InvalidHeader as error:
             self.close()
-            message = f"{quoted(path)}: {error}"
-            raise DamagedSource(message) from None
+            raise DamagedSource(f"{quote(path)}: {error}") from None
         except OSError as error:
             self.close()
-            message = f"cannot read {quoted(path)}: {error.strerror}"
-            raise SourceError(message) from error
+            raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
@@ -67,17 +63,15 @@ class SafetensorsShard:
             try:
                 count = os.preadv(self._descriptor, [buffer[:left]], offset)
             except OSError as error:
-                message = (
-                    f"cannot read {quoted(self.path)} at byte {offset}, in tensor "
-                    f"{quoted(name)}: {error.strerror}"
-                )
-                raise DamagedSource(message) from error
+                raise DamagedSource(
+                    f"cannot read {quote(self.path)} at byte {offset}, in tensor "
+                    f"{quote(name)}: {error.strerror}"
+                ) from error
             if not count:
-                message = (
-                    f"{quoted(self.path)} ended at byte {offset}, in tensor {quoted(name)} with "
+                raise DamagedSource(
+                    f"{quote(self.path)} ended at byte {offset}, in tensor {quote(name)} with "
                     f"{left} bytes to come: the file was cut short while it was read"
                 )
-                raise DamagedSource(message)
             yield buffer[:count]
             offset += count
             left -= count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json as strictjson
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
@@ -50,17 +50,16 @@ class ShardSet:
             DamagedSource: the file is not whole, or a tensor is in an earlier file too.
         """
         shard = self._shards[path] = self._open(path)
-        self.notices.extend(f"{quoted(path)}: {notice}" for notice in shard.notices)
+        self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         for name, spec in shard.specs.items():
             if names is not None and name not in names:
                 continue
             full = prefix + name
             if full in self.specs:
-                message = (
-                    f"tensor {quoted(full)} is in both {quoted(self._places[full].shard.path)} "
-                    f"and {quoted(path)}"
+                raise DamagedSource(
+                    f"tensor {quote(full)} is in both {quote(self._places[full].shard.path)} "
+                    f"and {quote(path)}"
                 )
-                raise DamagedSource(message)
             self.specs[full] = TensorSpec(full, spec.dtype, spec.shape) if prefix else spec
             self._places[full] = _Place(shard, name)
 
@@ -83,13 +82,13 @@ class ShardSet:
             try:
                 checkpoint = Checkpoint(path, subtree=self._subtree)
             except SourceNotFound:
-                message = f"weight file {quoted(path)} is missing"
-                raise DamagedSource(message) from None
+                raise DamagedSource(f"weight file {quote(path)} is missing") from None
             checkpoint.check_readable()
             return checkpoint
         if self._subtree is not None:
-            message = f"{quoted(path)} has no parts to choose with --subtree: it is no checkpoint"
-            raise UsageError(message)
+            raise UsageError(
+                f"{quote(path)} has no parts to choose with --subtree: it is no checkpoint"
+            )
         return SafetensorsShard(path)
 
 
@@ -103,22 +102,21 @@ def read_weight_map(index: Path) -> dict[str, str]:
     try:
         value: Any = strictjson.loads(read_regular(index, _MAX_INDEX_SIZE))
     except (OSError, ValueError, BlobstoreError) as error:
-        message = f"cannot read weight index {quoted(index)}: {error}"
-        raise DamagedSource(message) from None
+        raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()
     ):
-        message = f"weight index {quoted(index)} has no 'weight_map' from tensor to file names"
-        raise DamagedSource(message)
+        raise DamagedSource(
+            f"weight index {quote(index)} has no 'weight_map' from tensor to file names"
+        )
     ending = ".bin" if ".bin.index" in index.name else SAFETENSORS
     for name, file in weight_map.items():
         if "/" in file or "\\" in file or "\0" in file or not file.endswith(ending):
-            message = (
-                f"weight index {quoted(index)}: file {quoted(file)} of tensor {quoted(name)} is "
+            raise DamagedSource(
+                f"weight index {quote(index)}: file {quote(file)} of tensor {quote(name)} is "
                 f"not the plain name of a {ending} file"
             )
-            raise DamagedSource(message)
     return weight_map
 
 
@@ -137,27 +135,24 @@ def add_indexed(
     for file, names in sorted(by_file.items()):
         path = index.parent / file
         if not path.exists():
-            message = (
-                f"shard {quoted(path)} is missing; {quoted(index)} places {len(names)} tensors "
+            raise DamagedSource(
+                f"shard {quote(path)} is missing; {quote(index)} places {len(names)} tensors "
                 "in it. Fetch the complete model"
             )
-            raise DamagedSource(message)
         shards.add(path, prefix=prefix, names=names)
         found = shards.names_in(path)
         if lacking := sorted(names - found):
-            message = (
-                f"shard {quoted(path)} lacks tensor {quoted(lacking[0])}"
-                f"{_and_more(lacking)} that {quoted(index)} places in it"
+            raise DamagedSource(
+                f"shard {quote(path)} lacks tensor {quote(lacking[0])}"
+                f"{_and_more(lacking)} that {quote(index)} places in it"
             )
-            raise DamagedSource(message)
         if extra := sorted(found - names):
             unnamed = (
-                f"shard {quoted(path)} holds tensor {quoted(extra[0])}{_and_more(extra)} that "
-                f"{quoted(index)} does not place in it"
+                f"shard {quote(path)} holds tensor {quote(extra[0])}{_and_more(extra)} that "
+                f"{quote(index)} does not place in it"
             )
             if not ignore:
-                message = f"{unnamed}; leave such tensors out with --ignore-unindexed"
-                raise DamagedSource(message)
+                raise DamagedSource(f"{unnamed}; leave such tensors out with --ignore-unindexed")
             yield f"left out: {unnamed}"
 
 

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.base import KEPT_FILES, SourceFile
 
@@ -42,10 +42,10 @@ def files_of(folder: Path, prefix: str = "") -> Iterator[SourceFile]:
         if not is_part(path.name) or not is_kept(path.name):
             continue
         if path.is_symlink() and not path.exists():  # a cache that was pruned holds such
-            message = f"{quoted(path)} is a link to nothing; fetch the complete model"
-            raise DamagedSource(message)
+            raise DamagedSource(f"{quote(path)} is a link to nothing; fetch the complete model")
         if path.is_file():
             if path.stat().st_size > _MAX_FILE_SIZE:
-                message = f"{quoted(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
-                raise SourceError(message)
+                raise SourceError(
+                    f"{quote(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
+                )
             yield SourceFile(prefix + path.name, path)

@@ -11,7 +11,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.store.cold import file_state
@@ -126,7 +126,7 @@ def forms_of_base(store: BlobReader, digest: Digest, size: int) -> Iterator[Base
                 is_here = True
             left.remove(form)
     if not is_here:
-        path = quoted(store.layout.blob(digest))
+        path = quote(store.layout.blob(digest))
         missing = f"blob {path}, by which others are coded, is missing{ADVICE}"
         raise faults[0] if faults else BlobDamaged(missing)
 
@@ -142,8 +142,7 @@ def _openers(store: BlobReader, digest: Digest, size: int) -> list[Callable[[], 
 
     def pinned() -> BaseBlob:
         if is_one_file(store.layout, digest):  # which was tried before
-            message = f"blob {digest} has no second file"
-            raise BlobMissing(message)
+            raise BlobMissing(f"blob {digest} has no second file")
         return BaseBlob.hot(store.pinned.whole(digest, size), digest)
 
     return [hot, cold, pinned]
@@ -157,8 +156,7 @@ def _decoding(blob: ColdBlob) -> BaseBlob:
         try:
             base.read_into(out, begin)
         except ColdDamaged as error:
-            message = f"so is its base, cold blob {blob.digest}: {error}"
-            raise ColdDamaged(message) from None
+            raise ColdDamaged(f"so is its base, cold blob {blob.digest}: {error}") from None
 
     return base._replace(read_into=read_into)
 

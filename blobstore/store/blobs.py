@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.digest import Digest, Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.core.mmap import Region
+    from blobstore.core.mmap import MappedRegion
     from blobstore.store.layout import Layout
 
 __all__ = ["ADVICE", "BlobReader"]
@@ -110,7 +110,7 @@ class BlobReader:
             )
 
     def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: Region
+        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: MappedRegion
     ) -> Iterator[int]:
         """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
 
@@ -124,7 +124,7 @@ class BlobReader:
                 self.bring_blob(digest, size, slot, region)
             yield slot
 
-    def bring_blob(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+    def bring_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`."""
         self._either(
             lambda: self.hot.map(digest, size, slot, region),
@@ -171,8 +171,9 @@ class BlobReader:
             BlobDamaged: also when the digest differs. Otherwise as :meth:`open_blob`.
         """
         if size > limit:
-            message = f"blob {digest} of {size} bytes is too large to be read as a small file"
-            raise BlobDamaged(message)
+            raise BlobDamaged(
+                f"blob {digest} of {size} bytes is too large to be read as a small file"
+            )
         descriptor = self.open_blob(digest, size)
         try:
             data = read_exactly(descriptor, size, 0)
@@ -195,7 +196,7 @@ class BlobReader:
         raise header
 
     def read_headers(
-        self, blobs: Iterable[tuple[Digest, int]], region: Region | None = None
+        self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None
     ) -> Iterator[Header | Damaged | StoreError]:
         """Yield the checked header of each tensor blob, or what is wrong with the blob.
 
@@ -208,7 +209,7 @@ class BlobReader:
                 except BlobMissing:
                     header = self._cold_header(digest, size, slot, region)
             except InvalidHeader as error:
-                message = f"blob {quoted(self.layout.blob(digest))}: {error}"
+                message = f"blob {quote(self.layout.blob(digest))}: {error}"
                 yield BlobDamaged(message)
             except (Damaged, StoreError) as error:
                 yield error
@@ -284,22 +285,23 @@ class BlobReader:
         try:
             is_other = root.exists() and not root.is_dir()
         except OSError as error:
-            message = f"cannot open the store {quoted(root)}: {error.strerror}"
-            raise StoreError(message) from error
+            raise StoreError(f"cannot open the store {quote(root)}: {error.strerror}") from error
         if is_other:
-            message = f"the store {quoted(root)} is not a folder"
-            raise StoreError(message)
+            raise StoreError(f"the store {quote(root)} is not a folder")
 
     # Cold blobs
 
     def _check_cold(self, digest: Digest, size: int) -> None:
         base = self.cold.open(digest, size).base
         if base is not None and not (self.has(base) or self.pinned.has(base)):
-            path = quoted(self.layout.cold_blob(digest))
-            message = f"cold blob {path} cannot be decoded: its base {base} is missing{ADVICE}"
-            raise BlobDamaged(message)
+            path = quote(self.layout.cold_blob(digest))
+            raise BlobDamaged(
+                f"cold blob {path} cannot be decoded: its base {base} is missing{ADVICE}"
+            )
 
-    def _cold_header(self, digest: Digest, size: int, slot: int, region: Region | None) -> Header:
+    def _cold_header(
+        self, digest: Digest, size: int, slot: int, region: MappedRegion | None
+    ) -> Header:
         return self._either(
             lambda: self.hot.read_header(digest, size, slot, region),
             lambda: self.cold.open(digest, size).read_header(),
@@ -317,7 +319,7 @@ class BlobReader:
             raise
         return descriptor
 
-    def _decode_into(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+    def _decode_into(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         blob = self.cold.open(digest, size)
         with region.making(slot, size) as room:
             blob.read_into(0, room)
@@ -373,5 +375,5 @@ def _check(
 
 def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: its bytes have digest {found}, expected {expected}{ADVICE}"
+        f"blob {quote(path)} is damaged: its bytes have digest {found}, expected {expected}{ADVICE}"
     )

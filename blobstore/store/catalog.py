@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
 from blobstore.manifests.model import Manifest
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CatalogEntry:
     """A name of a store. It has either a manifest and its digest, or an error."""
 
     reference: Reference
@@ -38,7 +38,7 @@ class Entry:
         return {blob.digest: blob.size for blob in blobs}
 
 
-def read_catalog(store: LocalStore) -> Iterator[Entry]:
+def read_catalog(store: LocalStore) -> Iterator[CatalogEntry]:
     """Yield every name of a store, sorted; a name that vanishes meanwhile is passed over.
 
     Raises:
@@ -51,7 +51,7 @@ def read_catalog(store: LocalStore) -> Iterator[Entry]:
             continue
 
 
-def read_entries(store: LocalStore, references: Iterable[Reference]) -> list[Entry]:
+def read_entries(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
     """Return what is known of some names, each once.
 
     Raises:
@@ -62,7 +62,7 @@ def read_entries(store: LocalStore, references: Iterable[Reference]) -> list[Ent
     return [read_entry(store, reference) for reference in dict.fromkeys(references)]
 
 
-def read_entry(store: LocalStore, reference: Reference) -> Entry:
+def read_entry(store: LocalStore, reference: Reference) -> CatalogEntry:
     """Return what is known of a name.
 
     Raises:
@@ -76,8 +76,10 @@ def read_entry(store: LocalStore, reference: Reference) -> Entry:
     except ModelNotFound:
         raise
     except BlobstoreError as error:
-        return Entry(reference=reference, modified=modified, error=error)
-    return Entry(reference=reference, modified=modified, digest=Digest.of(data), manifest=manifest)
+        return CatalogEntry(reference=reference, modified=modified, error=error)
+    return CatalogEntry(
+        reference=reference, modified=modified, digest=Digest.of(data), manifest=manifest
+    )
 
 
 def _modified(path: Path) -> float:
@@ -91,4 +93,4 @@ def _parse(data: bytes, path: Path) -> Manifest:
     try:
         return Manifest.from_bytes(data)
     except InvalidManifest as error:
-        raise error.at(quoted(path)) from None
+        raise error.at(quote(path)) from None

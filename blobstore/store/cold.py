@@ -19,7 +19,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.compression.decoder import ColdBlob as Container
+    from blobstore.compression.decoder import ColdBlobDecoder as Container
     from blobstore.compression.decoder import Cut
     from blobstore.compression.file_view import FileBytes
     from blobstore.safetensors.header import Header
@@ -78,7 +78,7 @@ class ColdBlob:
         if read is None:
             file.close()
         with _IMPORTING:
-            from blobstore.compression.decoder import ColdBlob as Opened  # brings numpy
+            from blobstore.compression.decoder import ColdBlobDecoder as Opened  # brings numpy
 
         self.digest = digest
         self.base: Digest | None = None
@@ -214,12 +214,13 @@ class ColdBlob:
         except ColdDamaged as error:
             raise self._damaged(str(error)) from None
         except OSError as error:
-            message = f"cold blob {quoted(self._path)} cannot be read: {error.strerror}"
-            raise StoreError(message) from error
+            raise StoreError(
+                f"cold blob {quote(self._path)} cannot be read: {error.strerror}"
+            ) from error
 
     def _damaged(self, what: str) -> BlobDamaged:
         base = f"; its base is {self.base}" if self.base else ""
-        return BlobDamaged(f"cold blob {quoted(self._path)} is damaged: {what}{base}{ADVICE}")
+        return BlobDamaged(f"cold blob {quote(self._path)} is damaged: {what}{base}{ADVICE}")
 
 
 class ColdShelf:
@@ -248,7 +249,7 @@ class ColdShelf:
         blob = ColdBlob(path, digest, self._given, read)
         if size is not None and blob.size != size:
             raise BlobDamaged(
-                f"cold blob {quoted(path)} is damaged: it is of a blob of {blob.size} bytes, expected "
+                f"cold blob {quote(path)} is damaged: it is of a blob of {blob.size} bytes, expected "
                 f"{size}{ADVICE}"
             )
         return blob
@@ -270,8 +271,7 @@ class ColdShelf:
             # A link to nothing is one to a disk that is not mounted, perhaps.
             if isinstance(error, FileNotFoundError) and not self._layout.cold.is_symlink():
                 return {}
-            message = f"cannot list {quoted(self._layout.cold)}: {error.strerror}"
-            raise StoreError(message) from error
+            raise StoreError(f"cannot list {quote(self._layout.cold)}: {error.strerror}") from error
         return found
 
 

@@ -9,10 +9,10 @@ import mmap
 import os
 import weakref
 
-from blobstore.compression.file_view import Window, Windowed
-from blobstore.core.escape import quoted
+from blobstore.compression.file_view import FileView, Window
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
 from blobstore.store.hot import ADVICE
 
@@ -47,7 +47,7 @@ class ColdFile:
             raise _not_a_file(path) from None
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._region = Region([self.size])
+            self._region = MappedRegion([self.size])
             self._region.map(0, self._descriptor, self.size)
         except OSError as error:
             self.close()
@@ -74,7 +74,7 @@ class ColdFile:
         with contextlib.suppress(OSError):
             self._set_direct(getattr(os, "O_DIRECT", 0))
 
-    def read(self, begin: int, end: int, memory: memoryview) -> Windowed:
+    def read(self, begin: int, end: int, memory: memoryview) -> FileView:
         """Read the bytes from ``begin`` to ``end``; return all, of which these are in ``memory``.
 
         ``memory`` begins at a page and has the size that :func:`room_for` tells, or more.
@@ -83,9 +83,9 @@ class ColdFile:
             ColdDamaged: the file has become shorter.
             OSError: it cannot be read.
         """
-        return Windowed(self.data, self._window(begin, end, memory))
+        return FileView(self.data, self._window(begin, end, memory))
 
-    def read_ends(self, memory: memoryview) -> Windowed:
+    def read_ends(self, memory: memoryview) -> FileView:
         """Read where the file tells what it is, or all of it if that fits.
 
         There is room for the ends in 64 KiB and a page. Otherwise as :meth:`read`.
@@ -94,7 +94,7 @@ class ColdFile:
             return self.read(0, self.size, memory)
         start = self._window(0, _START, memory)
         end = self._window(max(self.size - _END, 0), self.size, memory[_START:])
-        return Windowed(self.data, start, end)
+        return FileView(self.data, start, end)
 
     def _window(self, begin: int, end: int, memory: memoryview) -> Window:
         first = begin - begin % mmap.PAGESIZE
@@ -104,8 +104,9 @@ class ColdFile:
         while done < wanted:
             count = self._read(room[done:], first + done)
             if not count:
-                message = f"it ended at byte {first + done} of {self.size} while it was read"
-                raise ColdDamaged(message)
+                raise ColdDamaged(
+                    f"it ended at byte {first + done} of {self.size} while it was read"
+                )
             done += count
         return Window(first, room[:wanted].toreadonly())
 
@@ -126,13 +127,13 @@ class ColdFile:
 
 def _explained(path: str, error: OSError) -> BlobMissing | BlobDamaged | StoreError:
     if error.errno in _GONE:
-        return BlobMissing(f"cold blob {quoted(path)} is missing")
+        return BlobMissing(f"cold blob {quote(path)} is missing")
     if error.errno == errno.ELOOP:
         return _not_a_file(path)
-    return StoreError(f"cold blob {quoted(path)} cannot be read: {error.strerror}")
+    return StoreError(f"cold blob {quote(path)} cannot be read: {error.strerror}")
 
 
 def _not_a_file(path: str) -> BlobDamaged:
     return BlobDamaged(
-        f"cold blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+        f"cold blob {quote(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
     )

@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_past_cache
 from blobstore.core.mmap import is_cached, mapped
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from blobstore.core.digest import Digest
-    from blobstore.core.mmap import Region
+    from blobstore.core.mmap import MappedRegion
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
@@ -74,7 +74,7 @@ class HotShelf:
         os.close(descriptor)
         raise _damage(path, size, found)
 
-    def map(self, digest: Digest, size: int, slot: int, region: Region) -> None:
+    def map(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map a blob into a slot. No descriptor stays open."""
         descriptor = self.open(digest, size)
         try:
@@ -115,11 +115,10 @@ class HotShelf:
             while buffer:
                 count = os.preadv(descriptor, [buffer], offset)
                 if not count:
-                    message = (
-                        f"blob {quoted(self._path(digest))} ended at byte {offset} of {size} "
+                    raise BlobDamaged(
+                        f"blob {quote(self._path(digest))} ended at byte {offset} of {size} "
                         "while it was read"
                     )
-                    raise BlobDamaged(message)
                 buffer = buffer[count:]
                 offset += count
         except OSError as error:
@@ -127,7 +126,9 @@ class HotShelf:
         finally:
             os.close(descriptor)
 
-    def read_header(self, digest: Digest, size: int, slot: int, region: Region | None) -> Header:
+    def read_header(
+        self, digest: Digest, size: int, slot: int, region: MappedRegion | None
+    ) -> Header:
         """Read the header of a blob, and map it if there is a ``region``.
 
         Raises:
@@ -153,10 +154,9 @@ class HotShelf:
                 yield buffer[:count]
                 done += count
         except OSError as error:
-            message = (
-                f"blob {quoted(self._path(digest))} cannot be read at byte {done}: {error.strerror}"
-            )
-            raise BlobDamaged(message) from error
+            raise BlobDamaged(
+                f"blob {quote(self._path(digest))} cannot be read at byte {done}: {error.strerror}"
+            ) from error
         finally:
             os.close(descriptor)
 
@@ -172,14 +172,14 @@ class HotShelf:
         if error.errno == errno.ELOOP:
             return not_a_file(path)
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return BlobMissing(f"blob {quoted(path)} is missing")
-        return StoreError(f"blob {quoted(path)} cannot be read: {error.strerror}")
+            return BlobMissing(f"blob {quote(path)} is missing")
+        return StoreError(f"blob {quote(path)} cannot be read: {error.strerror}")
 
 
 def not_a_file(path: str) -> BlobDamaged:
     """Return the error of something that is in the place of a blob."""
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+        f"blob {quote(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
     )
 
 
@@ -187,5 +187,5 @@ def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
     if not stat.S_ISREG(found.st_mode):
         return not_a_file(path)
     return BlobDamaged(
-        f"blob {quoted(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
+        f"blob {quote(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
     )

@@ -144,8 +144,7 @@ class Ingest:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            message = "the import was stopped"
-            raise BlobstoreError(message)
+            raise BlobstoreError("the import was stopped")
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
         """Return a blob that the store has already, which stays until the ingest ends.
@@ -191,8 +190,7 @@ class Ingest:
     @staticmethod
     def _checked(digester: Digester, size: int) -> Digest:
         if digester.size != size:
-            message = f"a blob announced with {size} bytes has {digester.size}"
-            raise DamagedSource(message)
+            raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
         return digester.digest()
 
     def _sync_later(self, descriptor: int) -> None:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, read_regular, sync_folder, write_file
 from blobstore.errors import (
     BlobstoreError,
@@ -52,7 +52,7 @@ class LocalStore(BlobReader):
         """Kept by who needs that nothing is removed meanwhile."""
 
     def __repr__(self) -> str:
-        return f"LocalStore({quoted(self.layout.root)})"
+        return f"LocalStore({quote(self.layout.root)})"
 
     @contextlib.contextmanager
     def ingest(self, exists: Exists | None = None) -> Iterator[Ingest]:
@@ -88,7 +88,7 @@ class LocalStore(BlobReader):
         try:
             self.check_manifest(data, manifest)
         except InvalidManifest as error:
-            raise error.at(quoted(self.layout.manifest(reference))) from None
+            raise error.at(quote(self.layout.manifest(reference))) from None
         return manifest
 
     def parse(self, reference: Reference) -> tuple[bytes, Manifest]:
@@ -100,7 +100,7 @@ class LocalStore(BlobReader):
         try:
             return data, Manifest.from_bytes(data)
         except InvalidManifest as error:
-            raise error.at(quoted(self.layout.manifest(reference))) from None
+            raise error.at(quote(self.layout.manifest(reference))) from None
 
     def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
         """Check by its config that ``data``, the file of ``manifest``, is what was written.
@@ -136,18 +136,15 @@ class LocalStore(BlobReader):
         except (FileNotFoundError, NotADirectoryError):
             self.check_root()
             if path.is_symlink():
-                message = f"{quoted(path)} is a link to nothing"
-                raise InvalidManifest(message) from None
+                raise InvalidManifest(f"{quote(path)} is a link to nothing") from None
             raise self._not_found(reference) from None
         except OSError as error:
-            message = f"cannot read manifest {quoted(path)}: {error.strerror}"
-            raise StoreError(message) from error
+            raise StoreError(f"cannot read manifest {quote(path)}: {error.strerror}") from error
         except BlobstoreError as error:
             raise InvalidManifest(str(error)) from None
 
     def _not_found(self, reference: Reference) -> ModelNotFound:
-        message = f"no model {quoted(reference)} in the store {quoted(self.layout.root)}"
-        return ModelNotFound(message)
+        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self.layout.root)}")
 
     def references(self) -> Iterator[Reference]:
         """Yield every name in the store, sorted. Files that spell no name are passed over.
@@ -163,8 +160,7 @@ class LocalStore(BlobReader):
             # Pipes and links to nothing too: reading them says what is wrong with that name.
             files = sorted(path for path in paths if not path.is_dir())
         except OSError as error:
-            message = f"cannot list {quoted(error.filename)}: {error.strerror}"
-            raise StoreError(message) from error
+            raise StoreError(f"cannot list {quote(error.filename)}: {error.strerror}") from error
         for path in files:
             reference = self.layout.reference(path)
             if reference is not None:
@@ -182,12 +178,11 @@ class LocalStore(BlobReader):
         for part in reference.parts:
             for found in _names(folder):
                 if found != part and found.casefold() == part.casefold():
-                    message = (
-                        f"{quoted(reference)} differs only in case from the existing "
-                        f"{quoted((folder / found).relative_to(self.layout.manifests))}; "
+                    raise NameConflict(
+                        f"{quote(reference)} differs only in case from the existing "
+                        f"{quote((folder / found).relative_to(self.layout.manifests))}; "
                         "use that spelling or another name"
                     )
-                    raise NameConflict(message)
             folder /= part
 
     def publish(self, reference: Reference, manifest: Manifest) -> None:
@@ -277,7 +272,7 @@ class LocalStore(BlobReader):
             yield
         except OSError as error:
             self.check_root()
-            root = quoted(self.layout.root)
+            root = quote(self.layout.root)
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
                 errno.EACCES: f"no permission to write to the store {root}",
@@ -286,7 +281,7 @@ class LocalStore(BlobReader):
                 errno.EDQUOT: f"the disk quota of the store {root} is used up",
                 errno.EXDEV: f"the folders of the store {root} lie on different file systems",
             }
-            place = f" ({quoted(error.filename)})" if error.filename else ""
+            place = f" ({quote(error.filename)})" if error.filename else ""
             otherwise = f"writing to the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
 

@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import StoreBusy, StoreError
 
@@ -106,11 +106,10 @@ class Locks:
         while not _is_taken(descriptor, kind, self._layout.root):
             left = deadline - time.monotonic()
             if left <= 0:
-                message = (
-                    f"the store {quoted(self._layout.root)} is in use: others have held its lock "
+                raise StoreBusy(
+                    f"the store {quote(self._layout.root)} is in use: others have held its lock "
                     f"for {self.wait:g} s; try again, or wait longer"
                 )
-                raise StoreBusy(message)
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LAST_PAUSE)
 
@@ -221,9 +220,8 @@ def _is_taken(descriptor: int, kind: int, root: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        message = (
-            f"the file system of the store {quoted(root)} has no locks (flock): {error.strerror}; "
+        raise StoreError(
+            f"the file system of the store {quote(root)} has no locks (flock): {error.strerror}; "
             "keep the store on one that has, for without them processes could lose each other's data"
-        )
-        raise StoreError(message) from error
+        ) from error
     return True

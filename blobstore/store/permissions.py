@@ -6,7 +6,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ROOT_USER = 0
 
 
-def folder_concerns(store: LocalStore) -> Iterator[str]:
+def folder_warnings(store: LocalStore) -> Iterator[str]:
     """Yield what a person should know before trusting a store."""
     for folder in (
         store.layout.root,
@@ -28,7 +28,7 @@ def folder_concerns(store: LocalStore) -> Iterator[str]:
     ):
         status = _status(folder)
         if status is not None and status.st_mode & stat.S_IWOTH:
-            yield f"every user may write to {quoted(folder)}; take that away with chmod o-w"
+            yield f"every user may write to {quote(folder)}; take that away with chmod o-w"
 
 
 def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterator[str]:
@@ -41,8 +41,8 @@ def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterato
         status = _status(path)
         if status is not None and status.st_uid not in (os.getuid(), _ROOT_USER):
             yield (
-                f"{quoted(reference)} was put into the store by another user (number "
-                f"{status.st_uid}): {quoted(path)}"
+                f"{quote(reference)} was put into the store by another user (number "
+                f"{status.st_uid}): {quote(path)}"
             )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-class Marked(NamedTuple):
+class ManifestState(NamedTuple):
     """A manifest, and what it reaches."""
 
     state: tuple[int, ...]
@@ -37,13 +37,13 @@ class Marked(NamedTuple):
     """What the config would hold of the layers, if it cannot be read."""
 
 
-class Marks:
+class ReachableBlobs:
     """What every manifest of a store reaches, each read again only when it has changed."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._layout = store.layout
-        self._marked: dict[str, Marked] = {}
+        self._marked: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
 
     def update(self) -> None:
@@ -69,7 +69,7 @@ class Marks:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._marked = found
 
-    def by_path(self) -> dict[str, Marked]:
+    def by_path(self) -> dict[str, ManifestState]:
         """Return the manifests by the paths of their files."""
         return self._marked
 
@@ -85,19 +85,18 @@ class Marks:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._marked.values()}
 
-    def _read(self, path: str, state: tuple[int, ...]) -> Marked:
+    def _read(self, path: str, state: tuple[int, ...]) -> ManifestState:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
             manifest = Manifest.from_bytes(data)
             is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
-            message = self._unknown(path, str(error).removesuffix(ADVICE))
-            raise InvalidManifest(message) from None
+            raise InvalidManifest(self._unknown(path, str(error).removesuffix(ADVICE))) from None
         blobs = tuple([blob.digest.hex for blob in manifest.blobs])
         layers = (manifest.config, *manifest.layers)
         others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
         lost = None if is_proven else str(layers_digest(manifest.layers))
-        return Marked(state, Digest.of(data), blobs, frozenset(others), lost)
+        return ManifestState(state, Digest.of(data), blobs, frozenset(others), lost)
 
     def _unknown(self, path: str, why: str | None) -> str:
         name = self._layout.reference(Path(path))
@@ -108,7 +107,7 @@ class Marks:
             f"'blobstore rm {name}' first"
         )
         return (
-            f"cannot tell which blobs {quoted(path)} needs, so no more are removed: {why}; {advice}"
+            f"cannot tell which blobs {quote(path)} needs, so no more are removed: {why}; {advice}"
         )
 
 
@@ -125,8 +124,7 @@ def _files(folder: str) -> Iterator[str]:
         # A link to nothing is one to a disk that is not mounted, perhaps.
         if isinstance(error, FileNotFoundError) and not Path(folder).is_symlink():
             return
-        message = f"cannot list {quoted(folder)}: {error.strerror}"
-        raise StoreError(message) from error
+        raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(entry.path)

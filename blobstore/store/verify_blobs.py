@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.core.workers import Pace
+    from blobstore.core.workers import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
@@ -49,7 +49,7 @@ def damaged_blobs(
     jobs: int | None = None,
     progress: Progress | None = None,
     verified: VerifiedBlobs | None = None,
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     both_forms: bool = False,
     as_bases: bool = False,
 ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
@@ -92,7 +92,7 @@ class _Checking:
         blobs: Sequence[Descriptor],
         progress: Progress | None,
         verified: VerifiedBlobs | None,
-        pace: Pace | None,
+        pace: RateLimiter | None,
         *,
         both_forms: bool,
         as_bases: bool,

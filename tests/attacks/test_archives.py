@@ -16,19 +16,11 @@ from typing import TYPE_CHECKING
 import pytest
 import zstandard
 
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.table import PREFIX as COLD_PREFIX
-from blobstore.compression.table import (
-    Base,
-    Chunk,
-    Part,
-    Stored,
-    StoredFactors,
-    Table,
-    encode_table,
-)
-from blobstore.core.digest import Digest
+from blobstore.compression.table import Chunk, Part, Stored, StoredFactors, Table, encode_table
+from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -234,7 +226,7 @@ def test_a_bomb_finds_no_room(
 ) -> None:
     """Parts that repeat another cost next to nothing: a terabyte in a megabyte, all of it in order."""
     data = bytes(16 << 20)
-    whole = ColdBlob(cold(data))
+    whole = ColdBlobDecoder(cold(data))
     planes = whole.data[len(COLD_PREFIX) : -48 - int.from_bytes(whole.data[-48:-40], "little")]
     (part,) = whole.table.parts
     parts = [part, *[part._replace(same_as=0)] * 65535]
@@ -458,7 +450,7 @@ def test_factors_that_become_much_more_than_their_parts_take_little_memory(tmp_p
     chunk = Chunk(zlib.crc32(base + plane), 37, (Stored(Method.RAW, len(plane)),))
     stored = StoredFactors(zlib.crc32(factors), len(factors))
     parts = [Part(len(base), 2, len(base), base_begin=0, factors=stored)] * count
-    identity = Base(Digest.of(base), len(base))
+    identity = BlobId(Digest.of(base), len(base))
     table = Table(Digest.of(blob), len(blob), identity, parts, [chunk] * count)
     delta = COLD_PREFIX + (factors + plane) * count + encode_table(table)
     member, _ = cold_member(delta, Digest.of(blob), len(blob))

@@ -14,13 +14,12 @@ import pytest
 import zstandard
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
-from blobstore.compression.spans import Run, outline, with_equals
+from blobstore.compression.spans import Span, spans_of, with_equals
 from blobstore.compression.table import (
     FOOTER_SIZE,
     PREFIX,
-    Base,
     Chunk,
     Part,
     Stored,
@@ -29,7 +28,7 @@ from blobstore.compression.table import (
     decode_table,
     encode_table,
 )
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
 from tests.support.cold import cold, noise, safetensors, weights
@@ -46,15 +45,15 @@ BLOB = safetensors(
         "d": (DType.F32, weights(DType.F32, 150)),
     }
 )
-COLD = cold(BLOB, runs=with_equals(outline(BLOB, len(BLOB)), BLOB))
+COLD = cold(BLOB, runs=with_equals(spans_of(BLOB, len(BLOB)), BLOB))
 BASE = bytes(byte ^ (place % 50 == 0) for place, byte in enumerate(BLOB))
-DELTA = cold(BLOB, runs=[Run(len(BLOB), DType.BF16, base_begin=0)], base=BaseBlob.hot(BASE))
+DELTA = cold(BLOB, runs=[Span(len(BLOB), DType.BF16, base_begin=0)], base=BaseBlob.hot(BASE))
 DIGEST = Digest.of(BLOB)
 
 
 def thawed(data: bytes | bytearray, base: bytes | None = None) -> bytes:
     """Decode whatever it may be, but not into more memory than the right one takes."""
-    blob = ColdBlob(data)
+    blob = ColdBlobDecoder(data)
     if base is not None:
         blob.give_base(BaseBlob.hot(base))
     if blob.size > len(BLOB):
@@ -89,8 +88,8 @@ def little_memory(limit: int = 4 << 20) -> Iterator[None]:
 def test_the_whole_files_come_back() -> None:
     assert thawed(COLD) == BLOB
     assert thawed(DELTA, BASE) == BLOB
-    assert ColdBlob(COLD).table.parts[3].same_as == 1
-    assert [chunk.layout for chunk in ColdBlob(DELTA).table.chunks] == [37]
+    assert ColdBlobDecoder(COLD).table.parts[3].same_as == 1
+    assert [chunk.layout for chunk in ColdBlobDecoder(DELTA).table.chunks] == [37]
 
 
 @pytest.mark.parametrize(("data", "base"), [(COLD, None), (DELTA, BASE)], ids=["solo", "delta"])
@@ -168,7 +167,7 @@ def test_rejects_huge_blobs_in_little_memory(size: int) -> None:
     part = Part(size, 1, 1 << 20)
 
     with little_memory(), pytest.raises(ColdDamaged, match="do not fit in the table"):
-        ColdBlob(forged(b"", part))
+        ColdBlobDecoder(forged(b"", part))
 
 
 def test_rejects_sizes_that_add_up_past_all_integers() -> None:
@@ -176,14 +175,14 @@ def test_rejects_sizes_that_add_up_past_all_integers() -> None:
     table = Table(DIGEST, 5, None, parts, ())
 
     with pytest.raises(ColdDamaged, match="do not make up"):
-        ColdBlob(file(b"", table))
+        ColdBlobDecoder(file(b"", table))
 
 
 def test_rejects_stored_sizes_beyond_the_file() -> None:
     stored = Stored(Method.ZSTD, 999_999)
 
     with pytest.raises(ColdDamaged, match="planes of 999999 bytes are listed, and 100 stored"):
-        ColdBlob(forged(bytes(100), Part(1 << 20, 1, 1 << 20), Chunk(0, 0, (stored,))))
+        ColdBlobDecoder(forged(bytes(100), Part(1 << 20, 1, 1 << 20), Chunk(0, 0, (stored,))))
 
 
 def bomb(size: int) -> bytes:
@@ -197,7 +196,7 @@ def test_a_bomb_does_not_go_off(size: int) -> None:
     entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
     data = forged(frame, Part(200_000, 1, 200_000), entry)
 
-    blob = ColdBlob(data)
+    blob = ColdBlobDecoder(data)
     out = bytearray(200_000)
     with little_memory(), pytest.raises(ColdDamaged, match=f"declares {size} bytes"):
         blob.read_into(out)
@@ -209,7 +208,7 @@ def test_a_bomb_that_lies_about_its_size_does_not_go_off() -> None:
     place = frame.index(honest)
     frame[place : place + 4] = (200_000).to_bytes(4, "little")
     entry = Chunk(0, 0, (Stored(Method.ZSTD, len(frame)),))
-    blob = ColdBlob(forged(bytes(frame), Part(200_000, 1, 200_000), entry))
+    blob = ColdBlobDecoder(forged(bytes(frame), Part(200_000, 1, 200_000), entry))
 
     with little_memory(), pytest.raises(ColdDamaged):
         blob.read_into(bytearray(200_000))
@@ -225,7 +224,7 @@ def test_a_bomb_in_a_list_does_not_go_off() -> None:
         Stored(Method.RAW, 100_000),
     )
     part = Part(200_000, 2, 200_000)
-    blob = ColdBlob(forged(start + noise(150_000), part, Chunk(0, 5, planes)))
+    blob = ColdBlobDecoder(forged(start + noise(150_000), part, Chunk(0, 5, planes)))
 
     with little_memory(), pytest.raises(ColdDamaged, match="declares 67108864"):
         blob.read_into(bytearray(200_000))
@@ -273,7 +272,7 @@ def test_a_chain_of_copies_is_refused() -> None:
     entry = Chunk(0, 0, (Stored(Method.RAW, 100),))
 
     with pytest.raises(ColdDamaged, match="kind 1 with 1 is not possible"):
-        ColdBlob(file(bytes(100), Table(DIGEST, 300, None, parts, [entry])))
+        ColdBlobDecoder(file(bytes(100), Table(DIGEST, 300, None, parts, [entry])))
 
 
 def test_many_copies_cost_time_but_no_memory() -> None:
@@ -284,7 +283,7 @@ def test_many_copies_cost_time_but_no_memory() -> None:
     entry = Chunk(zlib.crc32(chunk), 0, (Stored(Method.RAW, 1000),))
     table = Table(Digest.of(chunk * 2001), 2_001_000, None, parts, [entry])
 
-    blob = ColdBlob(file(chunk, table))
+    blob = ColdBlobDecoder(file(chunk, table))
     out = bytearray(blob.size)
     with little_memory():
         blob.decode_into(out)
@@ -297,17 +296,17 @@ def test_rejects_a_base_that_is_missing_wrong_or_a_delta_itself() -> None:
     with pytest.raises(ColdDamaged, match="what is needed is"):
         thawed(DELTA, BLOB)
     with pytest.raises(ColdDamaged, match="is itself a delta"):
-        ColdBlob(DELTA).as_base()
+        ColdBlobDecoder(DELTA).as_base()
 
 
 def test_rejects_a_base_that_is_altered_anywhere_it_is_used() -> None:
     chunk = np.frombuffer(weights(DType.BF16, 512), np.uint8)
     data = cold(
         chunk.tobytes(),
-        runs=[Run(len(chunk), DType.BF16, base_begin=3)],
+        runs=[Span(len(chunk), DType.BF16, base_begin=3)],
         base=BaseBlob.hot(b"abc" + chunk.tobytes()),
     )
-    blob = ColdBlob(data)
+    blob = ColdBlobDecoder(data)
     base = bytearray(b"abc" + chunk.tobytes())
     known = blob.table.base
     assert known is not None
@@ -327,12 +326,12 @@ def test_factors_with_huge_sides_take_little_memory(sides: tuple[int, int]) -> N
     size = 2 << 30
     factors = struct.pack("<BII", 64, *sides) + bytes(64)
     factors += 2 * struct.pack("<BI", Method.ZSTD, 0)
-    base = Base(DIGEST, size)
+    base = BlobId(DIGEST, size)
     stored = StoredFactors(zlib.crc32(factors), len(factors))
     part = Part(size, 2, 1 << 20, base_begin=0, factors=stored)
     entry = Chunk(0, 37, (Stored(Method.RAW, 1),))
     table = Table(DIGEST, size, base, [part], [entry] * 2048)
-    blob = ColdBlob(file(factors + bytes(2048), table))
+    blob = ColdBlobDecoder(file(factors + bytes(2048), table))
     blob.give_base(BaseBlob(base, lambda *_: None))
 
     with little_memory(), pytest.raises(ColdDamaged, match="factors of rank 64"):
@@ -341,10 +340,10 @@ def test_factors_with_huge_sides_take_little_memory(sides: tuple[int, int]) -> N
 
 def test_rejects_factors_for_what_are_no_numbers() -> None:
     factors = struct.pack("<BIIbBIBI", 1, 5, 10, 0, Method.RAW, 5, Method.RAW, 10) + bytes(15)
-    base = Base(DIGEST, 100)
+    base = BlobId(DIGEST, 100)
     part = Part(100, 2, 100, base_begin=0, factors=StoredFactors(zlib.crc32(factors), len(factors)))
     table = Table(DIGEST, 100, base, [part], [Chunk(0, 35, (Stored(Method.RAW, 1),))])
-    blob = ColdBlob(file(factors + b"x", table))
+    blob = ColdBlobDecoder(file(factors + b"x", table))
     blob.give_base(BaseBlob.hot(bytes(100), DIGEST))
 
     with pytest.raises(ColdDamaged, match="factors predict no elements of layout 35"):

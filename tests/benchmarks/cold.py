@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Run
+from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
@@ -132,7 +132,7 @@ def _bits(plane: Array) -> float:
 def cases(tensors: Sequence[bytes], dtype: DType) -> dict[str, Case]:
     """Return the codecs that know the type; peers are given all tensors as one."""
     data = b"".join(tensors)
-    runs = [Run(len(tensor), dtype) for tensor in tensors]
+    runs = [Span(len(tensor), dtype) for tensor in tensors]
     found = {
         "cold": _cold(data, runs),
         "cold, into new memory": _cold(data, runs, is_new=True),
@@ -145,7 +145,7 @@ def cases(tensors: Sequence[bytes], dtype: DType) -> dict[str, Case]:
 
 
 def _cold(
-    data: bytes, runs: Sequence[Run], *, is_new: bool = False, is_judged: bool = False
+    data: bytes, runs: Sequence[Span], *, is_new: bool = False, is_judged: bool = False
 ) -> Case:
     written = bytearray(len(data) + (1 << 20))
     digest = Digest.of(data)
@@ -165,7 +165,7 @@ def _cold(
         return at
 
     size = code(None)
-    blob = ColdBlob(memoryview(written)[:size])
+    blob = ColdBlobDecoder(memoryview(written)[:size])
 
     def decode(executor: Executor | None) -> None:
         out = bytearray(len(data)) if is_new else target

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import zstandard
 
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta.codec import Effort, decode_chunk, encode_chunk
 from blobstore.compression.delta.low_rank import Prediction, pack, unpack
 from blobstore.compression.delta.low_rank_fit import fit
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Run
+from blobstore.compression.spans import Span
 from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
@@ -139,7 +139,7 @@ class Solo:
     def encode(self, pair: Pair) -> list[bytes]:
         written: list[bytes] = []
         data = pair.tensor.view(np.uint8).data
-        run = Run(len(data), DType.BF16)
+        run = Span(len(data), DType.BF16)
         encode(
             [data],
             [run],
@@ -150,7 +150,7 @@ class Solo:
         return [b"".join(written)]
 
     def decode(self, stored: list[bytes], pair: Pair, out: Array) -> None:
-        ColdBlob(stored[0]).read_into(out.view(np.uint8).data)
+        ColdBlobDecoder(stored[0]).read_into(out.view(np.uint8).data)
 
 
 def _parts(pair: Pair) -> Iterator[slice]:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
 import blobstore
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
@@ -79,7 +79,7 @@ def drop(paths: Iterable[Path]) -> None:
 def read_directly(paths: list[Path]) -> object:
     """Read files past the page cache."""
     sizes = [-(-path.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE for path in paths]
-    region = Region(sizes, writable=True, filled=True)
+    region = MappedRegion(sizes, writable=True, filled=True)
 
     def read(request: tuple[int, int]) -> None:
         slot, begin = request

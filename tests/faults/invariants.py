@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import blobstore
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.errors import ColdDamaged
 from blobstore.store.local import LocalStore
 from tests.faults.known import command
@@ -114,7 +114,7 @@ def _false_blobs(root: Path) -> Iterator[str]:
 
 def _decoded(root: Path, name: str) -> bytes:
     """Return what a cold blob stands for."""
-    blob = ColdBlob((root / _COLD / name).read_bytes())
+    blob = ColdBlobDecoder((root / _COLD / name).read_bytes())
     if blob.table.base is not None:
         base = blob.table.base.digest.file_name
         hot = root / "blobs" / base
@@ -134,7 +134,7 @@ def bases_of(root: Path, reached: Iterable[str]) -> set[str]:
         path = root / _COLD / name
         if path.exists():
             with contextlib.suppress(ColdDamaged):  # told elsewhere
-                base = ColdBlob(path.read_bytes()).table.base
+                base = ColdBlobDecoder(path.read_bytes()).table.base
                 bases |= {base.digest.file_name} if base is not None else set()
     return bases
 

@@ -34,7 +34,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import ArchiveDamaged
     from blobstore.operations.archive.bundle import Bundle
     from blobstore.operations.archive.format import PREFIX
-    from blobstore.operations.archive.reader import open_bundle
+    from blobstore.operations.archive.reader import open_archive
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
 _LARGEST = 1 << 24
@@ -51,7 +51,7 @@ def read_one(data: bytes, path: Path) -> None:
     seal = hashlib.sha256(PREFIX + table).digest()
     path.write_bytes(PREFIX + members + table + len(table).to_bytes(8, "little") + seal + _END)
     try:
-        with mock.patch.object(Bundle, "judge_stored"), open_bundle(path) as bundle:
+        with mock.patch.object(Bundle, "judge_stored"), open_archive(path) as bundle:
             for number, member in enumerate(bundle.bundle.members):
                 if member.size <= _LARGEST and member.base is None:
                     _read(bundle.bundle, number)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.compression import chunks
     from blobstore.compression.base import BaseBlob
-    from blobstore.compression.decoder import ColdBlob
+    from blobstore.compression.decoder import ColdBlobDecoder
     from blobstore.compression.table import FOOTER_SIZE, PREFIX
     from blobstore.errors import ColdDamaged
 
@@ -60,7 +60,7 @@ def read_one(data: bytes) -> None:
     seal = hashlib.sha256(PREFIX + table).digest()
     file = PREFIX + planes + table + len(table).to_bytes(8, "little") + seal + _END
     try:
-        blob = ColdBlob(file)
+        blob = ColdBlobDecoder(file)
         base = blob.table.base
         if base is not None and base.size <= len(_BASE):
             blob.give_base(BaseBlob.hot(_BASE[: base.size], base.digest))

@@ -12,7 +12,7 @@ import torch
 import blobstore
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.export.convert import copy_to_safetensors
+from blobstore.operations.export.convert import convert_checkpoint
 from blobstore.safetensors.torch import as_tensor
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.store.local import LocalStore
@@ -109,7 +109,7 @@ def test_a_converted_file_is_read_by_the_safetensors_library(tmp_path: Path) -> 
 
     for path in files("facenet-pytorch==2.6.0"):
         target = tmp_path / f"{path.stem}.safetensors"
-        copy_to_safetensors(path, target)
+        convert_checkpoint(path, target)
         assert_equal(load_file(target), load(path))
 
 

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import outline, with_equals
+from blobstore.compression.spans import spans_of, with_equals
 from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
@@ -42,10 +42,10 @@ OTHERS = [
 
 def frozen(blob: bytes, level: Level = Level.FAST) -> bytes:
     written = io.BytesIO()
-    runs = with_equals(outline(blob, len(blob)), blob)
+    runs = with_equals(spans_of(blob, len(blob)), blob)
     with ThreadPoolExecutor(2) as pool:
         encode([blob], runs, written.write, level=level, executor=pool)
-        cold = ColdBlob(written.getvalue())
+        cold = ColdBlobDecoder(written.getvalue())
         out = bytearray(len(blob))
         cold.decode_into(out, executor=pool)
     assert out == blob

@@ -9,7 +9,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.operations.archive.bundle import Bundle
-from blobstore.operations.archive.format import PREFIX, Contents, Kind, Member, encode_contents
+from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, encode_contents
 from blobstore.operations.archive.pack import pack_models
 from tests.support.frozen import layer, tuned, weights
 from tests.support.models import add_blobs
@@ -80,7 +80,7 @@ def archive(
     members: Sequence[Member], stored: Sequence[bytes], names: Sequence[tuple[str, int]]
 ) -> bytes:
     """Return an archive with a right footer."""
-    return PREFIX + b"".join(stored) + encode_contents(Contents(members, names))
+    return PREFIX + b"".join(stored) + encode_contents(ArchiveTable(members, names))
 
 
 def raw(data: bytes, kind: Kind = Kind.RAW) -> Member:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import outline
+from blobstore.compression.spans import spans_of
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
 
@@ -73,6 +73,6 @@ def cold(blob: bytes, **options: Any) -> bytes:
 def cold_with_table(blob: bytes, **options: Any) -> tuple[bytes, Table]:
     """Return the cold form of a blob, and its table."""
     written = io.BytesIO()
-    runs = options.pop("runs", None) or outline(blob, len(blob))
+    runs = options.pop("runs", None) or spans_of(blob, len(blob))
     table = encode(options.pop("pieces", [blob]), runs, written.write, **options)
     return written.getvalue(), table

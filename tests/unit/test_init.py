@@ -36,7 +36,7 @@ import blobstore
 found = [module.name for module in pkgutil.walk_packages(blobstore.__path__, "blobstore.")]
 for name in found:
     # vLLM has an environment of its own.
-    if not name.endswith(("__main__", ".vllm_loader")):
+    if not name.endswith(("__main__", ".vllm.loader", ".vllm.server")):
         importlib.import_module(name)
 names = {name: getattr(blobstore, name) for name in blobstore.__all__}
 assert "blobstore.operations.create.create" in found

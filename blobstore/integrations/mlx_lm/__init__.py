@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.weights import Weights, naming_of
 from blobstore.integrations.model_files import (
@@ -131,11 +131,10 @@ def _opened(
     with open_model(name, store=store, framework="numpy", **opening) as stored:
         config = decoded(stored, "config.json")
         if "model_file" in config:
-            message = (
+            raise BlobstoreError(
                 f"config.json of {stored.reference} asks for code of its own, "
-                f"{quoted(config['model_file'])}, which is not run"
+                f"{quote(config['model_file'])}, which is not run"
             )
-            raise BlobstoreError(message)
         check_layers(stored, config)
         experts = gpt_oss_experts(store, stored, config)
         specs = stored.specs

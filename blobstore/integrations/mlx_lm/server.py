@@ -23,7 +23,7 @@ from urllib.parse import unquote
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
 from blobstore.integrations.server_command import Asked, run_server
@@ -44,8 +44,7 @@ class StoreProvider(server.ModelProvider):
 
     def __init__(self, cli_args: argparse.Namespace) -> None:
         if cli_args.adapter_path or cli_args.draft_model or cli_args.pipeline:
-            message = "adapters, draft models and pipelines are not served from the store"
-            raise UsageError(message)
+            raise UsageError("adapters, draft models and pipelines are not served from the store")
         self.reference = Reference.parse(cli_args.model)
         super().__init__(cli_args)
         self._is_done = Event()
@@ -75,11 +74,9 @@ class StoreProvider(server.ModelProvider):
             UsageError: it names another, which is not loaded from wherever it may be.
         """
         if adapter_path is not None or draft_model_path not in (None, _DEFAULT):
-            message = "this server has neither adapters nor draft models"
-            raise UsageError(message)
+            raise UsageError("this server has neither adapters nor draft models")
         if model_path != _DEFAULT and not self.is_served(model_path):
-            message = f"this server has only {self.reference}, not {quoted(model_path)}"
-            raise UsageError(message)
+            raise UsageError(f"this server has only {self.reference}, not {quote(model_path)}")
         model, tokenizer = super().load(_DEFAULT)
         return model, tokenizer
 
@@ -127,8 +124,7 @@ def _serve(asked: Asked) -> None:
 
     def run(host: str, port: int, provider: StoreProvider) -> None:
         if provider.reference != reference:
-            message = "--model is the first argument here, and named once"
-            raise UsageError(message)
+            raise UsageError("--model is the first argument here, and named once")
         _run(host, port, provider)
 
     vars(server).update(load=load, run=run, ModelProvider=StoreProvider)
@@ -139,8 +135,7 @@ def _serve(asked: Asked) -> None:
 
 def _run(host: str, port: int, provider: StoreProvider) -> None:
     if port not in range(_PORTS):  # others would be taken modulo their number
-        message = f"port {port} is not one of 0 to {_PORTS - 1}"
-        raise UsageError(message)
+        raise UsageError(f"port {port} is not one of 0 to {_PORTS - 1}")
     cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
     generator = server.ResponseGenerator(provider, cache)
     try:
@@ -171,8 +166,7 @@ def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
 
         return Server(place, partial(_Handler, generator))
     except (OSError, OverflowError) as error:
-        message = f"cannot listen at {quoted(host)}, port {port}: {error}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot listen at {quote(host)}, port {port}: {error}") from error
 
 
 def _stop(number: int, frame: object) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from blobstore.core.gc_pause import collector_paused
+from blobstore.core.gc_pause import gc_paused
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
 from blobstore.models.tensors import COMPANIONS
@@ -41,7 +41,7 @@ def naming_of(store: LocalStore, stored: Model, specs: Mapping[str, TensorSpec])
         BlobstoreError: a weight has a global scale.
     """
     others = component_prefixes(stored)
-    with collector_paused():  # a model has thousands of tensors
+    with gc_paused():  # a model has thousands of tensors
         stacks, quantized = stacked_names(store, stored), stored.quantized
         if others:
             specs = {name: spec for name, spec in specs.items() if not name.startswith(others)}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.integrations.model_files import decoded, folder_of_files
@@ -71,22 +71,18 @@ class Settings:
         """
         where = "--model-loader-extra-config of load format blobstore"
         if not isinstance(value, dict):
-            message = f"{where} must be a JSON object, got {quoted(value)}"
-            raise UsageError(message)
+            raise UsageError(f"{where} must be a JSON object, got {quote(value)}")
         known = [field.name for field in fields(cls)]
         if unknown := sorted(map(str, value.keys() - set(known))):
-            message = (
-                f"{where} has unknown keys: {', '.join(map(quoted, unknown))}; "
+            raise UsageError(
+                f"{where} has unknown keys: {', '.join(map(quote, unknown))}; "
                 f"known are {', '.join(known)}"
             )
-            raise UsageError(message)
         if "name" not in value:
-            message = f'{where} must name the model, as in {{"name": "llama-3.2:1b"}}'
-            raise UsageError(message)
+            raise UsageError(f'{where} must name the model, as in {{"name": "llama-3.2:1b"}}')
         for key, given in value.items():
             if expected := _expected(key, given):
-                message = f"{where} has {key} {quoted(given)}, which must be {expected}"
-                raise UsageError(message)
+                raise UsageError(f"{where} has {key} {quote(given)}, which must be {expected}")
         return cls(**value)
 
     @contextlib.contextmanager
@@ -111,11 +107,10 @@ class Settings:
         ) as model:
             found = str(Digest.of(store.read_manifest(reference)))
             if self.manifest not in (None, found):
-                message = (
-                    f"{reference} is another model now, {found}, than the {quoted(self.manifest)} "
+                raise BlobstoreError(
+                    f"{reference} is another model now, {found}, than the {quote(self.manifest)} "
                     "that was to be loaded; start the server again"
                 )
-                raise BlobstoreError(message)
             yield store, model
 
 
@@ -199,11 +194,10 @@ def check_types(model: Model) -> None:
     """
     for name, spec in model.specs.items():
         if spec.dtype in _NEVER_TAKEN:
-            message = (
-                f"vLLM cannot take {model.reference}: tensor {quoted(name)} is of type "
+            raise UnsupportedDType(
+                f"vLLM cannot take {model.reference}: tensor {quote(name)} is of type "
                 f"{spec.dtype.value}"
             )
-            raise UnsupportedDType(message)
 
 
 def _config(model: Model) -> dict[str, Any]:

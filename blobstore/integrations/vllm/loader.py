@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
-from blobstore.core.escape import printable, quoted
+from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
 from blobstore.integrations.source_names import (
@@ -155,17 +155,16 @@ def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
         except BlobstoreError:
             raise
         except Exception as error:
-            reason = (
-                f"{type(error).__name__}: {printable(' '.join(str(error).split()), _MAX_REASON)}"
-            )
+            reason = f"{type(error).__name__}: {escape(' '.join(str(error).split()), _MAX_REASON)}"
             if offered.last is None:  # it had all of them, and something is missing
                 message = f"{what} the tensors of {stored.reference}: {reason}"
                 return _Loaded(names, refused, BlobstoreError(message))
             name, tensor = offered.last
             if not isinstance(error, KeyError) and _UNKNOWN not in str(error):
                 kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-                message = f"{what} tensor {quoted(name)} of {stored.reference}, {kind}: {reason}"
-                raise BlobstoreError(message) from error
+                raise BlobstoreError(
+                    f"{what} tensor {quote(name)} of {stored.reference}, {kind}: {reason}"
+                ) from error
             refused.append(name)
         else:
             return _Loaded(names, refused, None)

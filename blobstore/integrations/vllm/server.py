@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.server_command import Asked, run_server
 from blobstore.integrations.vllm import engine_options
@@ -35,8 +35,9 @@ def _serve(asked: Asked) -> None:
     """Run vLLM's own program on the model."""
     given = {option.partition("=")[0].replace("_", "-") for option in asked.rest}
     if taken := given.intersection(_OURS):
-        message = f"{min(taken)} is not given here: the model is NAME, and comes from the store"
-        raise UsageError(message)
+        raise UsageError(
+            f"{min(taken)} is not given here: the model is NAME, and comes from the store"
+        )
     with engine_options(asked.name, store=asked.store, **asked.opening) as engine:
         name = [] if _NAMED in given else [_NAMED, *engine["served_model_name"]]
         settings = json.dumps(engine["model_loader_extra_config"])
@@ -51,13 +52,13 @@ def _run() -> None:
 
         run()
     except PackageNotFoundError as error:
-        message = f"vLLM's command cannot run: no package is installed as {quoted(error.name)}"
-        raise BlobstoreError(message) from None
+        raise BlobstoreError(
+            f"vLLM's command cannot run: no package is installed as {quote(error.name)}"
+        ) from None
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        message = "vLLM is not installed for this Python"
-        raise BlobstoreError(message) from None
+        raise BlobstoreError("vLLM is not installed for this Python") from None
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
-from blobstore.compression.table import Base
-from blobstore.core.digest import Digest, Digester
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.errors import ArchiveDamaged, ColdDamaged
 from blobstore.operations.archive.format import PREFIX, Kind, decode_contents
 
@@ -108,9 +107,9 @@ class Bundle:
             yield piece
         self.judge_stored(number, digester.digest())
 
-    def _cold(self, number: int) -> ColdBlob:
+    def _cold(self, number: int) -> ColdBlobDecoder:
         member = self.members[number]
-        cold = ColdBlob(self.stored(number))
+        cold = ColdBlobDecoder(self.stored(number))
         table = cold.table
         if (table.digest, table.size) != (member.digest, member.size):
             raise ColdDamaged(f"it is that of {table.digest} of {table.size} bytes")
@@ -135,7 +134,7 @@ class Bundle:
             return BaseBlob.hot(self.stored(number), member.digest)
         with self._explained(number):
             cold = self._cold(number)
-        return BaseBlob(Base(member.digest, member.size), cold.as_base().read_into)
+        return BaseBlob(BlobId(member.digest, member.size), cold.as_base().read_into)
 
     @contextlib.contextmanager
     def _explained(self, number: int) -> Iterator[None]:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import ArchiveDamaged
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Member(NamedTuple):
     """The number of the member that it is coded by."""
 
 
-class Contents(NamedTuple):
+class ArchiveTable(NamedTuple):
     """All that an archive says but its members' bytes."""
 
     members: Sequence[Member]
@@ -72,7 +72,7 @@ class Contents(NamedTuple):
     """Names of models, ascending, and the numbers of their manifests."""
 
 
-def encode_contents(contents: Contents) -> bytes:
+def encode_contents(contents: ArchiveTable) -> bytes:
     """Return the bytes that end an archive: the table, and the footer by which it is found."""
     pieces = [_HEAD.pack(len(contents.members), len(contents.names))]
     for member in contents.members:
@@ -86,7 +86,7 @@ def encode_contents(contents: Contents) -> bytes:
     return table + _FOOTER.pack(len(table), _seal(table), _END)
 
 
-def decode_contents(data: memoryview) -> Contents:
+def decode_contents(data: memoryview) -> ArchiveTable:
     """Return what an archive says of itself; no member is looked at.
 
     Raises:
@@ -114,7 +114,7 @@ def decode_contents(data: memoryview) -> Contents:
     for number, member in enumerate(members):
         if member.kind == Kind.MANIFEST and number not in named:
             raise ArchiveDamaged(f"member {number} is a manifest without a name")
-    return Contents(members, listed)
+    return ArchiveTable(members, listed)
 
 
 def _table(data: memoryview) -> tuple[memoryview, int]:
@@ -189,11 +189,11 @@ def _decode_names(
         text = bytes(table[at : at + length])
         at += length
         if not 0 < length <= MAX_NAME or len(text) < length or not text.isascii():
-            raise ArchiveDamaged(f"the name {quoted(text)} is cut short, too long or not ASCII")
+            raise ArchiveDamaged(f"the name {quote(text)} is cut short, too long or not ASCII")
         if text <= last:
-            raise ArchiveDamaged(f"the name {quoted(text)} stands behind {quoted(last)}")
+            raise ArchiveDamaged(f"the name {quote(text)} stands behind {quote(last)}")
         if number >= len(members) or members[number].kind != Kind.MANIFEST:
-            raise ArchiveDamaged(f"the name {quoted(text)} is that of member {number}, no manifest")
+            raise ArchiveDamaged(f"the name {quote(text)} is that of member {number}, no manifest")
         yield text.decode(), number
         last = text
     if at != len(table):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.files import write_all
 from blobstore.core.mmap import mapped
-from blobstore.core.workers import Stopped
+from blobstore.core.workers import Cancelled
 
 if TYPE_CHECKING:
     from typing import Self
@@ -24,7 +24,7 @@ _KEPT = 256 << 20
 """Bytes that all threads together keep before their turns."""
 
 
-class Line:
+class OrderedWriter:
     """What threads write to one file, in the order of numbers from 0 on."""
 
     def __init__(self, descriptor: int, begin: bytes) -> None:
@@ -58,8 +58,7 @@ class Line:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._turn == number)
             if self._is_closed:
-                message = "stopped"
-                raise Stopped(message)
+                raise Cancelled("stopped")
             return self._at
 
     def pass_on(self, size: int) -> None:
@@ -76,13 +75,13 @@ class Line:
             self._changed.notify_all()
 
 
-class Entry:
+class OrderedSlot:
     """What one thread writes: kept until it is its turn, then written.
 
     An error in the block ends the whole line.
     """
 
-    def __init__(self, line: Line, number: int) -> None:
+    def __init__(self, line: OrderedWriter, number: int) -> None:
         self._line = line
         self._number = number
         self._pieces: list[bytes] = []

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import outline, with_equals
+from blobstore.compression.spans import spans_of, with_equals
 from blobstore.compression.tuning import Level as Effort
-from blobstore.core.digest import Digest, Digester
-from blobstore.core.escape import quoted
+from blobstore.core.digest import BlobId, Digest, Digester
+from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
-from blobstore.core.workers import Crew, check_jobs
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -36,19 +36,19 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import PREFIX, Contents, Kind, Member, encode_contents
-from blobstore.operations.archive.ordered_writer import Entry, Line
+from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, encode_contents
+from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import SMALLEST, gather_blobs, gather_models
 from blobstore.operations.archive.reader import check_case
 from blobstore.operations.freeze.base_search import LEAST_GAIN
-from blobstore.operations.freeze.blob_encoder import Blob, Coding, Level
+from blobstore.operations.freeze.blob_encoder import BlobEncoder, Level
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.archive.plan import GatheredBlob, GatheredModel
+    from blobstore.operations.archive.plan import GatheredModel, PlannedMember
 
 _PIECE = 16 << 20
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -104,12 +104,10 @@ def pack_models(
     started = time.monotonic()
     check_jobs(jobs)
     if level not in get_args(Level):
-        message = f"level must be fast or small, got {quoted(level)}"
-        raise UsageError(message)
+        raise UsageError(f"level must be fast or small, got {quote(level)}")
     names = [Reference.parse(item) if isinstance(item, str) else item for item in references]
     if not names:
-        message = "name the models to be packed"
-        raise UsageError(message)
+        raise UsageError("name the models to be packed")
     check_case(names)
     target = Path(path)
     _check_free(target, overwrite=overwrite)
@@ -120,13 +118,12 @@ def pack_models(
         blobs = gather_blobs(store, models, level)
         try:
             with replacing(target) as descriptor:
-                work = _Packing(store, target.parent, descriptor, level)
+                work = _ArchiveWriter(store, target.parent, descriptor, level)
                 members = work.run(models, blobs, jobs, progress)
                 size = os.fstat(descriptor).st_size
                 _check_free(target, overwrite=overwrite)  # it may have come meanwhile
         except OSError as error:
-            message = f"cannot write {quoted(target)}: {error.strerror}"
-            raise BlobstoreError(message) from error
+            raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     return Packed(
         path=target,
         references=tuple(model.reference for model in models),
@@ -141,10 +138,10 @@ def pack_models(
 def _check_free(target: Path, *, overwrite: bool) -> None:
     """Check that nothing is there that must not be replaced."""
     if os.path.lexists(target) and not (overwrite and target.is_file()):
-        message = f"{quoted(target)} exists already" + (
-            ", and is not a regular file" if overwrite else "; replace it with --force"
+        raise BlobstoreError(
+            f"{quote(target)} exists already"
+            + (", and is not a regular file" if overwrite else "; replace it with --force")
         )
-        raise BlobstoreError(message)
 
 
 @contextlib.contextmanager
@@ -161,45 +158,45 @@ def _held(store: LocalStore, models: Iterable[GatheredModel]) -> Iterator[None]:
         yield
 
 
-class _Packing:
+class _ArchiveWriter:
     def __init__(self, store: LocalStore, folder: Path, descriptor: int, level: Level) -> None:
         self._store = store
         self._folder = folder
         self._level: Level = level
-        self._line = Line(descriptor, PREFIX)
-        self._written: dict[Digest, tuple[int, Entry, bool]] = {}
+        self._line = OrderedWriter(descriptor, PREFIX)
+        self._written: dict[Digest, tuple[int, OrderedSlot, bool]] = {}
         """The numbers of blobs that were written, their bytes, and whether these are as they are."""
 
     def run(
         self,
         models: Sequence[GatheredModel],
-        blobs: Sequence[GatheredBlob],
+        blobs: Sequence[PlannedMember],
         jobs: int | None,
         progress: Progress | None,
     ) -> Sequence[Member]:
         """Write the archive."""
         manifests = {Digest.of(model.data): model.data for model in models}
         members = [self._manifest(*item) for item in enumerate(manifests.items())]
-        self._crew = Crew(jobs, progress, 2 * sum(blob.size for blob in blobs))
+        self._crew = WorkerPool(jobs, progress, 2 * sum(blob.size for blob in blobs))
         members += self._crew.run(
             enumerate(blobs, start=len(members)), lambda item: self._blob(*item), self._line.close
         )
         _check_needed(models, members)
         places = list(manifests)
         names = [(model.reference.full, places.index(Digest.of(model.data))) for model in models]
-        write_all(self._line.descriptor, encode_contents(Contents(members, names)))
+        write_all(self._line.descriptor, encode_contents(ArchiveTable(members, names)))
         return members
 
     def _manifest(self, number: int, item: tuple[Digest, bytes]) -> Member:
         digest, data = item
-        with Entry(self._line, number) as entry:
+        with OrderedSlot(self._line, number) as entry:
             entry.write(data)
         return Member(Kind.MANIFEST, len(data), digest, len(data), digest)
 
-    def _blob(self, number: int, blob: GatheredBlob) -> Member:
+    def _blob(self, number: int, blob: PlannedMember) -> Member:
         """Write a blob, and make sure that it is what is in the archive."""
         try:
-            with Entry(self._line, number) as entry:
+            with OrderedSlot(self._line, number) as entry:
                 is_raw = self._write(blob, entry)
                 self._written[blob.digest] = number, entry, is_raw
             kind, base = self._checked(blob, entry, is_raw=is_raw)
@@ -207,7 +204,7 @@ class _Packing:
             raise error.at(blob.where) from None
         return Member(kind, blob.size, blob.digest, entry.size, entry.seal, base)
 
-    def _write(self, blob: GatheredBlob, entry: Entry) -> bool:
+    def _write(self, blob: PlannedMember, entry: OrderedSlot) -> bool:
         """Write the smallest form of a blob, and tell whether that is the blob as it is."""
         if blob.cold is not None and self._is_best(blob):
             for begin in range(0, len(blob.cold), _PIECE):
@@ -226,7 +223,7 @@ class _Packing:
         self._crew.tell(0 if blob.size > SMALLEST else blob.size, blob.where)
         return True
 
-    def _is_best(self, blob: GatheredBlob) -> bool:
+    def _is_best(self, blob: PlannedMember) -> bool:
         """Tell whether to take the cold form of a blob: one that is damaged only if there is no hot one."""
         if not self._store.hot.has(blob.digest):
             return True
@@ -237,13 +234,13 @@ class _Packing:
             return False
         return True
 
-    def _code(self, blob: GatheredBlob, entry: Entry) -> None:
+    def _code(self, blob: PlannedMember, entry: OrderedSlot) -> None:
         """Write the cold form of a blob."""
-        found = Blob(blob.digest, blob.size)
+        found = BlobId(blob.digest, blob.size)
         if self._store.hot.has(blob.digest):
-            coding = Coding(self._store, found, self._level, blob.base)
+            coding = BlobEncoder(self._store, found, self._level, blob.base)
             if coding.has_base:
-                alone = Coding(self._store, found, self._level)
+                alone = BlobEncoder(self._store, found, self._level)
                 if coding.estimate() > (1 - LEAST_GAIN) * alone.estimate():
                     coding = alone
             coding.write(entry.write, lambda count: self._crew.tell(count, blob.where))
@@ -254,7 +251,7 @@ class _Packing:
                 write_all(file.fileno(), piece)
                 self._crew.tell(0, blob.where)
             data = mapped(file.fileno(), blob.size)
-            runs = with_equals(outline(data, blob.size), data)
+            runs = with_equals(spans_of(data, blob.size), data)
             effort = Effort(self._level)
             pieces = self._pieces(data, blob.where)
             encode(pieces, runs, entry.write, level=effort, digest=blob.digest)
@@ -267,7 +264,7 @@ class _Packing:
             self._crew.tell(len(piece), where)
 
     def _checked(
-        self, blob: GatheredBlob, entry: Entry, *, is_raw: bool
+        self, blob: PlannedMember, entry: OrderedSlot, *, is_raw: bool
     ) -> tuple[Kind, int | None]:
         """Return the kind and the base of what was written, after it was hashed."""
         if is_raw and self._read_back(blob, entry) == entry.seal == blob.digest:
@@ -279,25 +276,26 @@ class _Packing:
         self._store.check_digest(blob.digest, blob.size)
         if blob.base is not None:
             self._store.check_digest(*blob.base)
-        message = f"blob {blob.digest} was packed as other bytes than a moment later"
-        raise BlobDamaged(message)
+        raise BlobDamaged(f"blob {blob.digest} was packed as other bytes than a moment later")
 
-    def _read_back(self, blob: GatheredBlob, entry: Entry) -> Digest:
+    def _read_back(self, blob: PlannedMember, entry: OrderedSlot) -> Digest:
         """Return the digest of what was written as it is."""
         digester = Digester()
         for piece in self._pieces(entry.read_back(), blob.where):
             digester.update(piece)
         return digester.digest()
 
-    def _decoded(self, blob: GatheredBlob, entry: Entry) -> tuple[Kind, int | None]:
+    def _decoded(self, blob: PlannedMember, entry: OrderedSlot) -> tuple[Kind, int | None]:
         """Decode what was written, by what else was written, and hash it."""
-        cold = ColdBlob(entry.read_back())
+        cold = ColdBlobDecoder(entry.read_back())
         base = cold.table.base
         number = None
         if base is not None:
             number, written, is_raw = self._written[base.digest]
             data = written.read_back()
-            cold.give_base(BaseBlob.hot(data, base.digest) if is_raw else ColdBlob(data).as_base())
+            cold.give_base(
+                BaseBlob.hot(data, base.digest) if is_raw else ColdBlobDecoder(data).as_base()
+            )
         for piece in cold.pieces():
             self._crew.tell(len(piece), blob.where)
         return (Kind.COLD if number is None else Kind.DELTA), number
@@ -309,5 +307,4 @@ def _check_needed(models: Sequence[GatheredModel], members: Sequence[Member]) ->
     bases = {member.base for member in members}
     for number, member in enumerate(members):
         if not (member.kind == Kind.MANIFEST or member.digest in named or number in bases):
-            message = "models were thawed while they were packed; pack them again"
-            raise StoreError(message)
+            raise StoreError("models were thawed while they were packed; pack them again")

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.base_search import Relatives
-from blobstore.operations.freeze.blob_encoder import Blob, Coding
-from blobstore.operations.freeze.duplicates import Equals
+from blobstore.operations.freeze.base_search import BaseFinder
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.duplicates import DuplicateFinder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
@@ -42,7 +42,7 @@ class GatheredModel(NamedTuple):
     manifest: Manifest
 
 
-class GatheredBlob(NamedTuple):
+class PlannedMember(NamedTuple):
     """A blob that is to be packed."""
 
     digest: Digest
@@ -51,7 +51,7 @@ class GatheredBlob(NamedTuple):
     """The model and layer that it is, for people."""
     cold: memoryview | None = None
     """Its cold form, where that is taken."""
-    base: Blob | None = None
+    base: BlobId | None = None
     """What it is coded by, or may be."""
 
 
@@ -75,34 +75,34 @@ def gather_models(store: LocalStore, references: Sequence[Reference]) -> list[Ga
 
 def gather_blobs(
     store: LocalStore, models: Sequence[GatheredModel], level: Level
-) -> list[GatheredBlob]:
+) -> list[PlannedMember]:
     """Return the blobs of the models, and what these are coded by, in the order of the archive.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is not in the store, or only in a form that cannot be read.
         StoreError: the store cannot be read.
     """
-    gathering = _Gathering(store, models, level)
+    gathering = _ArchivePlanner(store, models, level)
     gathering.take_cold()
     gathering.compare()
     return list(gathering.in_order())
 
 
-class _Gathering:
+class _ArchivePlanner:
     def __init__(self, store: LocalStore, models: Sequence[GatheredModel], level: Level) -> None:
         self._store = store
         self._models = models
         self._level: Level = level
-        self._blobs: dict[Digest, GatheredBlob] = {}
+        self._blobs: dict[Digest, PlannedMember] = {}
         for model in models:
             for blob in (model.manifest.config, *model.manifest.layers):
-                found = GatheredBlob(blob.digest, blob.size, _where(model, blob))
+                found = PlannedMember(blob.digest, blob.size, _where(model, blob))
                 self._check(found)
                 self._blobs.setdefault(blob.digest, found)
 
     def take_cold(self) -> None:
         """Take the cold forms of blobs whose base comes along, or is worth it."""
-        outside: dict[Blob, list[GatheredBlob]] = defaultdict(list)
+        outside: dict[BlobId, list[PlannedMember]] = defaultdict(list)
         for blob in list(self._blobs.values()):
             taken = self._with_cold(blob)
             if taken.base is None or taken.base.digest in self._blobs:
@@ -124,7 +124,7 @@ class _Gathering:
         bases = set(coded.values())
         if all(blob.cold is not None or blob.size <= SMALLEST for blob in self._blobs.values()):
             return
-        equals = Equals(self._store, self._level, self._tensors(), coded)
+        equals = DuplicateFinder(self._store, self._level, self._tensors(), coded)
         equals.look_at(())
         for digest, base in equals.joined(self._likely()).items():
             blob, other = self._blobs[digest], self._blobs[base.digest]
@@ -133,7 +133,7 @@ class _Gathering:
                 self._blobs[digest] = blob._replace(base=base)
                 bases.add(base.digest)
 
-    def in_order(self) -> Iterator[GatheredBlob]:
+    def in_order(self) -> Iterator[PlannedMember]:
         """Yield the blobs: model by model, and what others are coded by before these."""
         done: set[Digest] = set()
         for blob in self._blobs.values():
@@ -143,13 +143,13 @@ class _Gathering:
                     done.add(item.digest)
                     yield item
 
-    def _check(self, blob: GatheredBlob) -> None:
+    def _check(self, blob: PlannedMember) -> None:
         try:
             self._store.check_size(blob.digest, blob.size)
         except Damaged as error:
             raise error.at(blob.where) from None
 
-    def _with_cold(self, blob: GatheredBlob) -> GatheredBlob:
+    def _with_cold(self, blob: PlannedMember) -> PlannedMember:
         """Return a blob with its cold form, if it has one that can be read."""
         try:
             found = self._store.cold.open(blob.digest, blob.size)
@@ -162,18 +162,18 @@ class _Gathering:
         if found.stored >= blob.size:  # of which freezing makes none
             return blob
         base = found.container.table.base
-        return blob._replace(cold=found.container.data, base=base and Blob(*base))
+        return blob._replace(cold=found.container.data, base=base)
 
-    def _take_outside(self, base: Blob, blobs: Sequence[GatheredBlob]) -> None:
+    def _take_outside(self, base: BlobId, blobs: Sequence[PlannedMember]) -> None:
         """Take blobs with the base that no model of these has, or leave them to be coded alone.
 
         Coded alone, each would take about what the base takes.
         """
-        found = GatheredBlob(base.digest, base.size, f"the base of {blobs[0].where}")
+        found = PlannedMember(base.digest, base.size, f"the base of {blobs[0].where}")
         try:
             found = self._with_cold(found)
             alone = (
-                Coding(self._store, base, self._level).estimate()
+                BlobEncoder(self._store, base, self._level).estimate()
                 if found.cold is None
                 else len(found.cold)
             )
@@ -191,7 +191,7 @@ class _Gathering:
             for layer in model.manifest.layers_of(media_types.TENSOR)
         }
 
-    def _likely(self) -> dict[Digest, Blob]:
+    def _likely(self) -> dict[Digest, BlobId]:
         """Return by which blobs others may be coded, as the models are like others."""
         layers = {
             model.reference: {
@@ -199,19 +199,19 @@ class _Gathering:
             }
             for model in self._models
         }
-        relatives = Relatives(self._store, list(layers), self._level)
+        relatives = BaseFinder(self._store, list(layers), self._level)
         # A name may be gone meanwhile, or be another model's: what that is like does no harm.
         hot = [
             model.reference
             for model in self._models
             if self._is_any_hot(model) and relatives.layers(model.reference)
         ]
-        likely: dict[Digest, Blob] = {}
+        likely: dict[Digest, BlobId] = {}
         for reference, base in relatives.bases_of(hot).items():
             for name, layer in layers[reference].items():
                 other = layers[base].get(name, layer)
                 if other.digest != layer.digest:
-                    likely.setdefault(layer.digest, Blob(other.digest, other.size))
+                    likely.setdefault(layer.digest, other.id)
         return likely
 
     def _is_any_hot(self, model: GatheredModel) -> bool:
@@ -220,5 +220,5 @@ class _Gathering:
 
 
 def _where(model: GatheredModel, blob: Descriptor) -> str:
-    what = f"layer {quoted(blob.name)}" if blob.name else quoted(blob.media_type)
+    what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
     return f"{model.reference}: {what}"

@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import mapped
 from blobstore.errors import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _READ_SIZE = 1 << 20
 
 
-class BundledModel(NamedTuple):
+class ArchivedModel(NamedTuple):
     """A model in an archive, whose manifest has been checked."""
 
     reference: Reference
@@ -46,7 +46,7 @@ class BundledModel(NamedTuple):
     manifest: Manifest
 
 
-class ModelBundle:
+class ArchiveReader:
     """An open archive; threads may share it."""
 
     def __init__(self, descriptor: int, size: int, path: str) -> None:
@@ -70,7 +70,7 @@ class ModelBundle:
         self._checks: dict[int, threading.Lock] = {}
         self._checked: set[int] = set()
 
-    def models(self, references: Sequence[Reference] = ()) -> list[BundledModel]:
+    def models(self, references: Sequence[Reference] = ()) -> list[ArchivedModel]:
         """Return some models, or all.
 
         Raises:
@@ -79,14 +79,15 @@ class ModelBundle:
         """
         for reference in references:
             if reference not in self._manifests:
-                message = f"no model {quoted(reference)} in the archive {quoted(self._path)}"
-                raise ModelNotFound(message)
+                raise ModelNotFound(
+                    f"no model {quote(reference)} in the archive {quote(self._path)}"
+                )
         found = [self._model(reference) for reference in references or self.references]
         if len({model.reference for model in found}) == len(self.references):
             self._check_needed(found)
         return found
 
-    def needed(self, models: Iterable[BundledModel]) -> list[int]:
+    def needed(self, models: Iterable[ArchivedModel]) -> list[int]:
         """Return the numbers of the blobs that the models' manifests list, as they lie."""
         blobs = self.bundle.blobs
         return sorted({blobs[blob.digest] for model in models for blob in model.manifest.blobs})
@@ -112,16 +113,15 @@ class ModelBundle:
         """Return the bytes of a small member. Raises as :meth:`pieces`."""
         return b"".join(map(bytes, self.pieces(number)))
 
-    def _model(self, reference: Reference) -> BundledModel:
+    def _model(self, reference: Reference) -> ArchivedModel:
         # Thousands of names may have one manifest, which is kept once.
         number = self._manifests[reference]
         if number not in self._models:
             try:
                 self._models[number] = self._manifest(self.read(number))
             except (InvalidManifest, ArchiveDamaged) as error:
-                message = f"model {quoted(reference)}: {error}"
-                raise ArchiveDamaged(message) from None
-        return BundledModel(reference, *self._models[number])
+                raise ArchiveDamaged(f"model {quote(reference)}: {error}") from None
+        return ArchivedModel(reference, *self._models[number])
 
     def _manifest(self, data: bytes) -> tuple[bytes, Manifest]:
         manifest = Manifest.from_bytes(data)
@@ -133,7 +133,7 @@ class ModelBundle:
         """Check that all blobs of a manifest are there."""
         for blob in (manifest.config, *manifest.layers):
             number = self.bundle.blobs.get(blob.digest)
-            what = f"layer {quoted(blob.name)}" if blob.name else f"{quoted(blob.media_type)}"
+            what = f"layer {quote(blob.name)}" if blob.name else f"{quote(blob.media_type)}"
             if number is None:
                 raise ArchiveDamaged(f"{what}: blob {blob.digest} is not in the archive")
             size = self.bundle.members[number].size
@@ -147,7 +147,7 @@ class ModelBundle:
         if manifest.config.size <= MAX_CONFIG_SIZE:
             check_layers(data, self.read(self.bundle.blobs[manifest.config.digest]))
 
-    def _check_needed(self, models: Iterable[BundledModel]) -> None:
+    def _check_needed(self, models: Iterable[ArchivedModel]) -> None:
         """Check that there is no blob that no model needs."""
         needed = set(self.needed(models))
         members = self.bundle.members
@@ -173,8 +173,9 @@ class ModelBundle:
             try:
                 count = os.preadv(self._descriptor, [buffer[: end - at]], at)
             except OSError as error:
-                message = f"cannot read {quoted(self._path)} at byte {at}: {error.strerror}"
-                raise BlobstoreError(message) from error
+                raise BlobstoreError(
+                    f"cannot read {quote(self._path)} at byte {at}: {error.strerror}"
+                ) from error
             if not count:
                 raise ArchiveDamaged(f"it was cut short at byte {at} while it was read")
             digester.update(buffer[:count])
@@ -184,7 +185,7 @@ class ModelBundle:
 
 
 @contextlib.contextmanager
-def open_bundle(path: str | os.PathLike[str]) -> Iterator[ModelBundle]:
+def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     """Open an archive; what is wrong with it is said with its path.
 
     Raises:
@@ -197,13 +198,11 @@ def open_bundle(path: str | os.PathLike[str]) -> Iterator[ModelBundle]:
         try:
             descriptor, size = open_regular(text)
         except FileNotFoundError:
-            message = f"there is no archive {quoted(text)}"
-            raise NotFound(message) from None
+            raise NotFound(f"there is no archive {quote(text)}") from None
         except OSError as error:
-            message = f"cannot read {quoted(text)}: {error.strerror}"
-            raise BlobstoreError(message) from error
+            raise BlobstoreError(f"cannot read {quote(text)}: {error.strerror}") from error
         try:
-            yield ModelBundle(descriptor, size, text)
+            yield ArchiveReader(descriptor, size, text)
         finally:
             os.close(descriptor)
 
@@ -213,8 +212,9 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except ArchiveDamaged as error:
-        message = f"archive {quoted(path)}: {error}; copy it again from where it was packed"
-        raise ArchiveDamaged(message) from None
+        raise ArchiveDamaged(
+            f"archive {quote(path)}: {error}; copy it again from where it was packed"
+        ) from None
 
 
 def check_case(references: Iterable[Reference]) -> None:
@@ -230,12 +230,11 @@ def check_case(references: Iterable[Reference]) -> None:
             folded = tuple(part.casefold() for part in parts)
             first = spellings.setdefault(folded, parts)
             if first != parts:
-                message = (
-                    f"{quoted(reference)} and another of the names begin with "
-                    f"{quoted('/'.join(parts))} and {quoted('/'.join(first))}, which differ in case "
+                raise NameConflict(
+                    f"{quote(reference)} and another of the names begin with "
+                    f"{quote('/'.join(parts))} and {quote('/'.join(first))}, which differ in case "
                     "only: no store has both"
                 )
-                raise NameConflict(message)
 
 
 def _parsed(name: str) -> Reference:
@@ -244,14 +243,14 @@ def _parsed(name: str) -> Reference:
         reference = Reference.parse(name)
         if reference.full == name:
             return reference
-    raise ArchiveDamaged(f"{quoted(name)} is not the full name of a model")
+    raise ArchiveDamaged(f"{quote(name)} is not the full name of a model")
 
 
-def layers_by_blob(models: Iterable[BundledModel], bundle: Bundle) -> Callable[[int], str]:
+def layers_by_blob(models: Iterable[ArchivedModel], bundle: Bundle) -> Callable[[int], str]:
     """Return what gives, for the number of a blob, the model and layer that it is, for messages."""
     names: dict[int, str] = {}
     for model in models:
         for blob in (model.manifest.config, *model.manifest.layers):
-            what = f"layer {quoted(blob.name)}" if blob.name else quoted(blob.media_type)
+            what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
             names.setdefault(bundle.blobs[blob.digest], f"{model.reference}: {what}")
     return lambda number: names.get(number, "a blob that others are coded by")

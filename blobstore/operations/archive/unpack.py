@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import write_file
-from blobstore.core.workers import Crew, check_jobs
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import ArchiveDamaged, BlobstoreError, NameTaken, StoreError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.reader import check_case, layers_by_blob, open_bundle
+from blobstore.operations.archive.reader import check_case, layers_by_blob, open_archive
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.archive.reader import BundledModel, ModelBundle
+    from blobstore.operations.archive.reader import ArchivedModel, ArchiveReader
     from blobstore.store.ingest import Ingest, Ingested
 
 
@@ -94,7 +94,7 @@ def unpack_archive(
     check_jobs(jobs)
     wanted = [_parsed(reference) for reference in references]
     store = store or LocalStore()
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         models = bundle.models(list(dict.fromkeys(wanted)))
         check_case(model.reference for model in models)
         _check_names(store, models, force=force)
@@ -126,14 +126,14 @@ def check_archive(
     started = time.monotonic()
     check_jobs(jobs)
     wanted = [_parsed(reference) for reference in references]
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         models = bundle.models(list(dict.fromkeys(wanted)))
         members = bundle.bundle.members
         needed = set(bundle.needed(models))
         bases = {base for number in needed if (base := members[number].base) is not None}
         numbers = sorted(needed | bases)
         layers = layers_by_blob(models, bundle.bundle)
-        crew = Crew(jobs, progress, sum(members[number].size for number in numbers))
+        crew = WorkerPool(jobs, progress, sum(members[number].size for number in numbers))
 
         def check(number: int) -> None:
             for _ in _pieces(bundle, number, layers, crew):
@@ -151,7 +151,9 @@ def check_archive(
 
 
 class _Unpacking:
-    def __init__(self, bundle: ModelBundle, models: Sequence[BundledModel], ingest: Ingest) -> None:
+    def __init__(
+        self, bundle: ArchiveReader, models: Sequence[ArchivedModel], ingest: Ingest
+    ) -> None:
         self._bundle = bundle
         self._ingest = ingest
         self._members = bundle.bundle.members
@@ -175,12 +177,11 @@ class _Unpacking:
         free = shutil.disk_usage(store.layout.temporary).free
         needed = size + self._manifests
         if needed > free:
-            message = (
-                f"not enough space for the store {quoted(store.layout.root)}: {needed} bytes are "
+            raise StoreError(
+                f"not enough space for the store {quote(store.layout.root)}: {needed} bytes are "
                 f"needed, and {free} are free"
             )
-            raise StoreError(message)
-        crew = Crew(jobs, progress, size)
+        crew = WorkerPool(jobs, progress, size)
 
         def add(number: int) -> Ingested:
             def pieces() -> Iterator[memoryview]:
@@ -192,7 +193,7 @@ class _Unpacking:
 
 
 def _pieces(
-    bundle: ModelBundle, number: int, layers: Callable[[int], str], crew: Crew
+    bundle: ArchiveReader, number: int, layers: Callable[[int], str], crew: WorkerPool
 ) -> Iterator[memoryview]:
     """Yield the bytes of a blob, and tell of them; errors say which layer it is."""
     layer = layers(number)
@@ -204,18 +205,17 @@ def _pieces(
         raise error.at(layer) from None
 
 
-def _check_names(store: LocalStore, models: Sequence[BundledModel], *, force: bool) -> None:
+def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:
     """Check that the models may have their names."""
     for model in models:
         store.check_name(model.reference)
         if not force and store.is_taken(model.reference, model.data):
-            message = (
-                f"another model has the name {quoted(model.reference)}; replace it with --force"
+            raise NameTaken(
+                f"another model has the name {quote(model.reference)}; replace it with --force"
             )
-            raise NameTaken(message)
 
 
-def _place(store: LocalStore, models: Sequence[BundledModel]) -> None:
+def _place(store: LocalStore, models: Sequence[ArchivedModel]) -> None:
     """Give the models their names: all of them, or none if one cannot have its."""
     with contextlib.ExitStack() as undo:
         for model in models:
@@ -232,7 +232,7 @@ def _before(store: LocalStore, reference: Reference) -> bytes | None:
         return None
 
 
-def _put_back(store: LocalStore, model: BundledModel, before: bytes | None) -> None:
+def _put_back(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
     """Give a name the manifest that it had, or take it away, as far as that can be done."""
     if before == model.data or store.is_taken(model.reference, model.data):
         return  # the name has not become this model's

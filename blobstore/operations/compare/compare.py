@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.models.dequantize import plain_pieces, rows_at_once
-from blobstore.operations.compare.metrics import Deviation, WorstGroup, relative_error, snr_db
+from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.compare.pairs import Pair, Part
+    from blobstore.operations.compare.pairs import Pair, SourceTensor
 
     Array = np.ndarray[Any, Any]
 
@@ -259,7 +259,7 @@ class _Work:
             BlobMissing, BlobDamaged: a blob is not whole.
             UnsupportedDType: numpy has no type for its elements.
         """
-        deviation = Deviation(pair.group_size)
+        deviation = ErrorStats(pair.group_size)
         if not pair.is_shared:
             self._read(pair, deviation)
         ours, base = pair.ours.stored, pair.base.stored
@@ -279,25 +279,24 @@ class _Work:
             worst=deviation.worst,
         )
 
-    def _read(self, pair: Pair, deviation: Deviation) -> None:
+    def _read(self, pair: Pair, deviation: ErrorStats) -> None:
         total, elements, done, reported = _size(pair), math.prod(pair.ours.shape), 0, 0
         sides = (self._blocks(pair.ours), self._blocks(pair.base))
         for (row, column, numbers), (_, _, base) in zip(*sides, strict=True):
             if self.stop.is_set():
-                message = "stopped"
-                raise BlobstoreError(message)
+                raise BlobstoreError("stopped")
             deviation.add(row, column, numbers, base)
             done += numbers.size
             reached = total * done // elements
             self._meter.add(reached - reported, pair.ours.name)
             reported = reached
 
-    def _blocks(self, part: Part) -> Iterator[tuple[int, int, Array]]:
+    def _blocks(self, part: SourceTensor) -> Iterator[tuple[int, int, Array]]:
         """Yield a tensor in blocks: row, column and numbers. They depend on its shape alone."""
         stored = part.stored
         blob = (stored.layer.digest, stored.layer.size)
         # A map of its own, so that memory is only mapped while it is read.
-        region = Region([stored.layer.size])
+        region = MappedRegion([stored.layer.size])
         for _ in self._store.map_blobs([blob], [0], region):
             pass
         if part.is_quantized:

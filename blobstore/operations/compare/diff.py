@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.compare.pairs import Part
+    from blobstore.operations.compare.pairs import SourceTensor
 
 _BUFFER_SIZE = 1 << 20
 
@@ -139,7 +139,7 @@ def diff_models(
 
 # Tensors
 
-_Sides = tuple["Part | None", "Part | None"]
+_Sides = tuple["SourceTensor | None", "SourceTensor | None"]
 
 
 def _compared(
@@ -196,7 +196,7 @@ class _Work:
             is_shared=is_shared,
         )
 
-    def _have_same_bytes(self, ours: Part, theirs: Part) -> bool:
+    def _have_same_bytes(self, ours: SourceTensor, theirs: SourceTensor) -> bool:
         buffers = bytearray(_BUFFER_SIZE), bytearray(_BUFFER_SIZE)
         left = _bytes_to_read((ours, theirs))
         for (begin, size), (their_begin, their_size) in zip(
@@ -207,8 +207,7 @@ class _Work:
                 return False
             for done in range(0, size, _BUFFER_SIZE):
                 if self.stop.is_set():
-                    message = "stopped"
-                    raise BlobstoreError(message)
+                    raise BlobstoreError("stopped")
                 count = min(size - done, _BUFFER_SIZE)
                 found = (
                     self._read(ours, begin + done, count, buffers[0]),
@@ -221,13 +220,13 @@ class _Work:
                 left -= count
         return True
 
-    def _read(self, part: Part, begin: int, count: int, buffer: bytearray) -> bytearray:
+    def _read(self, part: SourceTensor, begin: int, count: int, buffer: bytearray) -> bytearray:
         layer = part.stored.layer
         self._store.read_into(layer.digest, layer.size, begin, memoryview(buffer)[:count])
         return buffer if count == len(buffer) else buffer[:count]
 
 
-def _changes(ours: Part, theirs: Part) -> tuple[str, ...]:
+def _changes(ours: SourceTensor, theirs: SourceTensor) -> tuple[str, ...]:
     """Return what differs, as headers tell."""
     found = (
         ("type", _type(ours) != _type(theirs)),
@@ -236,13 +235,13 @@ def _changes(ours: Part, theirs: Part) -> tuple[str, ...]:
     return tuple(what for what, differs in found if differs)
 
 
-def _type(part: Part) -> tuple[object, ...]:
+def _type(part: SourceTensor) -> tuple[object, ...]:
     stored = part.stored
     companions = [(suffix, entry.spec.dtype) for suffix, entry in stored.companions.items()]
     return stored.type_name, stored.group_size, stored.entry.spec.dtype, companions
 
 
-def _side(part: Part | None) -> TensorSide | None:
+def _side(part: SourceTensor | None) -> TensorSide | None:
     if part is None:
         return None
     stored = part.stored
@@ -255,7 +254,7 @@ def _side(part: Part | None) -> TensorSide | None:
     )
 
 
-def _extents(part: Part) -> list[tuple[int, int]]:
+def _extents(part: SourceTensor) -> list[tuple[int, int]]:
     """Return where the bytes of a tensor are in its blob: offset and size, its companions' too."""
     stored = part.stored
     found = []

@@ -32,7 +32,7 @@ class WorstGroup(NamedTuple):
     size: int
 
 
-class Deviation:
+class ErrorStats:
     """The errors of a tensor, from as many blocks of it as there are."""
 
     def __init__(self, group_size: int) -> None:

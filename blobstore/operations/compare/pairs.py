@@ -10,25 +10,25 @@ import contextlib
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
 from blobstore.manifests import media_types
 from blobstore.models.expert_stacks import read_stacks
-from blobstore.models.tensors import read_contents
+from blobstore.models.tensors import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.models.tensors import Contents, StoredTensor
+    from blobstore.models.tensors import ModelTensors, StoredTensor
     from blobstore.store.local import LocalStore
 
 _PLAIN_GROUP = 64
 """Elements of a group where neither side is quantized."""
 
 
-class Part(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor under the name that it had in its source."""
 
     name: str
@@ -57,8 +57,8 @@ class Part(NamedTuple):
 class Pair(NamedTuple):
     """A tensor of the model and that of the same name in the base."""
 
-    ours: Part
-    base: Part
+    ours: SourceTensor
+    base: SourceTensor
 
     @property
     def is_shared(self) -> bool:
@@ -99,15 +99,15 @@ def pair_tensors(
     ours, theirs = source_tensors(store, *models)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
-            message = f"no tensor of {reference} or {base} matches {quoted(pattern)}"
-            raise NotFound(message)
+            raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
     ours, theirs = _chosen(ours, patterns), _chosen(theirs, patterns)
     pairs = [Pair(part, theirs[name]) for name, part in ours.items() if name in theirs]
     for pair in pairs:
         _check(pair, reference, base)
     if not pairs:
-        message = f"models {reference} and {base} have no tensor of the same name to compare"
-        raise BlobstoreError(message)
+        raise BlobstoreError(
+            f"models {reference} and {base} have no tensor of the same name to compare"
+        )
     return Pairing(
         pairs,
         tuple(name for name in ours if name not in theirs),
@@ -117,7 +117,7 @@ def pair_tensors(
 
 def source_tensors(
     store: LocalStore, ours: tuple[Reference, Manifest], base: tuple[Reference, Manifest]
-) -> tuple[dict[str, Part], dict[str, Part]]:
+) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor]]:
     """Return the tensors of two models by the names that they had in their sources.
 
     Raises:
@@ -134,16 +134,17 @@ def source_tensors(
 def _with_tensors(store: LocalStore, reference: Reference) -> Manifest:
     manifest = store.resolve(reference)
     if not manifest.layers_of(media_types.TENSOR):
-        message = f"model {reference} has no tensor layers, so there is nothing to compare"
-        raise BlobstoreError(message)
+        raise BlobstoreError(
+            f"model {reference} has no tensor layers, so there is nothing to compare"
+        )
     return manifest
 
 
 def _read(
     store: LocalStore, reference: Reference, manifest: Manifest
-) -> tuple[Contents, Mapping[str, Sequence[str]]]:
+) -> tuple[ModelTensors, Mapping[str, Sequence[str]]]:
     with _located(reference):
-        return read_contents(store, manifest), read_stacks(store, manifest)
+        return read_tensors(store, manifest), read_stacks(store, manifest)
 
 
 @contextlib.contextmanager
@@ -157,40 +158,40 @@ def _located(reference: Reference) -> Iterator[None]:
 
 
 def _parts(
-    contents: Contents, stacks: Mapping[str, Sequence[str]], foreign: Mapping[str, Sequence[str]]
-) -> dict[str, Part]:
+    contents: ModelTensors,
+    stacks: Mapping[str, Sequence[str]],
+    foreign: Mapping[str, Sequence[str]],
+) -> dict[str, SourceTensor]:
     """Return the tensors of a model as its source had them.
 
     ``foreign`` are the stacks of the other model. They name the parts of a tensor that was stacked
     already in its source, if it is of that form.
     """
-    found: dict[str, Part] = {}
+    found: dict[str, SourceTensor] = {}
     for stored in contents.tensors.values():
         names = stacks.get(stored.name)
         if names is None and stored.shape[:1] == (len(foreign.get(stored.name, ())),):
             names = foreign.get(stored.name)
         for part in _split(stored, names):
             if found.setdefault(part.name, part) is not part:
-                message = f"two tensors would both be called {quoted(part.name)}"
-                raise BlobDamaged(message)
+                raise BlobDamaged(f"two tensors would both be called {quote(part.name)}")
     return found
 
 
-def _split(stored: StoredTensor, names: Sequence[str] | None) -> Iterator[Part]:
+def _split(stored: StoredTensor, names: Sequence[str] | None) -> Iterator[SourceTensor]:
     if not names:
-        yield Part(stored.name, stored)
+        yield SourceTensor(stored.name, stored)
         return
     if stored.shape[:1] != (len(names),):
-        message = (
-            f"tensor {quoted(stored.name)} of shape {list(stored.shape)} is said to be made of "
+        raise BlobDamaged(
+            f"tensor {quote(stored.name)} of shape {list(stored.shape)} is said to be made of "
             f"{len(names)} tensors"
         )
-        raise BlobDamaged(message)
     for place, name in enumerate(names):
-        yield Part(name, stored, place, len(names))
+        yield SourceTensor(name, stored, place, len(names))
 
 
-def _chosen(parts: dict[str, Part], patterns: Sequence[str]) -> dict[str, Part]:
+def _chosen(parts: dict[str, SourceTensor], patterns: Sequence[str]) -> dict[str, SourceTensor]:
     if not patterns:
         return parts
     return {
@@ -205,14 +206,12 @@ def _check(pair: Pair, *references: Reference) -> None:
         return
     for part, reference in zip(pair, references, strict=True):
         if part.is_quantized and part.stored.item is None:
-            message = (
-                f"tensor {quoted(part.name)} of {reference} is quantized, but its blob does not "
+            raise BlobstoreError(
+                f"tensor {quote(part.name)} of {reference} is quantized, but its blob does not "
                 "say how"
             )
-            raise BlobstoreError(message)
     if pair.ours.shape != pair.base.shape:
-        message = (
-            f"tensor {quoted(pair.ours.name)} has shape {list(pair.ours.shape)} in "
+        raise BlobstoreError(
+            f"tensor {quote(pair.ours.name)} has shape {list(pair.ours.shape)} in "
             f"{references[0]} and {list(pair.base.shape)} in {references[1]}"
         )
-        raise BlobstoreError(message)

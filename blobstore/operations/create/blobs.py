@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.metadata import describe
@@ -92,8 +92,7 @@ def plan(
         UsageError: ``experts`` is no known form, or the policy asks for what cannot be.
     """
     if experts not in EXPERT_FORMS:
-        message = f"unknown form of experts {quoted(experts)}; expected packed or stacked"
-        raise UsageError(message)
+        raise UsageError(f"unknown form of experts {quote(experts)}; expected packed or stacked")
     plain: list[Recipe] = []
     groups: dict[str, list[Recipe]] = defaultdict(list)
     for name, recipe in recipes.items():
@@ -186,11 +185,10 @@ def _joined(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
     first = experts[0]
     for expert in experts:
         if _form(expert) != _form(first):
-            message = (
-                f"experts {quoted(first.spec.name)} and {quoted(expert.spec.name)} differ in dtype "
+            raise UnsupportedSource(
+                f"experts {quote(first.spec.name)} and {quote(expert.spec.name)} differ in dtype "
                 "or shape and cannot be stacked; use --experts packed"
             )
-            raise UnsupportedSource(message)
     spec = TensorSpec(name, first.spec.dtype, (len(experts), *first.spec.shape))
     sources = tuple(source for expert in experts for source in expert.sources)
     if isinstance(first, Copied):
@@ -216,8 +214,9 @@ def _check_unique(plans: Iterable[BlobPlan]) -> None:
     for blob in plans:
         for name, seen in ((blob.name, blobs), *((spec.name, tensors) for spec in blob.stored)):
             if name in seen:
-                message = f"two tensors of the source would both be stored as {quoted(name)}"
-                raise UnsupportedSource(message)
+                raise UnsupportedSource(
+                    f"two tensors of the source would both be stored as {quote(name)}"
+                )
             seen.add(name)
     _check_companions([recipe for blob in plans for recipe in blob.tensors], tensors)
 
@@ -228,12 +227,11 @@ def _check_companions(recipes: Iterable[Recipe], names: Collection[str]) -> None
         own = {spec.name for spec in recipe.stored}
         for name in (recipe.spec.name + end for end in _COMPANION_ENDS):
             if name in names and name not in own:
-                message = (
-                    f"tensor {quoted(name)} has the name of a companion of "
-                    f"{quoted(recipe.spec.name)}, which is quantized; keep that one with an override "
+                raise UnsupportedSource(
+                    f"tensor {quote(name)} has the name of a companion of "
+                    f"{quote(recipe.spec.name)}, which is quantized; keep that one with an override "
                     "to none, or rename the tensor"
                 )
-                raise UnsupportedSource(message)
 
 
 def blob_header(blob: BlobPlan) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized
@@ -63,7 +63,7 @@ class Conversion:
             try:
                 yield from self._quantized(recipe)
             except BlobstoreError as error:
-                where = f"tensor {quoted(recipe.spec.name)}"
+                where = f"tensor {quote(recipe.spec.name)}"
                 raise error.at(where) from None
 
     def _copied(self, recipe: Copied) -> Iterator[Buffer]:
@@ -141,16 +141,15 @@ class Conversion:
 def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
     import numpy as np
 
-    from blobstore.quantization.numpy import first_endless
+    from blobstore.quantization.numpy import first_nonfinite
 
-    index = first_endless(array)
+    index = first_nonfinite(array)
     if index is not None:
         place = [int(number) for number in np.unravel_index(before + index, recipe.spec.shape)]
-        message = (
+        raise DamagedSource(
             f"element {place} is {array.flat[index]}, which cannot be quantized; keep the tensor "
             "with an override to none"
         )
-        raise DamagedSource(message)
 
 
 def _check_exponents(scale: Array, recipe: Quantized) -> None:
@@ -159,11 +158,10 @@ def _check_exponents(scale: Array, recipe: Quantized) -> None:
     Those of groups below about 1e-36 do, and so come back as 1e38; no weight is of either size.
     """
     if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _LAST_EXPONENT:
-        message = (
+        raise DamagedSource(
             f"the numbers of a group are too small or too large for {recipe.item.name}; keep the "
             "tensor with an override to none"
         )
-        raise DamagedSource(message)
 
 
 def _numbers(data: memoryview, dtype: DType) -> Array:
@@ -181,6 +179,5 @@ def _reciprocal(piece: memoryview) -> memoryview:
     with np.errstate(all="ignore"):
         result = np.float32(1) / value
     if not (np.isfinite(value) & np.isfinite(result)).all():  # that of the smallest is infinite
-        message = f"a global scale of {value[0]} has no reciprocal"
-        raise DamagedSource(message)
+        raise DamagedSource(f"a global scale of {value[0]} has no reciprocal")
     return as_bytes(result)

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import printable
+from blobstore.core.escape import escape
 from blobstore.core.progress import Meter
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobstoreError
@@ -24,11 +24,11 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import find_places, write_index
+from blobstore.models.index import load_index, write_index
 from blobstore.operations.create.blobs import blob_buffers, blob_size
 from blobstore.operations.create.convert import Conversion
 from blobstore.operations.create.files import config_bytes, small_layers
-from blobstore.operations.create.plan import Quantize, plan_source
+from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.open import open_source
 from blobstore.store.blobs import ADVICE
@@ -114,7 +114,7 @@ def create(
     if isinstance(reference, str):
         reference = Reference.parse(reference)
     check_jobs(jobs)
-    request = Quantize(
+    request = QuantizeOptions(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
     )
     store = store or LocalStore()
@@ -177,7 +177,7 @@ def _write(
         )
         manifest = Manifest(config=described, layers=tuple(layers))
         # What a loader cannot resolve must not get a name; and the first one finds the index there.
-        places = find_places(store, manifest.to_bytes())
+        places = load_index(store, manifest.to_bytes())
         if not places.is_indexed:
             write_index(store, manifest.to_bytes(), places)
         store.publish(reference, manifest)
@@ -245,8 +245,7 @@ class _Work:
 
 def _check_going(stop: threading.Event) -> None:
     if stop.is_set():
-        message = "stopped"
-        raise BlobstoreError(message)
+        raise BlobstoreError("stopped")
 
 
 class _Exists:
@@ -268,8 +267,7 @@ class _Exists:
                 self._store.check_digest(digest, size, lambda _: _check_going(self.stop))
         except BlobDamaged as error:
             what = str(error).removesuffix(ADVICE)
-            message = f"{what}; {self._advice(digest)}, and create again"
-            raise BlobDamaged(message) from None
+            raise BlobDamaged(f"{what}; {self._advice(digest)}, and create again") from None
         return exists
 
     def _advice(self, digest: Digest) -> str:
@@ -278,6 +276,6 @@ class _Exists:
             with contextlib.suppress(BlobstoreError):
                 _, manifest = self._store.parse(reference)
                 if any(blob.digest == digest for blob in manifest.blobs):
-                    source = shlex.quote(printable(str(self._source)))
+                    source = shlex.quote(escape(str(self._source)))
                     return f"run blobstore repair {reference} --from {source}"
         return "no model uses it: remove that file"

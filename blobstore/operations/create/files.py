@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json as strictjson
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
@@ -69,8 +69,7 @@ def _content(file: SourceFile) -> bytes:
     try:
         return read_regular(file.path, _MAX_FILE_SIZE)
     except OSError as error:
-        message = f"cannot read {quoted(file.path)}: {error.strerror}"
-        raise DamagedSource(message) from error
+        raise DamagedSource(f"cannot read {quote(file.path)}: {error.strerror}") from error
 
 
 def _capabilities(source: TensorSource) -> tuple[str, ...]:

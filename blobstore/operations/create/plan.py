@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.operations.create.blobs import BlobPlan, plan
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.detect import recognise
+from blobstore.quantization.detect import detect_quantization
 from blobstore.quantization.formats import FORMATS, parse_format
 from blobstore.quantization.policy import Policy, parse_override
 from blobstore.quantization.recipes import Prequantized, Quantized
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantize:
+class QuantizeOptions:
     """What a model shall be quantized to, as a user says it."""
 
     quant_type: str | None = None
@@ -99,7 +99,7 @@ def _planned(recipe: Recipe, policy: Policy | None) -> PlannedTensor:
 
 
 def plan_source(
-    source: TensorSource, *, experts: ExpertForm = "packed", quantize: Quantize | None = None
+    source: TensorSource, *, experts: ExpertForm = "packed", quantize: QuantizeOptions | None = None
 ) -> ModelPlan:
     """Return the plan for an open source.
 
@@ -108,24 +108,22 @@ def plan_source(
             and shall be quantized.
         UsageError: the request means nothing, or cannot be for one of the tensors.
     """
-    recipes, notices, quant_type = recognise(source.specs, source.config)
-    request = quantize or Quantize()
+    recipes, notices, quant_type = detect_quantization(source.specs, source.config)
+    request = quantize or QuantizeOptions()
     policy = _policy(request, source.config)
     if policy is not None:
         for recipe in recipes.values():
             if isinstance(recipe, Prequantized):
-                message = (
-                    f"tensor {quoted(recipe.spec.name)} is quantized to {recipe.item.name} already; "
+                raise UnsupportedSource(
+                    f"tensor {quote(recipe.spec.name)} is quantized to {recipe.item.name} already; "
                     "create from the unquantized weights, or without quantizing"
                 )
-                raise UnsupportedSource(message)
-        if StatedQuantization(source.config).method == gpt_oss.METHOD:
+        if SourceQuantConfig(source.config).method == gpt_oss.METHOD:
             # Stored with this config, plain weights would pass for those of gpt-oss.
-            message = (
-                f"config.json says quant_method {quoted(gpt_oss.METHOD)}, and no tensor is so; remove "
+            raise UnsupportedSource(
+                f"config.json says quant_method {quote(gpt_oss.METHOD)}, and no tensor is so; remove "
                 "'quantization_config' from it, if the weights are plain"
             )
-            raise UnsupportedSource(message)
     # 8-bit floats are decoded, so that nothing of the model is of their type any more.
     quant_type = quant_type if quant_type in FORMATS else ""
     blobs = plan(recipes, experts=experts, policy=policy)
@@ -136,11 +134,12 @@ def plan_source(
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
 
 
-def _policy(quantize: Quantize, config: Mapping[str, Any]) -> Policy | None:
+def _policy(quantize: QuantizeOptions, config: Mapping[str, Any]) -> Policy | None:
     if quantize.quant_type is None:
-        if quantize != Quantize():
-            message = "a group size, policy or override means nothing without a type to quantize to"
-            raise UsageError(message)
+        if quantize != QuantizeOptions():
+            raise UsageError(
+                "a group size, policy or override means nothing without a type to quantize to"
+            )
         return None
     return Policy(
         parse_format(quantize.quant_type),
@@ -154,5 +153,4 @@ def _policy(quantize: Quantize, config: Mapping[str, Any]) -> Policy | None:
 def _check_overrides(policy: Policy) -> None:
     unused = policy.unused_overrides()
     if unused:
-        message = f"no tensor of the source matches the override {quoted(unused[0])}"
-        raise UsageError(message)
+        raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.writer import write_safetensors
@@ -25,7 +25,7 @@ _BUFFER_SIZE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What :func:`copy_to_safetensors` did."""
+    """What :func:`convert_checkpoint` did."""
 
     path: Path
     tensors: int
@@ -35,7 +35,7 @@ class Copied:
     """What a person should know, one line each."""
 
 
-def copy_to_safetensors(
+def convert_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -62,10 +62,9 @@ def copy_to_safetensors(
     """
     path = Path(target)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
-        message = f"{quoted(path)} exists already" + (
-            "" if overwrite else "; replace it with --force"
+        raise BlobstoreError(
+            f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")
         )
-        raise BlobstoreError(message)
     opened = open_source(
         source, weights=weights, subtree=subtree, keep_names=keep_names, progress=progress
     )
@@ -80,8 +79,7 @@ def copy_to_safetensors(
 
         written = write_safetensors(path, opened.specs.values(), read, _METADATA)
     except OSError as error:
-        message = f"cannot write {quoted(path)}: {error.strerror}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:
         opened.close()
     return Copied(

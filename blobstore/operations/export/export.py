@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.export.folder import lay_out
+from blobstore.operations.export.folder import plan_export
 from blobstore.operations.export.shards import SHARD_SIZE
 from blobstore.operations.export.writer import building, free_target, write_new, write_weights
 from blobstore.store.local import LocalStore
@@ -75,13 +75,12 @@ def export_model(
     if isinstance(reference, str):
         reference = Reference.parse(reference)
     if shard_size < 1:
-        message = f"the shard size must be at least 1 byte, got {shard_size}"
-        raise UsageError(message)
+        raise UsageError(f"the shard size must be at least 1 byte, got {shard_size}")
     store = store or LocalStore()
     manifest = store.resolve(reference)
     target = free_target(folder)
     try:
-        layout = lay_out(store, manifest, shard_size, dequantize=dequantize)
+        layout = plan_export(store, manifest, shard_size, dequantize=dequantize)
         with building(target) as new:
             write_weights(store, layout.weights, layout.tensors, new, progress)
             for name, layer in layout.files.items():

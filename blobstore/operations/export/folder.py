@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.tensors import read_contents
+from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import divided, file_names, index, index_name, weight_file
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.models.tensors import Contents, StoredTensor
+    from blobstore.models.tensors import ModelTensors, StoredTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import Header
@@ -85,7 +85,7 @@ class FolderContents:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderLayout:
+class ExportPlan:
     """What the folder will hold. Names are relative to it."""
 
     tensors: Sequence[FolderTensor]
@@ -99,19 +99,17 @@ class FolderLayout:
 def _check_kind(manifest: Manifest) -> None:
     for layer in manifest.layers:
         if layer.media_type in _OTHER_WEIGHTS:
-            message = (
+            raise BlobstoreError(
                 f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
                 "only models stored as tensors have such a folder"
             )
-            raise BlobstoreError(message)
     if not manifest.layers_of(media_types.TENSOR):
-        message = "it has no tensor layers, so there is nothing to put into a folder"
-        raise BlobstoreError(message)
+        raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
 
 
-def lay_out(
+def plan_export(
     store: LocalStore, manifest: Manifest, shard_size: int, *, dequantize: bool = False
-) -> FolderLayout:
+) -> ExportPlan:
     """Return what the folder of a model will hold, quantized weights packed or as plain numbers.
 
     Raises as :func:`folder_contents`.
@@ -132,7 +130,7 @@ def lay_out(
     check_beside(contents, [shard.name for shard in weights])
     written |= contents.configs
     kept = {name: file for name, file in contents.files.items() if name not in written}
-    return FolderLayout(contents.tensors, weights, written, kept)
+    return ExportPlan(contents.tensors, weights, written, kept)
 
 
 def folder_contents(
@@ -147,7 +145,7 @@ def folder_contents(
             written.
     """
     _check_kind(manifest)
-    contents, stacks = read_contents(store, manifest), read_stacks(store, manifest)
+    contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
     is_gpt_oss = gpt_oss.is_form_of(_decoded(store, files, "config.json"), packed)
@@ -181,7 +179,11 @@ def check_beside(contents: FolderContents, weights: Iterable[str]) -> None:
 
 
 def _source_tensors(
-    contents: Contents, stacks: Mapping[str, Sequence[str]], *, dequantize: bool, is_gpt_oss: bool
+    contents: ModelTensors,
+    stacks: Mapping[str, Sequence[str]],
+    *,
+    dequantize: bool,
+    is_gpt_oss: bool,
 ) -> list[FolderTensor]:
     """Return the tensors as the source had them, in the order of the layers and their bytes."""
     found: dict[str, FolderTensor] = {}
@@ -193,11 +195,13 @@ def _source_tensors(
         made = make(stored, sources)
         for tensor in map(_as_gpt_oss, made) if is_gpt_oss and stored.companions else made:
             if found.setdefault(tensor.spec.name, tensor) is not tensor:
-                message = f"two tensors would both be exported as {quoted(tensor.spec.name)}"
-                raise BlobDamaged(message)
+                raise BlobDamaged(
+                    f"two tensors would both be exported as {quote(tensor.spec.name)}"
+                )
     if unused:
-        message = f"the list of stacked tensors names {quoted(min(unused))}, which does not exist"
-        raise BlobDamaged(message)
+        raise BlobDamaged(
+            f"the list of stacked tensors names {quote(min(unused))}, which does not exist"
+        )
     return list(found.values())
 
 
@@ -228,8 +232,9 @@ def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Itera
         yield from _packed_tensors(stored, sources)
         return
     if stored.item is None:
-        message = f"tensor {quoted(stored.name)} is quantized, but its blob does not say how"
-        raise BlobstoreError(message)
+        raise BlobstoreError(
+            f"tensor {quote(stored.name)} is quantized, but its blob does not say how"
+        )
     dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
     if sources is None:
         spec = TensorSpec(stored.name, dtype, stored.shape)
@@ -243,15 +248,14 @@ def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Itera
 
 def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence[str]) -> None:
     if shape[:1] != (len(sources),):
-        message = (
-            f"tensor {quoted(stored.name)} of shape {list(shape)} is said to be made of "
+        raise BlobDamaged(
+            f"tensor {quote(stored.name)} of shape {list(shape)} is said to be made of "
             f"{len(sources)} tensors"
         )
-        raise BlobDamaged(message)
 
 
 def _packed_types(
-    contents: Contents, stacks: Mapping[str, Sequence[str]]
+    contents: ModelTensors, stacks: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[QuantFormat, int]]:
     """Return type and group size of the weights that are packed in the folder, by their names."""
     return {
@@ -299,11 +303,10 @@ def small_files(manifest: Manifest) -> dict[str, Descriptor]:
     for layer in layers:
         parts = layer.name.split("/")
         if len(parts) > _MAX_DEPTH or not all(map(_is_part, parts)):
-            message = (
-                f"layer {quoted(layer.name)} is no file name: expected at most {_MAX_DEPTH} parts "
+            raise InvalidManifest(
+                f"layer {quote(layer.name)} is no file name: expected at most {_MAX_DEPTH} parts "
                 "of letters, digits, '_', '.' and '-'"
             )
-            raise InvalidManifest(message)
     _check_paths(layer.name for layer in layers)  # a map would lose the second of one name
     return {layer.name: layer for layer in layers}
 
@@ -318,13 +321,11 @@ def _check_paths(names: Iterable[str]) -> None:
     folders: set[str] = set()
     for name in names:
         if name in files:
-            message = f"two files would both be {quoted(name)}"
-            raise InvalidManifest(message)
+            raise InvalidManifest(f"two files would both be {quote(name)}")
         files.add(name)
         folders.update(str(parent) for parent in Path(name).parents)
     if both := files & folders:
-        message = f"{quoted(min(both))} would be both a file and a folder"
-        raise InvalidManifest(message)
+        raise InvalidManifest(f"{quote(min(both))} would be both a file and a folder")
 
 
 def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
-from blobstore.core.gc_pause import collector_paused
+from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.export.link_plan import FarmLayout, Gathered, Link, Relabelled
+    from blobstore.operations.export.link_plan import Link, LinkPlan, Repacked, WithNewHeader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +100,12 @@ def link_model(
     manifest = store.resolve(reference)
     cold = [item for item in manifest.layers_of(media_types.TENSOR) if store.is_cold(item.digest)]
     if cold:
-        message = (
+        raise StoreError(
             f"model {reference} is frozen, and links need files; run 'blobstore thaw {reference}'"
         )
-        raise StoreError(message)
     target = free_target(folder)
     try:
-        with collector_paused():  # a model has thousands of tensors
+        with gc_paused():  # a model has thousands of tensors
             layout = lay_out_farm(store, manifest)
         with building(target) as new:
             for name, layer in layout.files.items():
@@ -161,33 +160,32 @@ def _explained(store: LocalStore, blob: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        root = quoted(store.layout.root)
+        root = quote(store.layout.root)
         reasons = {
             errno.EXDEV: f"the folder and the store {root} are on different file systems",
             errno.EPERM: f"the blobs of the store {root} belong to someone else, or its file "
             "system has no hard links",
-            errno.EMLINK: f"blob {quoted(blob)} has as many names as a file can have",
+            errno.EMLINK: f"blob {quote(blob)} has as many names as a file can have",
         }
         reason = reasons.get(error.errno or 0)
         if reason is None:
             raise
-        message = f"{reason}, so hard links cannot be made; use symbolic links"
-        raise StoreError(message) from error
+        raise StoreError(f"{reason}, so hard links cannot be made; use symbolic links") from error
 
 
 def _share(
-    store: LocalStore, files: Sequence[Relabelled], folder: Path
-) -> tuple[list[Relabelled], list[Relabelled]]:
+    store: LocalStore, files: Sequence[WithNewHeader], folder: Path
+) -> tuple[list[WithNewHeader], list[WithNewHeader]]:
     """Write the files that can share the bytes of a blob; return them, and the others."""
-    shared: list[Relabelled] = []
-    copied: list[Relabelled] = []
+    shared: list[WithNewHeader] = []
+    copied: list[WithNewHeader] = []
     for item in files:
         is_shared = _is_shared(store, item, folder / item.file.name)
         (shared if is_shared else copied).append(item)
     return shared, copied
 
 
-def _is_shared(store: LocalStore, item: Relabelled, path: Path) -> bool:
+def _is_shared(store: LocalStore, item: WithNewHeader, path: Path) -> bool:
     if store.is_cold(item.layer.digest):  # its blocks are none of the file
         return False
     source = store.open_blob(item.layer.digest, item.layer.size)
@@ -208,8 +206,8 @@ def _is_shared(store: LocalStore, item: Relabelled, path: Path) -> bool:
 
 def _copy(
     store: LocalStore,
-    copied: Sequence[Relabelled],
-    gathered: Gathered,
+    copied: Sequence[WithNewHeader],
+    gathered: Repacked,
     folder: Path,
     progress: Progress | None,
 ) -> None:
@@ -220,9 +218,9 @@ def _copy(
 
 def _result(
     target: Path,
-    layout: FarmLayout,
-    shared: Sequence[Relabelled],
-    copied: Sequence[Relabelled],
+    layout: LinkPlan,
+    shared: Sequence[WithNewHeader],
+    copied: Sequence[WithNewHeader],
     seconds: float,
 ) -> Linked:
     links, (gathered, scattered) = layout.links, layout.gathered
@@ -244,7 +242,7 @@ def _result(
     )
 
 
-def _data_size(item: Relabelled) -> int:
+def _data_size(item: WithNewHeader) -> int:
     return item.layer.size - item.data_start
 
 

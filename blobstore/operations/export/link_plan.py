@@ -43,7 +43,7 @@ class Link(NamedTuple):
     layer: Descriptor
 
 
-class Relabelled(NamedTuple):
+class WithNewHeader(NamedTuple):
     """A weight file with the data of one blob under another header."""
 
     file: WeightFile
@@ -53,7 +53,7 @@ class Relabelled(NamedTuple):
     tensors: Sequence[FolderTensor]
 
 
-class Gathered(NamedTuple):
+class Repacked(NamedTuple):
     """Weight files with the tensors of several blobs, or in another order."""
 
     files: Sequence[WeightFile]
@@ -62,12 +62,12 @@ class Gathered(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class FarmLayout:
+class LinkPlan:
     """What the farm will hold. Names are relative to its folder."""
 
     links: Sequence[Link]
-    relabelled: Sequence[Relabelled]
-    gathered: Gathered
+    relabelled: Sequence[WithNewHeader]
+    gathered: Repacked
     written: Mapping[str, bytes]
     """Files made for the folder: weight indexes, and configs that must say something else."""
     files: Mapping[str, Descriptor]
@@ -90,7 +90,7 @@ class _Rest(NamedTuple):
     """The names that it has in the folder."""
 
 
-def lay_out_farm(store: LocalStore, manifest: Manifest) -> FarmLayout:
+def lay_out_farm(store: LocalStore, manifest: Manifest) -> LinkPlan:
     """Return what the farm of a model will hold, quantized weights packed.
 
     Raises:
@@ -109,10 +109,10 @@ def lay_out_farm(store: LocalStore, manifest: Manifest) -> FarmLayout:
     written = dict(contents.configs)
     for part in parts:
         written |= part.indexes
-    return FarmLayout(
+    return LinkPlan(
         links=[link for part in parts for link in part.links],
         relabelled=[file for part in parts for file in part.relabelled],
-        gathered=Gathered([file for part in parts for file in part.gathered], rest.tensors),
+        gathered=Repacked([file for part in parts for file in part.gathered], rest.tensors),
         written=written,
         files={name: file for name, file in contents.files.items() if name not in written},
         tensors=len(contents.tensors),
@@ -123,7 +123,7 @@ class _Part(NamedTuple):
     """What a farm holds of one component."""
 
     links: list[Link]
-    relabelled: list[Relabelled]
+    relabelled: list[WithNewHeader]
     gathered: list[WeightFile]
     held: dict[str, Sequence[str]]
     """The tensors of each file, by its place in the farm."""
@@ -149,7 +149,9 @@ def _part(
             part.links.append(Link(name, first.layer))
             continue
         file = weight_file(name, blob.specs, joins, prefix)
-        part.relabelled.append(Relabelled(file, first.layer, first.header.data_start, blob.tensors))
+        part.relabelled.append(
+            WithNewHeader(file, first.layer, first.header.data_start, blob.tensors)
+        )
     for gathered_specs in gathered:
         file = weight_file(next(names), gathered_specs, joins, prefix)
         part.gathered.append(file)

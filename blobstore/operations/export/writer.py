@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder, write_all
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.store.blobs import ADVICE
@@ -109,7 +109,7 @@ class _Copying:
             else:
                 self._copy(layer, tensors)
         except BlobstoreError as error:
-            where = f"layer {quoted(layer.name)}"
+            where = f"layer {quote(layer.name)}"
             raise error.at(where) from error
 
     def _copy(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
@@ -120,17 +120,16 @@ class _Copying:
             for tensor in tensors:
                 self._write(tensor.spec, blob.read(tensor.spec.nbytes), layer.name)
         if blob.digester.digest() != layer.digest:
-            message = (
-                f"blob {quoted(self._store.layout.blob(layer.digest))} is damaged: its bytes "
+            raise BlobDamaged(
+                f"blob {quote(self._store.layout.blob(layer.digest))} is damaged: its bytes "
                 f"have digest {blob.digester.digest()}{ADVICE}"
             )
-            raise BlobDamaged(message)
 
     def _compute(self, layer: Descriptor, tensors: Sequence[FolderTensor]) -> None:
         """Write the tensors of a blob, the quantized ones as plain numbers."""
         # A weight and its companions lie apart, so the blob is mapped, and hashed beforehand.
         self._store.check_digest(layer.digest, layer.size)
-        region = Region([layer.size])
+        region = MappedRegion([layer.size])
         for _ in self._store.map_blobs([(layer.digest, layer.size)], [0], region):
             pass
         for tensor in tensors:
@@ -143,15 +142,14 @@ class _Copying:
             os.lseek(descriptor, offset, os.SEEK_SET)
             for buffer in buffers:
                 if self.stop.is_set():
-                    message = "stopped"
-                    raise BlobstoreError(message)
+                    raise BlobstoreError("stopped")
                 write_all(descriptor, buffer)
                 self._meter.add(len(buffer), what)
         finally:
             os.close(descriptor)
 
 
-def _pieces(tensor: FolderTensor, region: Region) -> Iterator[memoryview]:
+def _pieces(tensor: FolderTensor, region: MappedRegion) -> Iterator[memoryview]:
     """Yield the bytes of a tensor of a mapped blob, of a quantized one as plain numbers."""
     from blobstore.models.dequantize import plain_pieces, transposed_pieces
     from blobstore.models.frameworks import NAMES
@@ -188,8 +186,9 @@ class _BlobReader:
             if not self._left:
                 self._left = next(self._pieces, self._left)
             if not self._left:
-                message = f"the blob ended at byte {self.digester.size}, {size} bytes too early"
-                raise BlobDamaged(message)
+                raise BlobDamaged(
+                    f"the blob ended at byte {self.digester.size}, {size} bytes too early"
+                )
             piece, self._left = self._left[:size], self._left[size:]
             self.digester.update(piece)
             yield piece
@@ -213,17 +212,14 @@ def free_target(folder: str | os.PathLike[str]) -> Path:
         # Neither could be replaced by the finished folder without surprise.
         is_fixed = target.is_mount() or target == Path.cwd()
     except (OSError, ValueError) as error:
-        message = f"cannot look at {quoted(os.fspath(folder))}: {error}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot look at {quote(os.fspath(folder))}: {error}") from error
     if not is_empty:
-        message = f"{quoted(target)} exists already; choose a new or an empty folder"
-        raise BlobstoreError(message)
+        raise BlobstoreError(f"{quote(target)} exists already; choose a new or an empty folder")
     if is_fixed:
-        message = (
-            f"{quoted(target)} is a mount point or the working directory; choose a new folder "
+        raise BlobstoreError(
+            f"{quote(target)} is a mount point or the working directory; choose a new folder "
             "inside it"
         )
-        raise BlobstoreError(message)
     return target
 
 
@@ -240,8 +236,7 @@ def building(target: Path) -> Iterator[Path]:
         folder.replace(target)
         sync_folder(target.parent)
     except OSError as error:
-        message = f"cannot write {quoted(target)}: {error.strerror}"
-        raise BlobstoreError(message) from error
+        raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

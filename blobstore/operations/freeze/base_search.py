@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
 _BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
-class Relatives:
+class BaseFinder:
     """The models of a store, some of which are like others."""
 
     def __init__(self, store: LocalStore, references: Sequence[Reference], level: Level) -> None:
@@ -125,8 +125,8 @@ class Relatives:
         alone = beside = 0
         for layer, other in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLES]:
             try:
-                blob, base = Blob(layer.digest, layer.size), Blob(other.digest, other.size)
-                coding = Coding(self._store, blob, self._level, base)
+                blob, base = layer.id, other.id
+                coding = BlobEncoder(self._store, blob, self._level, base)
                 beside += coding.estimate()
                 coding.alone()
                 alone += coding.estimate()

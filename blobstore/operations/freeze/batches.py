@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core.files import make_folders
 from blobstore.core.progress import Meter
-from blobstore.core.workers import Stopped
+from blobstore.core.workers import Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-class Moving:
+class BatchRunner:
     """A lease with temporary files, threads, and a way to stop them."""
 
     def __init__(self, store: LocalStore, progress: Progress | None, total: int) -> None:
@@ -74,8 +74,7 @@ class Moving:
             Stopped: the work is to end.
         """
         if self._stop.is_set():
-            message = "stopped"
-            raise Stopped(message)
+            raise Cancelled("stopped")
         self._meter.add(count, what)
 
     @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from blobstore.errors import Damaged, InvalidHeader, StoreError
 from blobstore.operations.freeze.fingerprints import (
     LEAST_PIECE,
-    Pieces,
+    FingerprintIndex,
     print_of,
     slices_of,
     whole_of,
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.estimate import Known
-    from blobstore.compression.spans import Run
-    from blobstore.core.digest import Digest
+    from blobstore.compression.spans import Span
+    from blobstore.core.digest import BlobId
     from blobstore.operations.freeze.fingerprints import Piece
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
@@ -30,14 +30,7 @@ Level = Literal["fast", "small"]
 _PIECE = 16 << 20
 
 
-class Blob(NamedTuple):
-    """A blob by its name."""
-
-    digest: Digest
-    size: int
-
-
-class Coding:
+class BlobEncoder:
     """A hot blob that is to be coded, by ``base`` if that is given and has tensors like it.
 
     Raises:
@@ -46,15 +39,15 @@ class Coding:
     """
 
     def __init__(
-        self, store: LocalStore, blob: Blob, level: Level, base: Blob | None = None
+        self, store: LocalStore, blob: BlobId, level: Level, base: BlobId | None = None
     ) -> None:
-        from blobstore.compression.spans import outline  # brings numpy
+        from blobstore.compression.spans import spans_of  # brings numpy
         from blobstore.compression.tuning import Level as Effort
 
         self._digest = blob.digest
         self._level = Effort(level)
         self._data = store.hot.whole(blob.digest, blob.size)
-        self._runs = outline(self._data, blob.size)
+        self._runs = spans_of(self._data, blob.size)
         self._compared = self._runs
         self._base: BaseBlob | None = None
         self._known: Known = {}
@@ -73,12 +66,12 @@ class Coding:
     def write(self, write: Callable[..., object], tell: Callable[[int], None]) -> None:
         """Code the blob; ``tell`` gets the bytes that are being coded."""
         from blobstore.compression.encoder import encode
-        from blobstore.compression.estimate import with_factors
+        from blobstore.compression.estimate import fit_low_rank
         from blobstore.compression.spans import with_equals
 
-        runs: Sequence[Run] = self._compared
+        runs: Sequence[Span] = self._compared
         if self._base is not None:
-            runs = list(with_factors(self._data, runs, self._base, self._level, self._known))
+            runs = list(fit_low_rank(self._data, runs, self._base, self._level, self._known))
         runs = [
             run if run.same_as is None else run._replace(base_begin=None, factors=None)
             for run in with_equals(runs, self._data)
@@ -89,9 +82,9 @@ class Coding:
 
     def estimate(self) -> int:
         """Return about how many bytes it comes to, from some slices of each tensor; seldom fewer."""
-        from blobstore.compression.estimate import estimated
+        from blobstore.compression.estimate import estimate_size
 
-        return estimated(self._data, self._compared, self._base, self._level, self._known)
+        return estimate_size(self._data, self._compared, self._base, self._level, self._known)
 
     def _pieces(self, tell: Callable[[int], None]) -> Iterator[memoryview]:
         size = len(self._data)
@@ -99,7 +92,7 @@ class Coding:
             yield self._data[begin : begin + _PIECE]
             tell(min(_PIECE, size - begin))
 
-    def _compare(self, store: LocalStore, blob: Blob) -> None:
+    def _compare(self, store: LocalStore, blob: BlobId) -> None:
         """Note for each tensor where the one lies in the base that it is to be compared with."""
         try:
             theirs = store.read_blob_header(*blob)
@@ -138,16 +131,16 @@ class _Compared:
         self._mine = mine
         self._theirs = theirs
         self._base = base
-        self._pieces = Pieces(theirs, base.read_into)
+        self._pieces = FingerprintIndex(theirs, base.read_into)
 
-    def runs(self, runs: Sequence[Run]) -> Iterator[Run]:
+    def runs(self, runs: Sequence[Span]) -> Iterator[Span]:
         """Yield the runs, of which the first is the header."""
         yield runs[0]
         named = [(name, item) for name, item in self._mine.tensors.items() if item.end > item.begin]
         for run, (name, entry) in zip(runs[1:], named, strict=True):
             yield from self._compared(run, name, entry)
 
-    def _compared(self, run: Run, name: str, entry: TensorEntry) -> Sequence[Run]:
+    def _compared(self, run: Span, name: str, entry: TensorEntry) -> Sequence[Span]:
         whole = whole_of(entry, self._mine.data_start)
         by_name = self._by_name(name, entry)
         place = self._place(whole, by_name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.files import write_all
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.operations.freeze.base_search import LEAST_GAIN
-from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.store.bases import WholeBases, forms_of_base
 from blobstore.store.cold import ColdBlob, file_state
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.batches import Moving
+    from blobstore.operations.freeze.batches import BatchRunner
     from blobstore.operations.freeze.blob_encoder import Level
     from blobstore.store.cold import State
     from blobstore.store.local import LocalStore
@@ -37,7 +37,7 @@ _CHECKS = 3
 """How often a blob is decoded whose base becomes hot or cold meanwhile."""
 
 
-class Made(NamedTuple):
+class EncodedBlob(NamedTuple):
     """A blob whose cold form is whole, and durable."""
 
     blob: Descriptor
@@ -49,10 +49,10 @@ class Made(NamedTuple):
     base: Digest | None
 
 
-class Maker:
+class ColdBlobBuilder:
     """Makes cold forms, on any thread."""
 
-    def __init__(self, store: LocalStore, level: Level, bases: Mapping[Digest, Blob]) -> None:
+    def __init__(self, store: LocalStore, level: Level, bases: Mapping[Digest, BlobId]) -> None:
         """Take the store, how hard to try, and by what blobs may be coded."""
         self._store = store
         self._layout = store.layout
@@ -62,15 +62,15 @@ class Maker:
         self.has_links = True
         """Whether a base that is hot can have a second name; without that it can be none."""
 
-    def coding(self, blob: Descriptor) -> Coding:
+    def coding(self, blob: Descriptor) -> BlobEncoder:
         """Return how a blob is best coded.
 
-        Raises as :class:`Coding`.
+        Raises as :class:`BlobEncoder`.
         """
         base = self._bases.get(blob.digest)
         if base is None or not (self.has_links or self._store.cold.has(base.digest)):
             return self._alone(blob)
-        coding = Coding(self._store, Blob(blob.digest, blob.size), self._level, base)
+        coding = BlobEncoder(self._store, blob.id, self._level, base)
         if coding.has_base:
             other = self._alone(blob)
             is_gain = coding.estimate() <= (1 - LEAST_GAIN) * other.estimate()
@@ -79,7 +79,7 @@ class Maker:
                 return other
         return coding
 
-    def make(self, blob: Descriptor, moving: Moving) -> Made:
+    def make(self, blob: Descriptor, moving: BatchRunner) -> EncodedBlob:
         """Code a blob, and check that it decodes to what it was.
 
         Raises:
@@ -98,16 +98,16 @@ class Maker:
         tell(left)
         return made
 
-    def settled(self, made: Made) -> None:
+    def settled(self, made: EncodedBlob) -> None:
         """Note that what was made has its name."""
         if made.base is None and made.state is not None:
             cold = self._layout.cold_blob(made.blob.digest)
             self._whole.add(made.blob.digest, (cold, made.state))
 
-    def _alone(self, blob: Descriptor) -> Coding:
-        return Coding(self._store, Blob(blob.digest, blob.size), self._level)
+    def _alone(self, blob: Descriptor) -> BlobEncoder:
+        return BlobEncoder(self._store, blob.id, self._level)
 
-    def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> Made | None:
+    def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> EncodedBlob | None:
         """Return the cold form beside the hot one, kept or left by a killed freeze, if it is whole."""
         if not self._store.cold.has(blob.digest):
             return None
@@ -116,7 +116,9 @@ class Maker:
             return self._checked(blob, self._layout.cold_blob(blob.digest), None, tell)
         return None
 
-    def _made(self, blob: Descriptor, moving: Moving, tell: Callable[[int], None]) -> Made:
+    def _made(
+        self, blob: Descriptor, moving: BatchRunner, tell: Callable[[int], None]
+    ) -> EncodedBlob:
         coding = self.coding(blob)
         if coding.has_base:
             with contextlib.suppress(BlobDamaged):  # so much the base may be to blame for
@@ -134,8 +136,12 @@ class Maker:
         return made
 
     def _coded(
-        self, blob: Descriptor, coding: Coding, moving: Moving, tell: Callable[[int], None]
-    ) -> Made | None:
+        self,
+        blob: Descriptor,
+        coding: BlobEncoder,
+        moving: BatchRunner,
+        tell: Callable[[int], None],
+    ) -> EncodedBlob | None:
         """Code a blob into a new file; None if it is coded by what is not whole.
 
         Raises:
@@ -149,7 +155,7 @@ class Maker:
                 os.ftruncate(descriptor, 0)
         if not is_gain:
             path.unlink()
-            return Made(blob, None, None, blob.size, None)
+            return EncodedBlob(blob, None, None, blob.size, None)
         made = None
         try:
             made = self._checked(blob, str(path), path, tell)
@@ -160,7 +166,7 @@ class Maker:
 
     def _checked(
         self, blob: Descriptor, where: str, path: Path | None, tell: Callable[[int], None]
-    ) -> Made | None:
+    ) -> EncodedBlob | None:
         """Decode a cold form; None if what it is coded by is not whole, or does not keep still.
 
         Raises:
@@ -176,7 +182,7 @@ class Maker:
                     return None
             cold.check(tell)
             if cold.base is None or self._whole.form(cold.base) == form:
-                return Made(blob, path, state, cold.stored, cold.base)
+                return EncodedBlob(blob, path, state, cold.stored, cold.base)
         return None
 
     def _first_form(self, digest: Digest, size: int) -> Iterator[BaseBlob]:

@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.digest import BlobId
 from blobstore.errors import BlobstoreError
-from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.fingerprints import pieces_of, print_of
 from blobstore.safetensors.header import Header
 
@@ -72,7 +73,7 @@ class _Edge(NamedTuple):
     saved: int
 
 
-class Equals:
+class DuplicateFinder:
     """The blobs that are to be frozen, and those of other models that may have the same tensors."""
 
     def __init__(
@@ -141,21 +142,21 @@ class Equals:
             for tensor in self._tensors.get(digest, ()):
                 yield from tensor.prints()
 
-    def joined(self, deltas: Mapping[Digest, Blob]) -> dict[Digest, Blob]:
+    def joined(self, deltas: Mapping[Digest, BlobId]) -> dict[Digest, BlobId]:
         """Return by what blobs are best coded: those that have the bytes of others by these.
 
         Args:
             deltas: by what they would be coded if none were equal.
         """
         copies = self._copies({base.digest for base in deltas.values()}, deltas)
-        joined: dict[Digest, Blob] = {}
+        joined: dict[Digest, BlobId] = {}
         for blob, base in deltas.items():
             head = copies.get(base.digest, base)
             if head.digest != blob:
                 joined[blob] = head
         for digest in {base.digest for base in joined.values()}:
             joined.pop(digest, None)  # edges are one deep
-        clusters: dict[Digest, dict[Digest, Blob]] = defaultdict(dict)
+        clusters: dict[Digest, dict[Digest, BlobId]] = defaultdict(dict)
         for blob, base in copies.items():
             clusters[base.digest][blob] = base
         for first, members in clusters.items():
@@ -163,7 +164,7 @@ class Equals:
         return joined
 
     def _join(
-        self, joined: dict[Digest, Blob], head: Digest, members: Mapping[Digest, Blob]
+        self, joined: dict[Digest, BlobId], head: Digest, members: Mapping[Digest, BlobId]
     ) -> None:
         """Code blobs by one whose bytes they have, unless all are smaller by what that is coded by."""
         base = joined.get(head)
@@ -181,22 +182,24 @@ class Equals:
             del joined[head]
             joined.update(members)
 
-    def _size(self, digest: Digest, base: Blob | None) -> int:
+    def _size(self, digest: Digest, base: BlobId | None) -> int:
         """Return about what a blob comes to."""
         size = self._sizes[digest]
         try:
-            return Coding(self._store, Blob(digest, size), self._level, base).estimate()
+            return BlobEncoder(self._store, BlobId(digest, size), self._level, base).estimate()
         except BlobstoreError:  # told when it is its turn
             return size
 
-    def _copies(self, bases: Collection[Digest], deltas: Collection[Digest]) -> dict[Digest, Blob]:
+    def _copies(
+        self, bases: Collection[Digest], deltas: Collection[Digest]
+    ) -> dict[Digest, BlobId]:
         """Return blobs that are to be coded by others, and these, none of which is coded itself.
 
         Args:
             bases: what others are to be coded by anyway.
             deltas: what is to be coded by others anyway, and could be no base then.
         """
-        chosen: dict[Digest, Blob] = {}
+        chosen: dict[Digest, BlobId] = {}
         heads: set[Digest] = set()
 
         def rank(edge: _Edge) -> tuple[object, ...]:
@@ -214,7 +217,7 @@ class Equals:
             # What is coded by a base finds its tensors there by their names, or if each has but one.
             is_alone = edge.blob not in bases or {edge.blob, edge.base} <= self._singles
             if is_free and is_alone and self._is_real(edge):
-                chosen[edge.blob] = Blob(edge.base, self._sizes[edge.base])
+                chosen[edge.blob] = BlobId(edge.base, self._sizes[edge.base])
                 heads.add(edge.base)
         return chosen
 
@@ -238,8 +241,8 @@ class Equals:
         """Tell whether what looks equal in few samples does so in many."""
         size = self._sizes[edge.blob]
         try:
-            base = Blob(edge.base, self._sizes[edge.base])
-            coding = Coding(self._store, Blob(edge.blob, size), "fast", base)
+            base = BlobId(edge.base, self._sizes[edge.base])
+            coding = BlobEncoder(self._store, BlobId(edge.blob, size), "fast", base)
             most = size - edge.saved + _NEARLY_NOTHING * edge.saved + _TABLE
             return coding.has_base and coding.estimate() <= most
         except BlobstoreError:

@@ -87,7 +87,7 @@ def print_of(piece: Piece, read: Read) -> Print | None:
     return (piece.kind, bytes(samples)) if samples[_WIDEST:] != samples[:-_WIDEST] else None
 
 
-class Pieces:
+class FingerprintIndex:
     """The pieces of a blob, sampled as far as that is asked for."""
 
     def __init__(self, header: Header, read: Read) -> None:

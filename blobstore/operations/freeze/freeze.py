@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import Moving
+from blobstore.operations.freeze.batches import BatchRunner
 from blobstore.operations.freeze.blob_encoder import Level
-from blobstore.operations.freeze.compress import BLOCK, Made, Maker, blocks
-from blobstore.operations.freeze.plan import Chosen, Need
+from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, blocks
+from blobstore.operations.freeze.plan import FreezePlan, Need
 from blobstore.store.bases import pin
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
@@ -122,18 +122,16 @@ def freeze_models(
     """
     started = time.monotonic()
     if level not in get_args(Level):
-        message = f"level must be fast or small, got {quoted(level)}"
-        raise UsageError(message)
+        raise UsageError(f"level must be fast or small, got {quote(level)}")
     check_jobs(jobs)
     if not references and older_than is None:
-        message = "name the models to be frozen, or say how old they must be"
-        raise UsageError(message)
+        raise UsageError("name the models to be frozen, or say how old they must be")
     store = store or LocalStore()
     store.check_root()
     asked = [_parsed(reference) for reference in references]
     names = tuple(dict.fromkeys(asked)) or tuple(store.references())
     with store.writing():
-        chosen = Chosen(store)
+        chosen = FreezePlan(store)
         chosen.choose(names, older_than, must_exist=bool(asked))
         if base is not None or find_base:
             chosen.compare(None if base is None else _parsed(base), level)
@@ -156,10 +154,12 @@ def _parsed(reference: str | Reference) -> Reference:
 
 
 class _Freezing:
-    def __init__(self, store: LocalStore, chosen: Chosen, level: Level, *, keep_hot: bool) -> None:
+    def __init__(
+        self, store: LocalStore, chosen: FreezePlan, level: Level, *, keep_hot: bool
+    ) -> None:
         self._store = store
         self._layout = store.layout
-        self._maker = Maker(store, level, chosen.base_blobs)
+        self._maker = ColdBlobBuilder(store, level, chosen.base_blobs)
         self._keeps_hot = keep_hot
         self._bases = Bases(store.cold)
         self._chosen = chosen
@@ -193,18 +193,18 @@ class _Freezing:
     def run(self, jobs: int | None, progress: Progress | None) -> None:
         """Freeze the blobs."""
         total = 2 * sum(blob.size for blob in self.blobs.values())  # coded, and decoded again
-        with Moving(self._store, progress, total) as moving:
+        with BatchRunner(self._store, progress, total) as moving:
             moving.hold(self.blobs)  # before they are looked for
             moving.hold(blob.digest for blob in self._chosen.base_blobs.values())
 
-            def make(blob: Descriptor) -> Made | None:
+            def make(blob: Descriptor) -> EncodedBlob | None:
                 try:
                     return self._maker.make(blob, moving)
                 except (BlobMissing, BlobDamaged) as error:
                     self._fault(blob, error)
                     return None
 
-            def settle(made: Sequence[Made | None]) -> None:
+            def settle(made: Sequence[EncodedBlob | None]) -> None:
                 self._settle([item for item in made if item is not None], moving.lease)
 
             needed = self._chosen.needed_hot(set())  # a lease may end before its blob's turn comes
@@ -237,7 +237,7 @@ class _Freezing:
 
     # Settling
 
-    def _settle(self, made: Sequence[Made], lease: str) -> None:
+    def _settle(self, made: Sequence[EncodedBlob], lease: str) -> None:
         """Give cold blobs their names, and remove the hot ones that nobody needs."""
         with self._store.locks.alone():
             leased = read_leases(self._layout, without=lease).digests
@@ -245,7 +245,7 @@ class _Freezing:
             needed = {} if self._keeps_hot else self._chosen.needed_hot(leased)
             cold = self._store.cold.files()
             bases = set(self._bases.known(cold).values())
-            kept: list[Made] = []
+            kept: list[EncodedBlob] = []
             for item in made:
                 outcome = self._unsettled(item, needed, bases)
                 if outcome is None:
@@ -265,7 +265,7 @@ class _Freezing:
                 self._maker.settled(item)
                 self._note(item.blob, "frozen", item.stored, item.base)
 
-    def _is_pinned(self, item: Made) -> bool:
+    def _is_pinned(self, item: EncodedBlob) -> bool:
         """Make sure of the blob by which another is coded; if that fails, that one is to be made anew."""
         if item.base is None or pin(self._layout, item.base):
             return True
@@ -279,7 +279,7 @@ class _Freezing:
         return False
 
     def _unsettled(
-        self, item: Made, needed: Mapping[str, Need], bases: Collection[Digest]
+        self, item: EncodedBlob, needed: Mapping[str, Need], bases: Collection[Digest]
     ) -> Outcome | None:
         """Return why a blob is to stay as it is; None if it is to be frozen."""
         if item.state is None:
@@ -303,7 +303,7 @@ class _Freezing:
         except (BlobMissing, BlobDamaged):
             return True
 
-    def _remove_hot(self, made: Sequence[Made]) -> None:
+    def _remove_hot(self, made: Sequence[EncodedBlob]) -> None:
         for item in made:
             # The rename has kept the file: what was checked is what has the name now.
             if file_state(self._layout.cold_blob(item.blob.digest)) == item.state:
@@ -327,5 +327,5 @@ class _Freezing:
         )
 
     def _fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
-        self.faults.append(error.at(f"layer {quoted(blob.name)}"))
+        self.faults.append(error.at(f"layer {quote(blob.name)}"))
         self._note(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)

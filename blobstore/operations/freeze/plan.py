@@ -7,13 +7,13 @@ import stat
 import time
 from typing import TYPE_CHECKING, Literal
 
+from blobstore.core.digest import BlobId
 from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.base_search import Relatives
-from blobstore.operations.freeze.blob_encoder import Blob
-from blobstore.operations.freeze.duplicates import Equals
+from blobstore.operations.freeze.base_search import BaseFinder
+from blobstore.operations.freeze.duplicates import DuplicateFinder
 from blobstore.store.cold import Bases
-from blobstore.store.reachability import Marks
+from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -28,13 +28,13 @@ Need = Literal["shared", "in use"]
 """Why a blob must stay hot."""
 
 
-class Chosen:
+class FreezePlan:
     """The blobs that are to be frozen. A name counts as frozen if any of its blobs is cold only."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._layout = store.layout
-        self._marks = Marks(store)
+        self._marks = ReachableBlobs(store)
         self._frozen: dict[str, tuple[int, ...]] = {}
         """The manifests of what is frozen now, or was before: their blobs need not be hot."""
         self.references: list[Reference] = []
@@ -42,7 +42,7 @@ class Chosen:
         """The blobs of tensors, each once."""
         self.bases: dict[Reference, Reference] = {}
         """By which model each is coded."""
-        self.base_blobs: dict[Digest, Blob] = {}
+        self.base_blobs: dict[Digest, BlobId] = {}
         """By which blob each is coded, if it is coded by any."""
 
     def choose(
@@ -85,7 +85,7 @@ class Chosen:
         """
         if base is not None:
             self._store.resolve(base)
-        relatives = Relatives(self._store, list(self._store.references()), level)
+        relatives = BaseFinder(self._store, list(self._store.references()), level)
         hot = [item for item in self.references if self._is_any_hot(relatives, item)]
         if base is None:
             self.bases = relatives.bases_of(hot)
@@ -95,15 +95,15 @@ class Chosen:
             theirs = relatives.layers(other)
             for name, layer in relatives.layers(reference).items():
                 if name in theirs and theirs[name].digest != layer.digest:
-                    blob = Blob(theirs[name].digest, theirs[name].size)
+                    blob = BlobId(theirs[name].digest, theirs[name].size)
                     self.base_blobs[layer.digest] = blob
         self._join_equals(relatives, level)
         self._drop_chains()
 
-    def _join_equals(self, relatives: Relatives, level: Level) -> None:
+    def _join_equals(self, relatives: BaseFinder, level: Level) -> None:
         """Let blobs be coded by those whose tensors they have under other names."""
         coded = Bases(self._store.cold).known(self._store.cold.files())
-        equals = Equals(self._store, level, self.blobs, coded)
+        equals = DuplicateFinder(self._store, level, self.blobs, coded)
         others = [item for item in relatives.references if item not in self.references]
         equals.look_at([relatives.layers(reference) for reference in others])
         self.base_blobs = equals.joined(self.base_blobs)
@@ -117,7 +117,7 @@ class Chosen:
             if blob.digest in cold:
                 del self.base_blobs[digest]
 
-    def _is_any_hot(self, relatives: Relatives, reference: Reference) -> bool:
+    def _is_any_hot(self, relatives: BaseFinder, reference: Reference) -> bool:
         layers = relatives.layers(reference).values()
         return any(self._store.hot.has(layer.digest) for layer in layers)
 
@@ -127,7 +127,7 @@ class Chosen:
         return time.time() - max(times)
 
     def update(self) -> None:
-        """Look at the manifests again. Raises as :meth:`Marks.update`."""
+        """Look at the manifests again. Raises as :meth:`ReachableBlobs.update`."""
         self._marks.update()
 
     def needed_hot(self, leased: Collection[Digest]) -> dict[str, Need]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder, write_all
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import Moving
+from blobstore.operations.freeze.batches import BatchRunner
 from blobstore.store.bases import link_base
 from blobstore.store.cold import Bases, file_state
 from blobstore.store.local import LocalStore
@@ -107,8 +107,8 @@ def thaw_models(
 
 
 def _missing(store: LocalStore, blob: Descriptor) -> BlobMissing:
-    path = quoted(store.layout.blob(blob.digest))
-    return BlobMissing(f"layer {quoted(blob.name)}: blob {path} is missing")
+    path = quote(store.layout.blob(blob.digest))
+    return BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing")
 
 
 class _Made(NamedTuple):
@@ -137,7 +137,7 @@ class _Thawing:
     def run(self, cold: Sequence[Descriptor], jobs: int | None, progress: Progress | None) -> None:
         """Thaw blobs that are cold."""
         total = sum(blob.size for blob in cold)
-        with Moving(self._store, progress, total) as moving:
+        with BatchRunner(self._store, progress, total) as moving:
             moving.hold(blob.digest for blob in cold)
 
             def make(blob: Descriptor) -> _Made | None:
@@ -145,7 +145,7 @@ class _Thawing:
                     return self._make(blob, moving)
                 except (BlobMissing, BlobDamaged) as error:
                     if self._store.cold.has(blob.digest):  # not removed by another process
-                        self.faults.append(error.at(f"layer {quoted(blob.name)}"))
+                        self.faults.append(error.at(f"layer {quote(blob.name)}"))
                     return None
 
             def settle(made: Sequence[_Made | None]) -> None:
@@ -153,7 +153,7 @@ class _Thawing:
 
             moving.run(cold, make, lambda blob: blob.size, settle, jobs)
 
-    def _make(self, blob: Descriptor, moving: Moving) -> _Made:
+    def _make(self, blob: Descriptor, moving: BatchRunner) -> _Made:
         """Write a blob as it was, or find that it is there."""
         cold = self._store.cold.open(blob.digest, blob.size)
         hot = self._layout.blob(blob.digest)
@@ -171,8 +171,9 @@ class _Thawing:
                 tell(len(piece))
             if digester.digest() != blob.digest:
                 cold.check()  # says what is wrong
-                message = f"blob {quoted(hot)} was decoded to other bytes than a moment later"
-                raise BlobDamaged(message)
+                raise BlobDamaged(
+                    f"blob {quote(hot)} was decoded to other bytes than a moment later"
+                )
         return _Made(blob, path, file_state(str(path)), state, cold.stored)
 
     def _is_whole(self, blob: Descriptor, path: str, tell: Callable[[int], None]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, InvalidDigest, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.store.catalog import Entry
+    from blobstore.store.catalog import CatalogEntry
 
 
 class Space(NamedTuple):
@@ -143,7 +143,7 @@ def _parsed(reference: str | Reference) -> Reference:
 class _Measuring:
     """What is on disk, and who needs it."""
 
-    def __init__(self, store: LocalStore, entries: Sequence[Entry]) -> None:
+    def __init__(self, store: LocalStore, entries: Sequence[CatalogEntry]) -> None:
         self._store = store
         self._entries = entries
         self._uses = Counter(digest for entry in entries for digest in entry.blobs)
@@ -178,7 +178,7 @@ class _Measuring:
         if blob.base is not None and digest in self._uses:
             self._bases.add(blob.base)
 
-    def result(self, chosen: Sequence[Entry]) -> StoreUsage:
+    def result(self, chosen: Sequence[CatalogEntry]) -> StoreUsage:
         layout = self._store.layout
         together = Counter(digest for entry in chosen for digest in entry.blobs)
         alone = [digest for digest, count in together.items() if count == self._uses[digest]]
@@ -207,7 +207,7 @@ class _Measuring:
             ),
         )
 
-    def _model(self, entry: Entry) -> ModelUsage:
+    def _model(self, entry: CatalogEntry) -> ModelUsage:
         blobs = entry.blobs
         return ModelUsage(
             reference=entry.reference,
@@ -264,8 +264,7 @@ def _files(
     except FileNotFoundError:
         return
     except OSError as error:
-        message = f"cannot list {quoted(folder)}: {error.strerror}"
-        raise StoreError(message) from error
+        raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             if entry.path not in without:

@@ -27,7 +27,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
-from blobstore.store.reachability import Marks
+from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -93,8 +93,7 @@ def collect_garbage(
         UsageError: ``older_than`` is negative.
     """
     if not older_than >= 0:
-        message = f"older_than must be 0 seconds or more, got {older_than}"
-        raise UsageError(message)
+        raise UsageError(f"older_than must be 0 seconds or more, got {older_than}")
     store = store or LocalStore()
     store.check_root()
     if not store.layout.root.exists():
@@ -126,7 +125,7 @@ class _Collection:
         self._layout = store.layout
         self._older_than = older_than
         self._is_dry = dry_run
-        self._marks = Marks(store)
+        self._marks = ReachableBlobs(store)
         self._bases = Bases(store.cold)
         self._kept: list[int] = []
         self._kept_bases: list[int] = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
-    from blobstore.store.catalog import Entry
+    from blobstore.store.catalog import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def list_models(store: LocalStore | None = None) -> tuple[ListedModel, ...]:
     return tuple(_listed(entry, uses, frozen) for entry in entries)
 
 
-def _listed(entry: Entry, uses: Counter[Digest], frozen: AbstractSet[Digest]) -> ListedModel:
+def _listed(entry: CatalogEntry, uses: Counter[Digest], frozen: AbstractSet[Digest]) -> ListedModel:
     blobs = entry.blobs
     return ListedModel(
         reference=entry.reference,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import (
     InvalidManifest,
     NameConflict,
@@ -30,7 +30,7 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from blobstore.store.catalog import Entry
+    from blobstore.store.catalog import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Named:
 class RemovedModels:
     """Names that were taken away, or would be, and what that leaves behind."""
 
-    names: tuple[Entry, ...]
+    names: tuple[CatalogEntry, ...]
     blobs: int
     """Blobs in the store that no other name needs."""
     size: int
@@ -59,7 +59,7 @@ class RemovedModels:
     bases_size: int
     coded: tuple[Reference, ...]
     """Those other names."""
-    unreadable: tuple[Entry, ...]
+    unreadable: tuple[CatalogEntry, ...]
     """Names that are left and whose manifest cannot be read; they keep garbage from being collected."""
 
 
@@ -154,8 +154,7 @@ def _rename(
 ) -> Named:
     source, target = _parsed(source), _parsed(target)
     if source == target:
-        message = f"{quoted(source)} and {quoted(target)} are the same name"
-        raise UsageError(message)
+        raise UsageError(f"{quote(source)} and {quote(target)} are the same name")
     store.read_manifest(source)  # before a lock is made where nothing is
     with store.writing(), store.locks.alone():
         data = store.read_manifest(source)
@@ -163,8 +162,7 @@ def _rename(
         _check_case(source, target, keeps_source=keeps_source)
         is_taken = store.is_taken(target, data)
         if is_taken and not force:
-            message = f"another model has the name {quoted(target)}; replace it with --force"
-            raise NameTaken(message)
+            raise NameTaken(f"another model has the name {quote(target)}; replace it with --force")
         # Also where the name has these bytes already, for who wrote them may not have synced them.
         store.place(target, data, manifest.blobs)
         if not keeps_source:
@@ -176,22 +174,21 @@ def _checked(store: LocalStore, reference: Reference, data: bytes) -> Manifest:
     try:
         return Manifest.from_bytes(data)
     except InvalidManifest as error:
-        raise error.at(quoted(store.layout.manifest(reference))) from None
+        raise error.at(quote(store.layout.manifest(reference))) from None
 
 
 def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> None:
     if not keeps_source and source.full.casefold() == target.full.casefold():
-        message = (
-            f"{quoted(source)} and {quoted(target)} differ only in case; give the model a third "
+        raise NameConflict(
+            f"{quote(source)} and {quote(target)} differ only in case; give the model a third "
             "name first, and then the second"
         )
-        raise NameConflict(message)
 
 
 # Taking away
 
 
-def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Entry]:
+def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
     entries = read_entries(store, references)
     for entry in entries:
         if entry.error is not None and store.layout.manifest(entry.reference).is_dir():
@@ -199,7 +196,7 @@ def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Entry
     return entries
 
 
-def _left_behind(store: LocalStore, entries: Sequence[Entry]) -> RemovedModels:
+def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
     """Return what would be garbage without some names."""
     garbage = {digest for entry in entries for digest in entry.blobs}
     gone = {entry.reference for entry in entries}

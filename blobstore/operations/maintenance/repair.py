@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digester
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, write_all
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, ModelNotFound
@@ -25,7 +25,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import find_places, write_index
+from blobstore.models.index import load_index, write_index
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import OwnOrigin, StoreOrigin, open_origin
 from blobstore.operations.maintenance.verify import verify_models
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.maintenance.repair_manifests import Restored
-    from blobstore.operations.maintenance.repair_sources import Candidate, Key, Origin
+    from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault, Verified
 
 _BACKUP = "create the model again, or take the file from a backup"
@@ -51,7 +51,7 @@ _NO_MANIFEST = f"a manifest that is gone cannot be repaired; {_BACKUP}"
 _MANIFEST = f"a manifest can be had only from another store that has the model; or {_BACKUP}"
 
 
-class Mended(NamedTuple):
+class RepairedBlob(NamedTuple):
     """A blob that was written anew, or would be."""
 
     digest: Digest
@@ -70,7 +70,7 @@ class Repaired:
     """What was found of the blobs before."""
     restored: tuple[Restored, ...]
     """Manifests that were put back before that, or would be."""
-    mended: tuple[Mended, ...]
+    mended: tuple[RepairedBlob, ...]
     faults: tuple[Fault, ...]
     """What remains; none if all models are whole now."""
     notices: tuple[str, ...]
@@ -118,7 +118,7 @@ def repair_models(
     started = time.monotonic()
     store = store or LocalStore()
     with contextlib.ExitStack() as stack:
-        origin: Origin | None = None
+        origin: BlobProvider | None = None
         notices: Sequence[str] = ()
         if source is not None:
             options = (weights, ignore_unindexed, subtree, keep_names)
@@ -131,13 +131,12 @@ def repair_models(
         try:
             verified = verify_models(references, store=store, jobs=jobs, progress=progress)
         except ModelNotFound as error:
-            message = f"{error}; {_NO_MANIFEST}"
-            raise ModelNotFound(message) from None
-        work = _Repair(store, verified.damaged, quoted(source), jobs, progress, is_dry=dry_run)
+            raise ModelNotFound(f"{error}; {_NO_MANIFEST}") from None
+        work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
         work.run(origin)
     whole = {str(digest) for digest, _ in work.whole}
     is_store = isinstance(origin, StoreOrigin)
-    of_manifest = f"{quoted(source)} has none that is surely the same; {_BACKUP}"
+    of_manifest = f"{quote(source)} has none that is surely the same; {_BACKUP}"
     work.reasons[""] = of_manifest if is_store else _MANIFEST
     faults = _without(verified, restored) if dry_run else verified.faults
     return Repaired(
@@ -206,7 +205,7 @@ class _Repair:
         self._store = store
         self._layout = store.layout
         self._own = OwnOrigin(store)
-        self._wanted: dict[Key, Descriptor] = {(blob.digest, blob.size): blob for blob in damaged}
+        self._wanted: dict[BlobId, Descriptor] = {blob.id: blob for blob in damaged}
         self._origin_name = origin_name
         self._jobs = jobs
         self._progress = progress
@@ -215,13 +214,13 @@ class _Repair:
         self._numbers = itertools.count()
         self._placing = threading.Lock()
         self._stop = threading.Event()
-        self.mended: list[Mended] = []
-        self.whole: set[Key] = set()
+        self.mended: list[RepairedBlob] = []
+        self.whole: set[BlobId] = set()
         """What is whole now, also if others have mended it meanwhile."""
         self.reasons: dict[str, str] = {}
         """Why a blob is not, by its digest."""
 
-    def run(self, origin: Origin | None) -> None:
+    def run(self, origin: BlobProvider | None) -> None:
         """Mend what can be mended. Raises as :func:`repair_models`."""
         if not self._wanted or (origin is None and not self._own.has_any(self._wanted)):
             return
@@ -251,7 +250,7 @@ class _Repair:
                         self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
                         del self._wanted[key]
 
-    def _try_rounds(self, origin: Origin | None) -> None:
+    def _try_rounds(self, origin: BlobProvider | None) -> None:
         for candidates in self._own.rounds(self._wanted):
             self._try_all(candidates)
         self.reasons = {}
@@ -335,13 +334,11 @@ class _Repair:
                 self._check_going()
                 yield piece
         except (BlobstoreError, OSError) as error:
-            message = f"{self._origin_name} cannot be read: {error}"
-            raise _Unreadable(message) from error
+            raise _Unreadable(f"{self._origin_name} cannot be read: {error}") from error
 
     def _check_going(self) -> None:
         if self._stop.is_set():
-            message = "stopped"
-            raise _Unreadable(message)
+            raise _Unreadable("stopped")
 
     def _place(self, blob: Descriptor, ready: Path) -> None:
         """Put a file in a blob's place, unless that has become whole meanwhile."""
@@ -349,7 +346,7 @@ class _Repair:
             seen = states(self._layout, blob.digest)
             is_whole, is_cold_whole = self._judge(blob)
             if is_whole and is_cold_whole:
-                self.whole.add((blob.digest, blob.size))
+                self.whole.add(blob.id)
                 return
             # Threads of one process would keep each other from the store's lock.
             with self._placing, self._store.locks.alone():
@@ -366,9 +363,9 @@ class _Repair:
 
     def _note(self, blob: Descriptor, aside: Path | None, *, is_right: bool) -> None:
         if is_right:
-            self.whole.add((blob.digest, blob.size))
+            self.whole.add(blob.id)
             name = blob.name or blob.media_type
-            self.mended.append(Mended(blob.digest, blob.size, name, aside))
+            self.mended.append(RepairedBlob(blob.digest, blob.size, name, aside))
         else:
             self.reasons[str(blob.digest)] = f"{self._origin_name} gives other bytes for it"
 
@@ -379,4 +376,4 @@ class _Repair:
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(reference)
                 if any(blob.digest in digests for blob in manifest.blobs):
-                    write_index(self._store, data, find_places(self._store, data, use_index=False))
+                    write_index(self._store, data, load_index(self._store, data, use_index=False))

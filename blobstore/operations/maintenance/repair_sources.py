@@ -15,13 +15,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from blobstore.core.digest import Digest
-from blobstore.core.escape import quoted
+from blobstore.core.digest import BlobId, Digest
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
 from blobstore.operations.create.blobs import EXPERT_FORMS, blob_buffers, blob_header, blob_size
 from blobstore.operations.create.convert import Conversion
 from blobstore.operations.create.files import config_bytes, file_layers, stacks_bytes
-from blobstore.operations.create.plan import Quantize, plan_source
+from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.sources.open import open_source
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.sources.base import TensorSource
 
-Key = tuple["Digest", int]
-"""The digest and the size that a manifest promises: two may contradict each other about the size."""
-Wanted = Mapping[Key, "Descriptor"]
+Wanted = Mapping["BlobId", "Descriptor"]
 
 
 class Candidate(NamedTuple):
@@ -52,7 +50,7 @@ class Candidate(NamedTuple):
     """Gives them; raises :class:`BlobstoreError` where they cannot be read."""
 
 
-class Origin(Protocol):
+class BlobProvider(Protocol):
     """What blobs can be had from again."""
 
     def rounds(
@@ -81,7 +79,7 @@ class StoreOrigin:
     def rounds(
         self, wanted: Wanted, lists: Collection[Digest] = ()
     ) -> Iterator[Sequence[Candidate]]:
-        """Yield what the store has of all; see :class:`Origin`."""
+        """Yield what the store has of all; see :class:`BlobProvider`."""
         del lists
         yield [self._candidate(blob) for blob in wanted.values() if self._has(blob)]
 
@@ -107,7 +105,7 @@ class OwnOrigin:
     def rounds(
         self, wanted: Wanted, lists: Collection[Digest] = ()
     ) -> Iterator[Sequence[Candidate]]:
-        """Yield what there is of all; see :class:`Origin`."""
+        """Yield what there is of all; see :class:`BlobProvider`."""
         del lists
         cold, pinned = self._store.cold, self._store.pinned
         for shelf, pieces in ((cold, self._decoded), (pinned, self._linked)):
@@ -144,7 +142,7 @@ class SourceOrigin:
     def rounds(
         self, wanted: Wanted, lists: Collection[Digest] = ()
     ) -> Iterator[Sequence[Candidate]]:
-        """Yield what each way of creating a model makes that is new; see :class:`Origin`.
+        """Yield what each way of creating a model makes that is new; see :class:`BlobProvider`.
 
         Raises:
             UnsupportedSource: a model can be made of the source in no way.
@@ -168,11 +166,13 @@ class SourceOrigin:
 
     def _plans(self) -> Iterator[ModelPlan]:
         """Yield the plans there are, the likeliest first."""
-        yield from self._planned([Quantize()], must_be=True)
+        yield from self._planned([QuantizeOptions()], must_be=True)
         # Without overrides, what is quantized already or too odd is simply not to be quantized.
         yield from self._planned(_quantizing(self._overrides), must_be=bool(self._overrides))
 
-    def _planned(self, requests: Iterable[Quantize], *, must_be: bool) -> Iterator[ModelPlan]:
+    def _planned(
+        self, requests: Iterable[QuantizeOptions], *, must_be: bool
+    ) -> Iterator[ModelPlan]:
         failure: BlobstoreError | None = None
         for request, experts in product(requests, EXPERT_FORMS):
             try:
@@ -213,7 +213,7 @@ def open_origin(
     overrides: Sequence[str],
     options: tuple[str | None, bool, str | None, bool],
     progress: Progress | None,
-) -> tuple[Origin, Sequence[str]]:
+) -> tuple[BlobProvider, Sequence[str]]:
     """Return what blobs are to be had from, and what a person should know of it.
 
     Raises:
@@ -223,8 +223,9 @@ def open_origin(
     path = Path(source)
     if all((path / part).is_dir() for part in ("blobs", "manifests")):
         if store.layout.root.exists() and path.samefile(store.layout.root):
-            message = f"{quoted(source)} is the store itself, which cannot be repaired from itself"
-            raise UsageError(message)
+            raise UsageError(
+                f"{quote(source)} is the store itself, which cannot be repaired from itself"
+            )
         return StoreOrigin(LocalStore(path)), ()
     weights, ignore_unindexed, subtree, keep_names = options
     opened = open_source(
@@ -240,15 +241,15 @@ def open_origin(
 
 def _small(contents: Iterable[bytes], wanted: Wanted) -> Iterator[Candidate]:
     for data in contents:
-        blob = wanted.get((Digest.of(data), len(data)))
+        blob = wanted.get(BlobId(Digest.of(data), len(data)))
         if blob is not None:
             yield Candidate(blob, lambda data=data: [data])  # type: ignore[misc]
 
 
-def _quantizing(overrides: Sequence[str]) -> tuple[Quantize, ...]:
+def _quantizing(overrides: Sequence[str]) -> tuple[QuantizeOptions, ...]:
     """Return all ways to quantize."""
     return tuple(
-        Quantize(quant_type=item.name, group_size=size, policy=policy, overrides=overrides)
+        QuantizeOptions(quant_type=item.name, group_size=size, policy=policy, overrides=overrides)
         for policy in POLICIES
         for item in FORMATS.values()
         if item.is_target

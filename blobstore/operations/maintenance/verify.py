@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json as strictjson
-from blobstore.core.escape import quoted
-from blobstore.core.workers import Pace, check_jobs
+from blobstore.core.digest import BlobId
+from blobstore.core.escape import quote
+from blobstore.core.workers import RateLimiter, check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -29,7 +30,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.models.checks import IndexedNames, name_fault, tensor_name
 from blobstore.models.expert_stacks import read_stacks
-from blobstore.models.tensors import COMPANIONS, read_contents
+from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.models.tensors import Contents
+    from blobstore.models.tensors import ModelTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,6 @@ class Verified:
     faults: tuple[Fault, ...]
     damaged: tuple[Descriptor, ...]
     """Blobs that are missing, or whose size or bytes are wrong, each once."""
-
-
-class _BlobKey(NamedTuple):
-    """A blob as a manifest promises it: two manifests may contradict each other about the size."""
-
-    digest: Digest
-    size: int
 
 
 def verify_models(
@@ -113,10 +107,11 @@ def verify_models(
     started = time.monotonic()
     check_jobs(jobs)
     if quick and rate is not None:
-        message = "a rate means nothing for a quick look, which reads next to nothing"
-        raise UsageError(message)
+        raise UsageError("a rate means nothing for a quick look, which reads next to nothing")
     store = store or LocalStore()
-    check = _Check(store, jobs, progress, None if rate is None else Pace(rate), is_quick=quick)
+    check = _Check(
+        store, jobs, progress, None if rate is None else RateLimiter(rate), is_quick=quick
+    )
     names = tuple(dict.fromkeys(references)) or tuple(store.references())
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
     must_exist, is_first = bool(references), True
@@ -156,7 +151,7 @@ class _Check:
         store: LocalStore,
         jobs: int | None,
         progress: Progress | None,
-        pace: Pace | None,
+        pace: RateLimiter | None,
         *,
         is_quick: bool,
     ) -> None:
@@ -166,11 +161,11 @@ class _Check:
         self._pace = pace
         self._is_quick = is_quick
         # Not by digest alone: layers of one manifest may contradict each other about the size.
-        self.seen: dict[_BlobKey, Descriptor] = {}
-        self.damaged: dict[_BlobKey, BlobstoreError] = {}
+        self.seen: dict[BlobId, Descriptor] = {}
+        self.damaged: dict[BlobId, BlobstoreError] = {}
         self.bases: dict[Digest, Descriptor] = {}
         """By what cold blobs are coded."""
-        self.of_models: set[_BlobKey] = set()
+        self.of_models: set[BlobId] = set()
         """What is in models that are looked at, and not only a base."""
         self.bytes_read = 0
 
@@ -192,7 +187,7 @@ class _Check:
         fresh = [key for key in bases if key not in self.seen or key in self.damaged]
         self._add({key: bases[key] for key in fresh if key not in self.of_models}, as_bases=True)
 
-    def of_base(self, blob: Descriptor) -> tuple[_BlobKey, str] | None:
+    def of_base(self, blob: Descriptor) -> tuple[BlobId, str] | None:
         """Return by what a blob is coded, and what is wrong with that; None if nothing is."""
         base = self.bases.get(blob.digest)
         error = self.damaged.get(_key(base)) if base is not None else None
@@ -200,7 +195,7 @@ class _Check:
             return None
         return _key(base), f"its base, {base.digest}, is damaged: {_said(error)}"
 
-    def _add(self, blobs: Mapping[_BlobKey, Descriptor], *, as_bases: bool) -> None:
+    def _add(self, blobs: Mapping[BlobId, Descriptor], *, as_bases: bool) -> None:
         self.seen |= blobs
         for key in blobs:
             self.damaged.pop(key, None)
@@ -275,8 +270,8 @@ def _is_still(store: LocalStore, reference: Reference, data: bytes) -> bool:
         return False
 
 
-def _key(blob: Descriptor) -> _BlobKey:
-    return _BlobKey(blob.digest, blob.size)
+def _key(blob: Descriptor) -> BlobId:
+    return BlobId(blob.digest, blob.size)
 
 
 def _manifest_faults(
@@ -285,7 +280,7 @@ def _manifest_faults(
     try:
         store.check_manifest(data, manifest)
     except InvalidManifest as error:
-        path = quoted(store.layout.manifest(reference))
+        path = quote(store.layout.manifest(reference))
         yield Fault(str(reference), "", "", str(error.at(path)))
 
 
@@ -295,7 +290,7 @@ def _model_faults(
     manifest: Manifest,
     check: _Check,
 ) -> Iterator[Fault]:
-    told: set[_BlobKey] = set()
+    told: set[BlobId] = set()
     indexed = IndexedNames(store, manifest)
     for layer in (manifest.config, *manifest.layers):
         error = check.damaged.get(_key(layer))
@@ -312,7 +307,7 @@ def _model_faults(
             where = (str(reference), layer.name or layer.media_type, tensor)
             yield Fault(*where, found[1], str(layer.digest))
     try:
-        contents = read_contents(store, manifest, collect_faults=True)
+        contents = read_tensors(store, manifest, collect_faults=True)
     except BlobstoreError as twice:  # a tensor in two layers; the message names both
         yield Fault(str(reference), "", "", _said(twice))
         return
@@ -324,14 +319,14 @@ def _model_faults(
     yield from _clashes(str(reference), contents)
 
 
-def _clashes(reference: str, contents: Contents) -> Iterator[Fault]:
+def _clashes(reference: str, contents: ModelTensors) -> Iterator[Fault]:
     """Yield what no loader could tell apart: companions are called otherwise at run time."""
     names = set(contents.tensors)
     for tensor in contents.tensors.values():
         for suffix in tensor.companions:
             name = tensor.name + COMPANIONS[suffix]
             if name in names:
-                message = f"two tensors of the model would both be called {quoted(name)}"
+                message = f"two tensors of the model would both be called {quote(name)}"
                 digest = str(tensor.layer.digest)
                 yield Fault(reference, tensor.layer.name, tensor.name, message, digest)
             names.add(name)

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import MAX_SHOWN, printable
+from blobstore.core.escape import MAX_SHOWN, escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -143,7 +143,7 @@ def badness(tensor: TensorError) -> tuple[bool, float]:
 
 
 def _text(value: object, limit: int = MAX_SHOWN) -> str:
-    return html.escape(printable(str(value), limit))
+    return html.escape(escape(str(value), limit))
 
 
 # Which cell a tensor is in

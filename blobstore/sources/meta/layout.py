@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.meta.params import DTYPE_NAMES, PARAMS_FILE, Measured
@@ -107,19 +107,17 @@ def check_same(shards: Sequence[ShardSpecs]) -> None:
         for here, there in ((shard, first), (first, shard)):
             missing = sorted(there.specs.keys() - here.specs.keys())
             if missing:
-                message = (
-                    f"{quoted(here.file)} has no tensor {quoted(missing[0])}, which "
-                    f"{quoted(there.file)} has: these are not the shards of one model"
+                raise DamagedSource(
+                    f"{quote(here.file)} has no tensor {quote(missing[0])}, which "
+                    f"{quote(there.file)} has: these are not the shards of one model"
                 )
-                raise DamagedSource(message)
         for name, spec in first.specs.items():
             other = shard.specs[name]
             if (other.dtype, other.shape) != (spec.dtype, spec.shape):
-                message = (
-                    f"tensor {quoted(name)} is {_shown(other)} in {quoted(shard.file)} and "
-                    f"{_shown(spec)} in {quoted(first.file)}: these are not the shards of one model"
+                raise DamagedSource(
+                    f"tensor {quote(name)} is {_shown(other)} in {quote(shard.file)} and "
+                    f"{_shown(spec)} in {quote(first.file)}: these are not the shards of one model"
                 )
-                raise DamagedSource(message)
 
 
 def lay_out(shards: Sequence[ShardSpecs], params: Params, *, keep_names: bool) -> Layout:
@@ -180,7 +178,7 @@ class _Planner:
         return {name: role for name, role in found.items() if role is not None}
 
     def _not_plain(self, unknown: Sequence[str]) -> UnsupportedSource:
-        shown = ", ".join(map(quoted, unknown[:_NAMES_SHOWN]))
+        shown = ", ".join(map(quote, unknown[:_NAMES_SHOWN]))
         more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         hint = (
             "--keep-names takes all tensors as they are"
@@ -189,7 +187,7 @@ class _Planner:
             "neither"
         )
         return UnsupportedSource(
-            f"{quoted(self._file)} holds tensors that a plain Llama does not have: {shown}{more}; "
+            f"{quote(self._file)} holds tensors that a plain Llama does not have: {shown}{more}; "
             f"{hint}"
         )
 
@@ -197,24 +195,23 @@ class _Planner:
         found = {int(match[1]) for match in map(_LAYER_NAME.fullmatch, self._specs) if match}
         layers = self._params.n_layers
         if max(found, default=0) >= layers:
-            message = (
-                f"{quoted(self._file)} holds tensors of layer {max(found)}, but {PARAMS_FILE} says "
+            raise DamagedSource(
+                f"{quote(self._file)} holds tensors of layer {max(found)}, but {PARAMS_FILE} says "
                 f"n_layers {layers}"
             )
-            raise DamagedSource(message)
         for name in _needed(layers):
             if name not in self._specs:
-                message = (
-                    f"{quoted(self._file)} has no tensor {quoted(name)}, which a Llama with "
+                raise DamagedSource(
+                    f"{quote(self._file)} has no tensor {quote(name)}, which a Llama with "
                     f"n_layers {layers} needs"
                 )
-                raise DamagedSource(message)
 
     def _matrix(self, name: str) -> TensorSpec:
         spec = self._specs[name]
         if len(spec.shape) != 2 or 0 in spec.shape:  # noqa: PLR2004
-            message = f"{quoted(self._file)}: tensor {quoted(name)} is {_shown(spec)}, no matrix"
-            raise DamagedSource(message)
+            raise DamagedSource(
+                f"{quote(self._file)}: tensor {quote(name)} is {_shown(spec)}, no matrix"
+            )
         return spec
 
     def _embedding(self) -> tuple[Split, int]:
@@ -277,16 +274,15 @@ class _Planner:
         if spec.dtype.value not in DTYPE_NAMES and not (
             self._keep_names and spec.dtype.bits % 8 == 0
         ):
-            message = (
-                f"{quoted(self._file)}: tensor {quoted(spec.name)} has type {spec.dtype.value}; a "
+            raise UnsupportedSource(
+                f"{quote(self._file)}: tensor {quote(spec.name)} has type {spec.dtype.value}; a "
                 f"plain Llama has {', '.join(DTYPE_NAMES)}"
             )
-            raise UnsupportedSource(message)
 
     def _contradiction(self, name: str, problem: str) -> DamagedSource:
         shards = "in one shard" if self._count == 1 else f"in each of {self._count} shards"
         return DamagedSource(
-            f"{quoted(self._file)}: tensor {quoted(name)} is {_shown(self._specs[name])} {shards}, "
+            f"{quote(self._file)}: tensor {quote(name)} is {_shown(self._specs[name])} {shards}, "
             f"but {problem}"
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json as strictjson
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
 
@@ -92,16 +92,13 @@ class Params:
         try:
             value = strictjson.loads(read_regular(path, _MAX_PARAMS_SIZE))
         except OSError as error:
-            message = f"cannot read {quoted(path)}: {error.strerror}"
-            raise DamagedSource(message) from error
+            raise DamagedSource(f"cannot read {quote(path)}: {error.strerror}") from error
         except (ValueError, BlobstoreError) as error:
-            message = f"{quoted(path)}: {error}"
-            raise DamagedSource(message) from None
+            raise DamagedSource(f"{quote(path)}: {error}") from None
         if isinstance(value, dict) and "model" in value:
             value = value["model"]
         if not isinstance(value, dict):
-            message = f"{quoted(path)} holds no JSON object of parameters"
-            raise DamagedSource(message)
+            raise DamagedSource(f"{quote(path)} holds no JSON object of parameters")
         return _Reader(path, value).params()
 
 
@@ -140,8 +137,9 @@ class _Reader:
     def _refuse_other_models(self) -> None:
         for key in _OTHER_MODELS:
             if self._values.get(key):
-                message = f"{quoted(self._path)} has key {quoted(key)}: this is not a plain Llama"
-                raise UnsupportedSource(message)
+                raise UnsupportedSource(
+                    f"{quote(self._path)} has key {quote(key)}: this is not a plain Llama"
+                )
 
     def _states(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -175,15 +173,15 @@ class _Reader:
 
     def _value(self, key: str) -> Any:
         if key not in self._values:
-            raise self._damaged(f"key {quoted(key)} is missing")
+            raise self._damaged(f"key {quote(key)} is missing")
         return self._values[key]
 
     def _wrong(self, key: str, expected: str) -> DamagedSource:
-        found = quoted(repr(self._values[key])[:100])
-        return self._damaged(f"{quoted(key)} is {found}, expected {expected}")
+        found = quote(repr(self._values[key])[:100])
+        return self._damaged(f"{quote(key)} is {found}, expected {expected}")
 
     def _damaged(self, problem: str) -> DamagedSource:
-        return DamagedSource(f"{quoted(self._path)}: {problem}")
+        return DamagedSource(f"{quote(self._path)}: {problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +242,7 @@ def notices(params: Params, measured: Measured) -> Iterator[str]:
             f"it; {PARAMS_FILE} would give {usual}"
         )
     for key in params.unknown:
-        yield f"{PARAMS_FILE}: key {quoted(key)} is unknown and was not taken over"
+        yield f"{PARAMS_FILE}: key {quote(key)} is unknown and was not taken over"
 
 
 def _theta(params: Params) -> float:

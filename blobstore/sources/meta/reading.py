@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource
 
 if TYPE_CHECKING:
@@ -192,10 +192,9 @@ class _Reading:
         )
         for copy in copies:
             if not np.array_equal(copy, piece[done : done + len(copy)]):
-                message = (
-                    f"tensor {quoted(self._tensor.source)} differs between "
-                    f"{quoted(self._files[chosen])} and {quoted(self._files[other])}, which should "
+                raise DamagedSource(
+                    f"tensor {quote(self._tensor.source)} differs between "
+                    f"{quote(self._files[chosen])} and {quote(self._files[other])}, which should "
                     "hold copies of it: these are not the shards of one model"
                 )
-                raise DamagedSource(message)
             done += len(copy)

@@ -11,7 +11,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource
 from blobstore.sources.base import SourceFile
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
@@ -64,7 +64,7 @@ class MetaFolder:
             for path in self._paths:
                 shard = open_shard(path)
                 self._shards.append(shard)
-                self.notices.extend(f"{quoted(path)}: {notice}" for notice in shard.notices)
+                self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
             self._list_files(folder, keep_names=keep_names)
             if keep_names and len(self._shards) == 1:
                 self._specs = self._shards[0].specs
@@ -103,7 +103,7 @@ class MetaFolder:
         self._joined = layout.tensors
         self._specs = {name: joined.spec for name, joined in layout.tensors.items()}
         if layout.left_out:
-            first, *others = map(quoted, layout.left_out)
+            first, *others = map(quote, layout.left_out)
             more = f" and {len(others)} more" if others else ""
             self.notices.append(f"left out: tensor {first}{more}, which runtimes calculate")
         if not keep_names:
@@ -118,7 +118,7 @@ class MetaFolder:
         if not keep_names and any(file.name == _CONFIG for file in kept):
             kept = [file for file in kept if file.name != _CONFIG]
             self.notices.append(
-                f"left out: {quoted(folder / _CONFIG)}; one made from {PARAMS_FILE} takes its place"
+                f"left out: {quote(folder / _CONFIG)}; one made from {PARAMS_FILE} takes its place"
             )
         self.files = kept
         self.notices.extend(_left_out(folder, {path.name for path in self._paths}))
@@ -134,17 +134,18 @@ def _shard_paths(folder: Path) -> list[Path]:
     wanted = [f"consolidated.{number:02}.pth" for number in range(max(len(found), 1))]
     for name in wanted:
         if name not in found:
-            more = f" among {len(found)} shards, up to {quoted(found[-1])}" if found else ""
-            message = f"{quoted(folder / name)} is missing{more}; fetch the complete model"
-            raise DamagedSource(message)
+            more = f" among {len(found)} shards, up to {quote(found[-1])}" if found else ""
+            raise DamagedSource(
+                f"{quote(folder / name)} is missing{more}; fetch the complete model"
+            )
     return [folder / name for name in wanted]
 
 
 def _left_out(folder: Path, shards: AbstractSet[str]) -> Iterator[str]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.name.startswith("."):
-            yield f"left out: folder {quoted(path)}"
+            yield f"left out: folder {quote(path)}"
         elif path.suffix in _WEIGHTS and path.name not in shards:
-            yield f"left out: {quoted(path)}, no shard of the model"
+            yield f"left out: {quote(path)}, no shard of the model"
         elif is_kept(path.name) and not is_part(path.name):
-            yield f"left out: {quoted(path)}, for a store's names are letters, digits, '_', '.', '-'"
+            yield f"left out: {quote(path)}, for a store's names are letters, digits, '_', '.', '-'"

@@ -8,10 +8,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
-from blobstore.core.gc_pause import collector_paused
-from blobstore.core.mmap import Region
+from blobstore.core.gc_pause import gc_paused
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import TensorView
 from blobstore.errors import (
     BlobstoreError,
@@ -58,7 +58,7 @@ class Checkpoint:
         with _errors_of(path):
             self._descriptor, self._size = open_regular(path)
         try:
-            with _errors_of(path), collector_paused():
+            with _errors_of(path), gc_paused():
                 self._open(subtree)
         except BaseException:
             os.close(self._descriptor)
@@ -89,8 +89,7 @@ class Checkpoint:
         for name, reason in self.unreadable.items():
             self.close()
             more = f" (and {len(self.unreadable) - 1} more)" if len(self.unreadable) > 1 else ""
-            message = f"{quoted(self.path)}, tensor {quoted(name)}{more}: {reason}"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"{quote(self.path)}, tensor {quote(name)}{more}: {reason}")
 
     def view(self, name: str) -> TensorView:
         """Return a tensor's bytes: of the mapped file if they lie there in order, else gathered.
@@ -104,7 +103,7 @@ class Checkpoint:
         tensor = self._tensors.get(name)
         if tensor is None:
             reason = self.unreadable.get(name)
-            message = f"no tensor {quoted(name)} in {quoted(self.path)}"
+            message = f"no tensor {quote(name)} in {quote(self.path)}"
             raise TensorNotFound(message if reason is None else f"{message}: {reason}")
         return self._view(tensor)
 
@@ -112,7 +111,7 @@ class Checkpoint:
         """Return :meth:`view` of every tensor."""
         memory = self._memory()
         new = tuple.__new__  # in C, as the constructors of named tuples are not
-        with collector_paused():
+        with gc_paused():
             return {
                 name: new(
                     TensorView,
@@ -151,7 +150,7 @@ class Checkpoint:
         """What kind of file it is, for people."""
         check_globals(container.result)
         tree = torch_tree.walk(container.result, container.pickle_size)
-        choice = torch_tree.choose(tree, subtree)
+        choice = torch_tree.find_state_dict(tree, subtree)
         self._paths = [path for path, _ in tree.tensors]
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
@@ -168,8 +167,7 @@ class Checkpoint:
             except UnreadableTensor as error:
                 self.unreadable[name] = str(error)
         if not found and not self.unreadable:
-            message = "the checkpoint holds no tensors"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("the checkpoint holds no tensors")
         found.sort(key=attrgetter("offset"))
         self._tensors = {tensor.spec.name: tensor for tensor in found}
         self._check_growth()
@@ -182,18 +180,16 @@ class Checkpoint:
         unpacked = {place for tensor in others if (place := tensor.place).is_deflated}
         stored = sum(place.size for place in unpacked)
         if max(total, stored) > limit:
-            message = (
+            raise CheckpointRefused(
                 f"its tensors are {total} bytes, {stored} of compressed storages, more than "
                 f"{_MAX_GROWTH} times the file's {self._size}"
             )
-            raise CheckpointRefused(message)
         work = sum(self._work(tensor) for tensor in others)
         if work > self._size * _MAX_WORK + _SPARE_WORK:
-            message = (
+            raise CheckpointRefused(
                 f"{work} bytes have to be passed over to read its tensors, more than {_MAX_WORK} "
                 f"times the file's {self._size}; load them with torch and save clones of them"
             )
-            raise CheckpointRefused(message)
 
     def _work(self, tensor: StridedTensor) -> int:
         """Return how many bytes of its storage are read for a tensor that is no run of the file."""
@@ -210,14 +206,14 @@ class Checkpoint:
 
     def _memory(self) -> memoryview:
         if self._map is None:
-            region = Region([self._size])
+            region = MappedRegion([self._size])
             with _errors_of(self.path):
                 region.map(0, self._descriptor, self._size)
             self._map = memoryview(region.memory)
         return self._map
 
     def _gather(self, tensor: StridedTensor) -> memoryview:
-        from blobstore.sources.pytorch.storages import gathered, swapped
+        from blobstore.sources.pytorch.gather import gathered, swapped
 
         place = tensor.place
         begin, end = tensor.begin, tensor.begin + tensor.extent.span * tensor.itemsize
@@ -249,27 +245,25 @@ def check_globals(result: Result) -> None:
         CheckpointRefused: it does; all that it asks for beyond are named.
     """
     if refused := result.refused:
-        names = ", ".join(quoted(item) for item in refused[:_SHOWN])
+        names = ", ".join(quote(item) for item in refused[:_SHOWN])
         more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        message = (
+        raise CheckpointRefused(
             f"pickle byte {refused[0].offset}: it asks for {names}{more}, which no checkpoint of "
             "tensors needs; nothing was run. See all of it with blobstore inspect"
         )
-        raise CheckpointRefused(message)
 
 
 def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        message = f"the name {quoted(name)} of a tensor is not Unicode"
-        raise CheckpointRefused(message) from None
+        raise CheckpointRefused(f"the name {quote(name)} of a tensor is not Unicode") from None
 
 
 @contextlib.contextmanager
 def _errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     """Say in errors which file they are of, and which tensor."""
-    where = quoted(path) if name is None else f"{quoted(path)}, tensor {quoted(name)}"
+    where = quote(path) if name is None else f"{quote(path)}, tensor {quote(name)}"
     try:
         yield
     except CheckpointRefused as error:
@@ -277,11 +271,9 @@ def _errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     except DamagedSource as error:
         raise CheckpointRefused(f"{where}: {error}") from None
     except FileNotFoundError:
-        message = f"no such file: {quoted(path)}"
-        raise SourceNotFound(message) from None
+        raise SourceNotFound(f"no such file: {quote(path)}") from None
     except OSError as error:
-        message = f"cannot read {where}: {error.strerror}"
-        raise SourceError(message) from error
+        raise SourceError(f"cannot read {where}: {error.strerror}") from error
     except BlobstoreError as error:
         if type(error) is BlobstoreError:  # not a regular file
             raise SourceError(str(error)) from None

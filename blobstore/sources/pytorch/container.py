@@ -48,8 +48,7 @@ def open_container(descriptor: int, size: int) -> Container:
     other = other_kind(head)
     if other is None and is_legacy(head):
         return LegacyStream(descriptor, size)
-    message = f"this is {other or _pickle_or_nothing(head)}"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused(f"this is {other or _pickle_or_nothing(head)}")
 
 
 def other_kind(head: bytes) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
 from blobstore.errors import (
     BlobstoreError,
@@ -113,19 +113,16 @@ def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
     try:
         descriptor, size = open_regular(path)
     except FileNotFoundError:
-        message = f"no such file: {quoted(path)}"
-        raise SourceNotFound(message) from None
+        raise SourceNotFound(f"no such file: {quote(path)}") from None
     except OSError as error:
-        message = f"cannot open {quoted(path)}: {error.strerror}"
-        raise SourceError(message) from error
+        raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
     except BlobstoreError as error:
         raise SourceError(str(error)) from None
     try:
         is_zip = read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS)
         return size, list((_in_zip if is_zip else _in_stream)(descriptor, size))
     except OSError as error:
-        message = f"cannot read {quoted(path)}: {error.strerror}"
-        raise SourceError(message) from error
+        raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
     finally:
         os.close(descriptor)
 

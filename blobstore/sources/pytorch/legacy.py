@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
@@ -61,20 +61,17 @@ class LegacyStream:
         self.pickle_size = self.result.end - machine.end
         keys = self._pickle(self.result.end)
         if magic.value != MAGIC or protocol.value != _PROTOCOL:
-            message = "this is no stream of torch's protocol 1001"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("this is no stream of torch's protocol 1001")
         facts = machine.value
         is_little = facts.get("little_endian") if type(facts) is dict else None
         if type(is_little) is not bool:
-            message = "the stream does not say its byte order"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("the stream does not say its byte order")
         self.is_swapped = not is_little
         self._keys = _checked_keys(keys.value)
         self._end = keys.end
         for part in (magic, protocol, machine, keys):
             if part.globals:
-                message = f"the stream's header asks for {quoted(part.globals[0])}"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(f"the stream's header asks for {quote(part.globals[0])}")
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
         """See :class:`Container`.
@@ -84,10 +81,9 @@ class LegacyStream:
         """
         if set(self._keys) != set(storages):
             odd = sorted(set(self._keys) ^ set(storages))
-            message = (
-                f"storage {quoted(odd[0])} is in the list of keys or in a tensor, but not in both"
+            raise CheckpointRefused(
+                f"storage {quote(odd[0])} is in the list of keys or in a tensor, but not in both"
             )
-            raise CheckpointRefused(message)
         offset = self._end
         places = {}
         for key in self._keys:
@@ -95,26 +91,26 @@ class LegacyStream:
             data = read_exactly(self._descriptor, _COUNT.size, offset)
             count = _COUNT.unpack(data)[0] if len(data) == _COUNT.size else -1
             if count != storage.elements:
-                message = (
-                    f"byte {offset}: storage {quoted(key)} has {count} elements, but its tensors "
+                raise CheckpointRefused(
+                    f"byte {offset}: storage {quote(key)} has {count} elements, but its tensors "
                     f"say {storage.elements}"
                 )
-                raise CheckpointRefused(message)
             begin = offset + _COUNT.size
             if not storage.itemsize:
-                message = f"the size of torch.{storage.kind} {quoted(key)} cannot be told"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(
+                    f"the size of torch.{storage.kind} {quote(key)} cannot be told"
+                )
             offset = begin + storage.nbytes
             if offset > self._size:
-                message = (
-                    f"storage {quoted(key)} ends at byte {offset}, but the file at {self._size}: "
+                raise CheckpointRefused(
+                    f"storage {quote(key)} ends at byte {offset}, but the file at {self._size}: "
                     "it was cut short"
                 )
-                raise CheckpointRefused(message)
             places[key] = ZipEntry(key, begin, storage.nbytes, storage.nbytes, 0, is_deflated=False)
         if offset != self._size:
-            message = f"{self._size - offset} bytes follow the last storage at byte {offset}"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                f"{self._size - offset} bytes follow the last storage at byte {offset}"
+            )
         return places
 
     def notices(self) -> list[str]:
@@ -138,9 +134,7 @@ class LegacyStream:
 
 def _checked_keys(keys: Any) -> list[str]:
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        message = "the list of storage keys is no list of texts"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("the list of storage keys is no list of texts")
     if len(set(keys)) != len(keys):
-        message = "the list of storage keys has one twice"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("the list of storage keys has one twice")
     return keys

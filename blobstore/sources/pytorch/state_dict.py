@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused, UsageError
 from blobstore.sources.unpickler.globals import Use
 from blobstore.sources.unpickler.values import Items, Key, Record, Reduced
@@ -123,8 +123,9 @@ class _Walk:
                 self.others[_shown(path[:1])] += 1
             return
         if len(path) >= _MAX_DEPTH:
-            message = f"{quoted(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                f"{quote(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
+            )
         self._take_steps(_width(value))
         inner = self._sort_out(path, children)
         self._check()
@@ -160,8 +161,9 @@ class _Walk:
     def _take_steps(self, count: int) -> None:
         self._steps -= count
         if self._steps < 0:
-            message = "the pickle uses its parts so often that they cannot be told one by one"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                "the pickle uses its parts so often that they cannot be told one by one"
+            )
 
     def _check(self) -> None:
         if self._containers < 0:
@@ -189,15 +191,14 @@ def check_records(records: Iterable[Record]) -> None:
     odd = [record for record in records if not _is_module(record)]
     if odd:
         names = sorted({str(record.cls) for record in odd})
-        message = (
+        raise CheckpointRefused(
             f"pickle byte {odd[0].offset}: it holds objects of "
-            f"{', '.join(map(quoted, names[:_SHOWN]))}, which only their own code could read; save "
+            f"{', '.join(map(quote, names[:_SHOWN]))}, which only their own code could read; save "
             "the model's state_dict() instead"
         )
-        raise CheckpointRefused(message)
 
 
-def choose(tree: Tree, subtree: str | None) -> Choice:
+def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
     """Choose the tensors of the model, or those below the keys of ``subtree``.
 
     Raises:
@@ -223,8 +224,7 @@ def choose(tree: Tree, subtree: str | None) -> Choice:
             if type(name) is not str:
                 name = _joined(path, depth)
             if name in chosen:
-                message = f"two tensors would be called {quoted(name)}"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(f"two tensors would be called {quote(name)}")
             chosen[name] = value
     return Choice(chosen, list(_notices(left, tree.others if subtree != EVERYTHING else {})))
 
@@ -324,14 +324,12 @@ def _named(tree: Tree, subtree: str) -> Path:
     if len(found) == 1:
         return found.pop()
     if found:
-        message = f"subtree {quoted(subtree)} can mean {len(found)} parts of the checkpoint"
-        raise UsageError(message)
+        raise UsageError(f"subtree {quote(subtree)} can mean {len(found)} parts of the checkpoint")
     listed = [item.path for item in subtrees(path for path, _ in tree.tensors)]
-    message = (
-        f"there is no subtree {quoted(subtree)} with tensors; there are "
-        f"{', '.join(map(quoted, listed[:_SHOWN]))}{', …' if len(listed) > _SHOWN else ''}"
+    raise UsageError(
+        f"there is no subtree {quote(subtree)} with tensors; there are "
+        f"{', '.join(map(quote, listed[:_SHOWN]))}{', …' if len(listed) > _SHOWN else ''}"
     )
-    raise UsageError(message)
 
 
 def _is_training(key: Part) -> bool:
@@ -340,10 +338,10 @@ def _is_training(key: Part) -> bool:
 
 def _notices(left: Mapping[str, int], others: Mapping[str, int]) -> Iterator[str]:
     if left:
-        parts = [f"{quoted(key)} ({count} tensors)" for key, count in left.items()]
+        parts = [f"{quote(key)} ({count} tensors)" for key, count in left.items()]
         yield f"left out: {_some(parts)}; choose another part with --subtree"
     if others:
-        parts = [quoted(key) for key in others]
+        parts = [quote(key) for key in others]
         yield f"left out: {sum(others.values())} values that are no tensors, in {_some(parts)}"
 
 
@@ -366,8 +364,9 @@ def _joined(path: Path, depth: int) -> str:
         return "tensor"  # the checkpoint is a single tensor
     for key in keys:
         if type(key) is Key:
-            message = f"there is a tensor at {quoted(_shown(path))}, with a key that is no text"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                f"there is a tensor at {quote(_shown(path))}, with a key that is no text"
+            )
     return ".".join(map(str, keys))
 
 

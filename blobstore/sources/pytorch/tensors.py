@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES as BY_NAME
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import CheckpointRefused
@@ -168,24 +168,23 @@ class TensorReader:
         flags: Any = None,
     ) -> StridedTensor:
         if type(reference) is not Persistent:
-            message = "a tensor's first argument is no storage"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("a tensor's first argument is no storage")
         storage, begin, room = reference.meaning
         dtype = dtype or storage.dtype
         if dtype is None:
-            message = f"tensors of torch.{storage.kind} have no type in the safetensors format"
-            raise UnreadableTensor(message)
+            raise UnreadableTensor(
+                f"tensors of torch.{storage.kind} have no type in the safetensors format"
+            )
         extent = self._extents.get((id(shape), id(stride))) or self._extent(shape, stride)
         elements, span, is_ordered = extent
         itemsize = dtype.bits // 8 or 1
         if type(offset) is not int or not 0 <= offset <= _LARGEST:
             _natural(offset, "a tensor's offset")
         if (offset + span) * itemsize > room and elements:
-            message = (
-                f"a tensor needs {offset + span} elements of storage {quoted(storage.key)}, which "
+            raise CheckpointRefused(
+                f"a tensor needs {offset + span} elements of storage {quote(storage.key)}, which "
                 f"has {room // itemsize}"
             )
-            raise CheckpointRefused(message)
         begin = begin + offset * itemsize if elements else 0
         shape = shape if dtype is not DType.F4 else _in_halves(shape)
         place = self._places[storage.key]
@@ -215,8 +214,7 @@ class TensorReader:
     def _class(self, cls: Any) -> tuple[str, DType | None, int]:
         """Return name, element type and bytes of an element of a class of storages."""
         if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
-            message = "a storage is of no known type"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("a storage is of no known type")
         dtype = _STORAGE_TYPES.get(cls.name)
         itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
         found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
@@ -230,23 +228,21 @@ class TensorReader:
         elif type(identifier) is tuple and len(identifier) == 6:  # noqa: PLR2004
             kind, cls, key, _, count, view = identifier
         else:
-            message = "a reference to outside data is not of the form that torch writes"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                "a reference to outside data is not of the form that torch writes"
+            )
         if type(kind) is not str or kind != "storage":
-            shown = quoted(kind) if type(kind) is str else "unknown"
-            message = f"a reference to outside data of kind {shown} is no storage"
-            raise CheckpointRefused(message)
+            shown = quote(kind) if type(kind) is str else "unknown"
+            raise CheckpointRefused(f"a reference to outside data of kind {shown} is no storage")
         name, dtype, itemsize = self._classes.get(id(cls)) or self._class(cls)
         if type(key) is not str or not key:
-            message = "a storage's key is no text"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("a storage's key is no text")
         if type(count) is not int or not 0 <= count <= _LARGEST:
             _natural(count, "a storage's count")
         storage = _new(Storage, (key, name, dtype, itemsize, count))
         known = self.storages.setdefault(key, storage)
         if known is not storage and known != storage:
-            message = f"storage {quoted(key)} is given two types or counts"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"storage {quote(key)} is given two types or counts")
         if view is not None:
             return (known, *_view(view, known))
         return known, 0, count * itemsize
@@ -263,12 +259,12 @@ _COUNTS: Final = {
 def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return reference, offset, sizes, strides, element type and flags of a call."""
     if function.use is not Use.TENSOR:
-        message = f"a tensor made by {quoted(function)} is not read"
-        raise UnreadableTensor(message)
+        raise UnreadableTensor(f"a tensor made by {quote(function)} is not read")
     least, most = _COUNTS[function.name]
     if not least <= len(arguments) <= most:
-        message = f"{function} has {len(arguments)} arguments, which is not what torch writes"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(
+            f"{function} has {len(arguments)} arguments, which is not what torch writes"
+        )
     dtype = _element_type(arguments[6]) if function.name == "_rebuild_tensor_v3" else None
     flags = arguments[-1] if len(arguments) == most > least else None
     return (*arguments[:4], dtype, flags)
@@ -292,16 +288,14 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
             break
         if type(function) is not Global or type(arguments) is not tuple:
             break
-    message = "a tensor is wrapped in a way that torch does not write"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused("a tensor is wrapped in a way that torch does not write")
 
 
 def _element_type(dtype: Any) -> DType:
     if type(dtype) is Global and dtype.use is Use.DTYPE:
         return _ELEMENT_TYPES[dtype.name]
-    what = quoted(dtype) if type(dtype) is Global else "something else than a type"
-    message = f"tensors of {what} have no type in the safetensors format"
-    raise UnreadableTensor(message)
+    what = quote(dtype) if type(dtype) is Global else "something else than a type"
+    raise UnreadableTensor(f"tensors of {what} have no type in the safetensors format")
 
 
 def _natural(number: Any, what: str) -> None:
@@ -311,36 +305,33 @@ def _natural(number: Any, what: str) -> None:
         shown = "no integer"
     else:
         shown = str(number) if abs(number) <= 2 * _LARGEST else "out of range"
-    message = f"{what} is {shown}"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused(f"{what} is {shown}")
 
 
 def _view(view: Any, storage: Storage) -> tuple[int, int]:
     """Return where a part of a storage begins and its size, in bytes."""
     if type(view) is not tuple or len(view) != 3:  # noqa: PLR2004
-        message = "a view of a storage has not three parts"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a view of a storage has not three parts")
     _, offset, count = view
     _natural(offset, "a view's offset")
     _natural(count, "a view's count")
     if offset + count > storage.elements:
-        message = f"a view ends at element {offset + count} of {storage.elements} of its storage"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(
+            f"a view ends at element {offset + count} of {storage.elements} of its storage"
+        )
     return offset * storage.itemsize, count * storage.itemsize
 
 
 def _in_halves(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of F4 in elements; torch counts them in pairs."""
     if not shape:
-        message = "a tensor of pairs of F4 has no dimension"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a tensor of pairs of F4 has no dimension")
     return (*shape[:-1], shape[-1] * 2)
 
 
 def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
     if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
-        message = "a tensor has flags other than conj and neg"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a tensor has flags other than conj and neg")
     conj, neg = flags.get("conj", False), flags.get("neg", False)
     if (
         type(conj) is not bool
@@ -348,19 +339,16 @@ def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
         or (conj and dtype is not DType.C64)
         or (neg and dtype not in _NEGATED)
     ):
-        message = "a tensor's conj or neg flag is none that torch writes"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a tensor's conj or neg flag is none that torch writes")
     return conj, neg
 
 
 def _measured(shape: Any, stride: Any) -> Extent:
     """Check sizes and strides and return what they come to."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
-        message = "a tensor's sizes and strides are not two tuples of one length"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a tensor's sizes and strides are not two tuples of one length")
     if len(shape) > MAX_RANK:
-        message = f"a tensor has {len(shape)} dimensions, over {MAX_RANK}"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(f"a tensor has {len(shape)} dimensions, over {MAX_RANK}")
     span = expected = 1
     is_ordered = True
     is_empty = False

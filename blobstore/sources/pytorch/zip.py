@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
@@ -54,8 +54,9 @@ class ZipCheckpoint:
         self.pickle_size = len(pickle)
         self.result = run(pickle)
         if self.result.end != len(pickle):
-            message = f"{len(pickle) - self.result.end} bytes follow the end of data.pkl's pickle"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                f"{len(pickle) - self.result.end} bytes follow the end of data.pkl's pickle"
+            )
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
         """See :class:`Container`."""
@@ -65,14 +66,12 @@ class ZipCheckpoint:
         for key, storage in storages.items():
             entry = entries.get(prefix + key)
             if entry is None:
-                message = f"there is no entry for storage {quoted(key)}"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(f"there is no entry for storage {quote(key)}")
             if storage.itemsize and entry.size != storage.elements * storage.itemsize:
-                message = (
-                    f"entry {quoted(entry.name)} has {entry.size} bytes, but its tensors say "
+                raise CheckpointRefused(
+                    f"entry {quote(entry.name)} has {entry.size} bytes, but its tensors say "
                     f"{storage.nbytes}"
                 )
-                raise CheckpointRefused(message)
             places[key] = entry
         self._used = places.values()
         return places
@@ -85,19 +84,19 @@ class ZipCheckpoint:
             return []
         unused = set(stored) - {entry.name for entry in self._used}
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        return [f"no tensor refers to entry {quoted(min(unused))}{more}"]
+        return [f"no tensor refers to entry {quote(min(unused))}{more}"]
 
     def _only_root(self) -> str:
         first = next(iter(self._entries), "")
         root, slash, _ = first.partition("/")
         if not root or not slash:
-            message = "the zip archive has no folder with a checkpoint in it"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("the zip archive has no folder with a checkpoint in it")
         root += "/"
         for name in self._entries:
             if not name.startswith(root):
-                message = f"entry {quoted(name)} is outside the archive's folder {quoted(root)}"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(
+                    f"entry {quote(name)} is outside the archive's folder {quote(root)}"
+                )
         return root
 
     def _check_kind(self) -> None:
@@ -129,18 +128,16 @@ class ZipCheckpoint:
         if order is None:
             return False
         if order not in _BYTE_ORDERS:
-            message = f"the byte order is {quoted(order[:20].decode('latin-1'))}"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"the byte order is {quote(order[:20].decode('latin-1'))}")
         return _BYTE_ORDERS[order]
 
     def _check_version(self) -> None:
         version = self._record("version") or self._record(".data/version") or b""
         if not re.fullmatch(rb"[0-9]{1,3}\n?", version) or not 1 <= int(version) <= _LAST_VERSION:
-            message = (
-                f"the archive's version is {quoted(version[:20].decode('latin-1'))}, not one of "
+            raise CheckpointRefused(
+                f"the archive's version is {quote(version[:20].decode('latin-1'))}, not one of "
                 f"1 to {_LAST_VERSION}"
             )
-            raise CheckpointRefused(message)
 
 
 def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) -> bytes:

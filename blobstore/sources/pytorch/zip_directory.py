@@ -11,7 +11,7 @@ from collections import Counter
 from struct import Struct, iter_unpack
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly
 from blobstore.errors import DamagedSource, UnsupportedSource
 
@@ -80,11 +80,10 @@ def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
         taken = _parse(window, at, directory, listed)
         at += taken
     if at != directory.end or len(listed) != directory.entries:
-        message = (
+        raise DamagedSource(
             f"the directory at byte {directory.start} does not have exactly the "
             f"{directory.entries} entries that are counted at byte {directory.end}"
         )
-        raise DamagedSource(message)
     _check_names(listed)
     return listed, directory.start
 
@@ -93,8 +92,9 @@ def read_whole(descriptor: int, size: int, offset: int) -> bytes:
     """Return ``size`` bytes at ``offset``; raise DamagedSource where the file ends before."""
     data = read_exactly(descriptor, size, offset)
     if len(data) != size:
-        message = f"the file ended at byte {offset + len(data)}: it was cut short while it was read"
-        raise DamagedSource(message)
+        raise DamagedSource(
+            f"the file ended at byte {offset + len(data)}: it was cut short while it was read"
+        )
     return data
 
 
@@ -107,8 +107,9 @@ def widen(
     wide_size = 8 * narrow.count(_FULL32)
     disk_size = 4 if disk == _FULL16 else 0
     if len(field) < wide_size + disk_size:
-        message = f"the entry at byte {at} does not have the one zip64 field that it needs"
-        raise DamagedSource(message)
+        raise DamagedSource(
+            f"the entry at byte {at} does not have the one zip64 field that it needs"
+        )
     wide = iter_unpack("<Q", field[:wide_size])
     size, stored, header = (next(wide)[0] if one == _FULL32 else one for one in narrow)
     if disk_size:
@@ -134,15 +135,13 @@ def _find_directory(descriptor: int, file_size: int) -> _Directory:
     tail = read_whole(descriptor, file_size - tail_start, tail_start)
     at = tail.rfind(_END_SIGN, 0, max(0, len(tail) - _END.size + len(_END_SIGN)))
     if at < 0:
-        message = "it has no end record: it is cut short, or is no zip archive"
-        raise DamagedSource(message)
+        raise DamagedSource("it has no end record: it is cut short, or is no zip archive")
     _, *fields, comment_size = _END.unpack_from(tail, at)
     if at + _END.size + comment_size != len(tail):
-        message = (
+        raise DamagedSource(
             f"the end record at byte {tail_start + at} should be followed by {comment_size} bytes "
             f"of comment, and is by {len(tail) - at - _END.size}"
         )
-        raise DamagedSource(message)
     locator_at = at - _LOCATOR.size
     if locator_at >= 0 and tail.startswith(_LOCATOR_SIGN, locator_at):
         at = locator_at - _END64.size
@@ -154,23 +153,22 @@ def _read_wide_end(tail: bytes, at: int, tail_start: int, narrow: Sequence[int])
     """Return the fields of the zip64 end record, with which locator and end record must agree."""
     _, disk, claimed, disks = _LOCATOR.unpack_from(tail, at + _END64.size)
     if disk or disks > 1:
-        message = f"it is file {disk + 1} of {disks}; archives in several files are not supported"
-        raise UnsupportedSource(message)
+        raise UnsupportedSource(
+            f"it is file {disk + 1} of {disks}; archives in several files are not supported"
+        )
     if at < 0 or claimed != tail_start + at or not tail.startswith(_END64_SIGN, at):
-        message = (
+        raise DamagedSource(
             f"there is no zip64 end record at byte {tail_start + at}, right before its locator, "
             f"which has it at byte {claimed}"
         )
-        raise DamagedSource(message)
     _, length, *wide = _END64.unpack_from(tail, at)
     if length != _END64_LENGTH or any(
         one not in {full, other} for one, other, full in zip(narrow, wide, _FULL_END, strict=True)
     ):
-        message = (
+        raise DamagedSource(
             f"the zip64 end record at byte {tail_start + at}, of {length} bytes, has {wide}, and "
             f"the end record {narrow}: they contradict each other"
         )
-        raise DamagedSource(message)
     return wide
 
 
@@ -178,23 +176,21 @@ def _check_end(fields: Sequence[int], end: int) -> _Directory:
     """Return the directory, which must end at ``end``, where the end records begin."""
     disk, first_disk, count_here, count, size, start = fields
     if disk or first_disk:
-        message = f"it is file {disk + 1} of a set; archives in several files are not supported"
-        raise UnsupportedSource(message)
+        raise UnsupportedSource(
+            f"it is file {disk + 1} of a set; archives in several files are not supported"
+        )
     if start + size != end:
-        message = (
+        raise DamagedSource(
             f"the directory, of {size} bytes from byte {start}, does not end where the end "
             f"records begin, at byte {end}"
         )
-        raise DamagedSource(message)
     if not count:
-        message = "the archive is empty"
-        raise DamagedSource(message)
+        raise DamagedSource("the archive is empty")
     if count_here != count or count > min(MAX_ENTRIES, size // _LISTED.size):
-        message = (
+        raise DamagedSource(
             f"the end record at byte {end} counts {count_here} of {count} entries in {size} bytes; "
             f"at most {MAX_ENTRIES} are supported, and each takes {_LISTED.size} bytes or more"
         )
-        raise DamagedSource(message)
     return _Directory(start, end, count)
 
 
@@ -217,8 +213,9 @@ def _parse(window: bytes, window_start: int, directory: _Directory, listed: list
         try:
             name = raw_name.decode()
         except UnicodeDecodeError as error:
-            message = f"the name of an entry, at byte {window_start + name_at}, is no UTF-8"
-            raise DamagedSource(message) from error
+            raise DamagedSource(
+                f"the name of an entry, at byte {window_start + name_at}, is no UTF-8"
+            ) from error
         entry = (header, name, raw_name, method, crc, stored, size)
         if (
             sign != _LISTED_SIGN
@@ -242,7 +239,7 @@ def _fault(
     if sign != _LISTED_SIGN:
         return DamagedSource(f"no entry of the directory is at byte {at}, where one should be")
     header, name, _, method, _, stored, size = entry
-    who = f"entry {quoted(name)}, listed at byte {at},"
+    who = f"entry {quote(name)}, listed at byte {at},"
     if disk:
         return UnsupportedSource(f"{who} is in file {disk + 1} of a set, which is not supported")
     if flags & SEALED:
@@ -263,5 +260,4 @@ def _check_names(listed: list[Listed]) -> None:
     names = [entry[1] for entry in listed]
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        message = f"the archive has more than one entry {quoted(twice)}"
-        raise DamagedSource(message)
+        raise DamagedSource(f"the archive has more than one entry {quote(twice)}")

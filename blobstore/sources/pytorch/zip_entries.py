@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zlib_ng.zlib_ng import crc32  # at a tenth of the cost of the standard library's
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch.zip_directory import (
     DEFLATED,
@@ -103,8 +103,9 @@ def read_entry(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator
         crc = crc32(piece, crc) if entry.crc else 0
         yield piece
     if crc != entry.crc:
-        what = f"has the CRC {crc:08x}, not {entry.crc:08x}: its bytes have been changed"
-        raise _damaged(entry, what)
+        raise _damaged(
+            entry, f"has the CRC {crc:08x}, not {entry.crc:08x}: its bytes have been changed"
+        )
 
 
 def read_small_entry(descriptor: int, entry: ZipEntry, limit: int) -> bytes:
@@ -138,21 +139,22 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         name_size, extra_size = _LENGTHS(window, at + _LENGTHS_AT)
         offset = header + parts_size + name_size + extra_size
         if name_size != len(raw_name) or not window.startswith(raw_name, name_at):
-            message = f"entry {quoted(name)} at byte {header} has another name there than in the directory"
-            raise DamagedSource(message)
+            raise DamagedSource(
+                f"entry {quote(name)} at byte {header} has another name there than in the directory"
+            )
         if offset + stored > end:
-            message = (
-                f"entry {quoted(name)} at byte {header} has {stored} bytes from byte {offset}, "
+            raise DamagedSource(
+                f"entry {quote(name)} at byte {header} has {stored} bytes from byte {offset}, "
                 f"which go on past the start of the directory at byte {end}"
             )
-            raise DamagedSource(message)
         free = offset + stored
         if not name.endswith("/"):
             parts = (name, offset, stored, size, crc, method == DEFLATED)
             entries[name] = _new(ZipEntry, parts)
         elif size:
-            message = f"entry {quoted(name)} at byte {header} is a folder, but has {size} bytes"
-            raise DamagedSource(message)
+            raise DamagedSource(
+                f"entry {quote(name)} at byte {header} is a folder, but has {size} bytes"
+            )
     return entries
 
 
@@ -171,16 +173,13 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
     """Refuse a local header that says something else than the directory, but for its places."""
     header, name, raw_name, method, *listed = entry
     sign, flags, other_method, *numbers, _, extra_size = local
-    who = f"entry {quoted(name)} at byte {header}"
+    who = f"entry {quote(name)} at byte {header}"
     if sign != _LOCAL_SIGN:
-        message = f"no header of entry {quoted(name)} is at byte {header}"
-        raise DamagedSource(message)
+        raise DamagedSource(f"no header of entry {quote(name)} is at byte {header}")
     if flags & SEALED:
-        message = f"{who} is encrypted or a patch, by its flags {flags:#06x}"
-        raise UnsupportedSource(message)
+        raise UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
     if other_method != method:
-        message = f"{who} has method {other_method}, but {method} in the directory"
-        raise DamagedSource(message)
+        raise DamagedSource(f"{who} has method {other_method}, but {method} in the directory")
     may_miss = {0} if flags & _SIZES_FOLLOW else set()
     if numbers == listed or {*numbers} <= may_miss:
         return
@@ -188,14 +187,13 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
     numbers[2], numbers[1], *_ = widen(extra, (numbers[2], numbers[1]), 0, 0, header)
     for what, one, other in zip(("CRC", "stored size", "size"), numbers, listed, strict=True):
         if one not in {other, *may_miss}:
-            message = f"{who} has the {what} {one} there, but {other} in the directory"
-            raise DamagedSource(message)
+            raise DamagedSource(f"{who} has the {what} {one} there, but {other} in the directory")
 
 
 def _misplaced(entry: Listed, free: int) -> DamagedSource:
     """Return what is wrong with the place of an entry, before which all ends at ``free``."""
     header, name, *_ = entry
-    who = f"entry {quoted(name)} at byte {header}"
+    who = f"entry {quote(name)} at byte {header}"
     if header < free:
         return DamagedSource(f"{who} begins before byte {free}, where the one before it ends")
     return DamagedSource(f"{who} is the first, and {header} bytes lie before it")
@@ -239,11 +237,11 @@ def _inflate(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[m
             raise _damaged(entry, f"is cut short: its compressed data goes on past byte {end}")
     offset -= len(inflater.unused_data)
     if left or offset != end:
-        what = (
-            f"decompresses to {left} of its {entry.size} bytes too few, at byte {offset} of {end}"
+        raise _damaged(
+            entry,
+            f"decompresses to {left} of its {entry.size} bytes too few, at byte {offset} of {end}",
         )
-        raise _damaged(entry, what)
 
 
 def _damaged(entry: ZipEntry, what: str) -> DamagedSource:
-    return DamagedSource(f"entry {quoted(entry.name)} at byte {entry.offset} {what}")
+    return DamagedSource(f"entry {quote(entry.name)} at byte {entry.offset} {what}")

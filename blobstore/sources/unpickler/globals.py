@@ -62,8 +62,7 @@ def put(target: dict[Any, Any], key: Any, value: Any) -> None:
     if type(key) is not str:
         key = Number(key) if type(key) is int else Key(key)
     if key in target:
-        message = "a dict has the same key twice"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a dict has the same key twice")
     target[key] = value
 
 

@@ -6,7 +6,7 @@ import re
 import struct
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler import opcodes as op
 from blobstore.sources.unpickler.globals import put
@@ -41,8 +41,7 @@ def _u32_size(state: State, position: int) -> tuple[int, int]:
 def _i32_size(state: State, position: int) -> tuple[int, int]:
     size: int = _I32(state.data, position)[0]
     if size < 0:
-        message = f"a length is {size}"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(f"a length is {size}")
     return size, position + 4
 
 
@@ -88,8 +87,7 @@ def _integer(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[Stat
     def read(state: State, position: int) -> tuple[int, int]:
         size, begin = size_of(state, position)
         if size > _MAX_INTEGER_SIZE:
-            message = f"an integer has {size} bytes"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"an integer has {size} bytes")
         data = state.take(begin, begin + size)
         return int.from_bytes(data, "little", signed=True), begin + size
 
@@ -113,8 +111,7 @@ def _text_integer(state: State, position: int) -> tuple[int | bool, int]:
 
 def _decimal(line: bytes) -> int:
     if len(line) > _MAX_DIGITS or not line.removeprefix(b"-").isdigit():
-        message = f"a line of {len(line)} bytes is no integer that can be read"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(f"a line of {len(line)} bytes is no integer that can be read")
     return int(line)
 
 
@@ -123,18 +120,17 @@ def _text_float(state: State, position: int) -> tuple[float, int]:
     try:
         return float(line if len(line) <= _MAX_DIGITS else b""), end
     except ValueError:
-        message = f"a line of {len(line)} bytes is no number that can be read"
-        raise CheckpointRefused(message) from None
+        raise CheckpointRefused(
+            f"a line of {len(line)} bytes is no number that can be read"
+        ) from None
 
 
 def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
     line, end = state.line(position)
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
-        message = "a text is not in quotes"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a text is not in quotes")
     if _ESCAPED(line[1:-1]) is None:
-        message = "a text has an escape that Python 2 does not write"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a text has an escape that Python 2 does not write")
     return _as_text(_unescaped(line[1:-1], "unicode_escape").encode("latin-1")), end
 
 
@@ -147,8 +143,7 @@ def _unescaped(line: bytes, codec: str) -> str:
     try:
         return line.decode(codec)
     except UnicodeDecodeError:
-        message = "a text has an escape that means nothing"
-        raise CheckpointRefused(message) from None
+        raise CheckpointRefused("a text has an escape that means nothing") from None
 
 
 def _global(state: State, position: int) -> tuple[Any, int]:
@@ -161,8 +156,9 @@ def _instance(state: State, position: int) -> tuple[Any, int]:
     """Note the class that INST names, for those who want to know; the opcode is refused."""
     found, _ = _global(state, position)
     found.is_called = True
-    message = f"the opcode makes an object of {quoted(found)}, in a way that torch never writes"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused(
+        f"the opcode makes an object of {quote(found)}, in a way that torch never writes"
+    )
 
 
 def _get(state: State, position: int) -> tuple[Any, int]:
@@ -175,8 +171,7 @@ def _slot(state: State, position: int) -> tuple[int, int]:
     line, end = state.line(position)
     if 0 <= (slot := _decimal(line)) <= _LAST_SLOT:
         return slot, end
-    message = f"values are remembered under 0 to {_LAST_SLOT} only"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused(f"values are remembered under 0 to {_LAST_SLOT} only")
 
 
 def _long_get(state: State, position: int) -> tuple[Any, int]:
@@ -212,8 +207,7 @@ PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
 def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not list:
-        message = "what is appended to is no list"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("what is appended to is no list")
     target.extend(items)
 
 
@@ -226,15 +220,13 @@ def _entries(target: Any) -> dict[Any, Any]:
         return target
     if type(target) is Record:
         return target.entries
-    message = "what is given entries is no dict"
-    raise CheckpointRefused(message)
+    raise CheckpointRefused("what is given entries is no dict")
 
 
 def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
     state.objects += len(items) // 2
     if len(items) % 2:
-        message = "a key has no value"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("a key has no value")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) is str and key not in target:  # as nearly always
             target[key] = value
@@ -245,8 +237,7 @@ def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
 def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not Items:
-        message = "what is added to is no set"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("what is added to is no set")
     target.items.extend(items)
 
 
@@ -329,8 +320,7 @@ def _new(state: State, stack: list[Any]) -> None:
 
 def _new_with_names(state: State, stack: list[Any]) -> None:
     if stack.pop():
-        message = "an object is made with named arguments"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("an object is made with named arguments")
     _new(state, stack)
 
 
@@ -344,8 +334,7 @@ def _build(_: State, stack: list[Any]) -> None:
     if type(target) in (Record, Reduced) and target.state is None:
         target.state = attributes
     elif type(target) not in (dict, Items):
-        message = "what is given attributes is no object, or has them already"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("what is given attributes is no object, or has them already")
 
 
 TAKING: Final[Mapping[int, Callable[[State, list[Any]], None]]] = {
@@ -379,8 +368,7 @@ def _text_put(state: State, stack: list[Any], position: int) -> int:
 def _protocol(state: State, _: list[Any], position: int) -> int:
     state.protocol = state.data[position]
     if state.protocol > _LAST_PROTOCOL:
-        message = f"protocol {state.protocol} is not known"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused(f"protocol {state.protocol} is not known")
     return position + 1
 
 

@@ -244,8 +244,7 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
 def _check_limits(limits: Limits, *used: int) -> None:
     for what, count, limit in zip(Limits._fields, used, limits, strict=True):
         if count > limit:
-            message = f"the pickle needs more than {limit} {what}"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"the pickle needs more than {limit} {what}")
 
 
 def _unknown(code: int) -> CheckpointRefused:
@@ -256,8 +255,7 @@ def _unknown(code: int) -> CheckpointRefused:
 
 def _result(state: State, stack: list[Any], frames: list[list[Any]], end: int) -> Result:
     if len(stack) != 1 or frames:
-        message = "the stack holds more or less than one value"
-        raise CheckpointRefused(message)
+        raise CheckpointRefused("the stack holds more or less than one value")
     return Result(
         stack[0],
         end,

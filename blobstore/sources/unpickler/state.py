@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blobstore.core.escape import quoted
+from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler.globals import Use, look_up
 from blobstore.sources.unpickler.values import Global, Number, Persistent, Record, Reduced
@@ -91,8 +91,7 @@ class State:
         end = self.data.find(b"\n", begin, begin + _MAX_LINE)
         if end < 0:
             self.take(begin, begin + _MAX_LINE)
-            message = f"a line is longer than {_MAX_LINE} bytes"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"a line is longer than {_MAX_LINE} bytes")
         return self.data[begin:end], end + 1
 
     def cut_short(self) -> CutShort:
@@ -106,16 +105,13 @@ class State:
     def find(self, module: Any, name: Any) -> Global:
         """Return the record of a global."""
         if type(module) is not str or type(name) is not str:
-            message = "a global is not named by two texts"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("a global is not named by two texts")
         if len(module) > _MAX_NAME or len(name) > _MAX_NAME:
-            message = f"the name of a global is longer than {_MAX_NAME} characters"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"the name of a global is longer than {_MAX_NAME} characters")
         found = self.globals.get((module, name))
         if found is None:
             if len(self.globals) >= _MAX_GLOBALS:
-                message = f"the pickle asks for more than {_MAX_GLOBALS} globals"
-                raise CheckpointRefused(message)
+                raise CheckpointRefused(f"the pickle asks for more than {_MAX_GLOBALS} globals")
             found = self.globals[module, name] = look_up(module, name, self.at)
         return found
 
@@ -123,13 +119,11 @@ class State:
         """Return the record of a call, or the plain value that it makes."""
         self.objects += 1
         if type(function) is not Global or type(arguments) is not tuple:
-            message = "what is called is not a global, or its arguments are no tuple"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("what is called is not a global, or its arguments are no tuple")
         if function.make is not None:
             return self._made(function, arguments)
         if not function.is_function:
-            message = f"{quoted(function)} is no function"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"{quote(function)} is no function")
         function.is_called = True
         return Reduced(function, arguments, at)
 
@@ -137,19 +131,20 @@ class State:
         """Return the record of an object, or the plain value that its class makes."""
         self.objects += 1
         if type(cls) is Persistent and type(cls.identifier) is tuple:  # of torch before 1.6
-            message = "it holds a model saved whole, class and all; save its state_dict() instead"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                "it holds a model saved whole, class and all; save its state_dict() instead"
+            )
         if type(cls) is not Global or type(arguments) is not tuple:
-            message = "the class of an object is not a global, or its arguments are no tuple"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(
+                "the class of an object is not a global, or its arguments are no tuple"
+            )
         if cls.make is not None:
             return self._made(cls, arguments)
         if cls.use is None:
             cls.is_class = True
             cls.is_called |= bool(arguments)
         elif cls.use is not Use.RECORD:
-            message = f"{quoted(cls)} is not made in this way"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused(f"{quote(cls)} is not made in this way")
         return self._record(Record(cls, arguments, self.at))
 
     def _made(self, function: Global, arguments: tuple[Any, ...]) -> Any:
@@ -157,14 +152,14 @@ class State:
         try:
             value = function.make(arguments)
         except (TypeError, ValueError):
-            message = f"{quoted(function)} is called with other arguments than torch writes"
-            raise CheckpointRefused(message) from None
+            raise CheckpointRefused(
+                f"{quote(function)} is called with other arguments than torch writes"
+            ) from None
         for argument in arguments:
             if argument is not value:
                 self.copied += _items_of(argument)
         if self.copied > _MAX_COPIED:
-            message = "the pickle has its lists and texts copied too often"
-            raise CheckpointRefused(message)
+            raise CheckpointRefused("the pickle has its lists and texts copied too often")
         return self._record(value) if type(value) is Record else value
 
     def _record(self, record: Record) -> Record:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
-from blobstore.compression.spans import Run
-from blobstore.compression.table import Base
-from blobstore.core.digest import Digest
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.spans import Span
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
 from tests.support.cold import cold, noise, weights
@@ -15,10 +14,10 @@ DATA = weights(DType.BF16, 300_000)
 
 
 @pytest.mark.parametrize(
-    "base", [BaseBlob.hot(DATA), ColdBlob(cold(DATA)).as_base()], ids=["hot", "cold"]
+    "base", [BaseBlob.hot(DATA), ColdBlobDecoder(cold(DATA)).as_base()], ids=["hot", "cold"]
 )
 def test_gives_bytes_of_the_base(base: BaseBlob) -> None:
-    assert base.identity == Base(Digest.of(DATA), len(DATA))
+    assert base.identity == BlobId(Digest.of(DATA), len(DATA))
     assert base.read(123_457, 200_000).tobytes() == DATA[123_457:323_457]
 
 
@@ -30,13 +29,13 @@ def test_takes_a_caller_s_word_for_a_digest() -> None:
 
 def test_rejects_a_base_that_is_a_delta() -> None:
     base = BaseBlob.hot(DATA)
-    delta = cold(DATA[:-2] + b"xy", runs=[Run(len(DATA), DType.BF16, base_begin=0)], base=base)
+    delta = cold(DATA[:-2] + b"xy", runs=[Span(len(DATA), DType.BF16, base_begin=0)], base=base)
 
     with pytest.raises(ColdDamaged, match="is itself a delta"):
-        ColdBlob(delta).as_base()
+        ColdBlobDecoder(delta).as_base()
 
 
 def test_a_cold_blob_without_parts_of_a_base_is_no_delta() -> None:
     alone = cold(noise(100), base=BaseBlob.hot(DATA))
 
-    assert ColdBlob(alone).as_base().identity.size == 100
+    assert ColdBlobDecoder(alone).as_base().identity.size == 100

@@ -17,7 +17,7 @@ from blobstore.errors import ColdDamaged
 from tests.support.cold import noise, weights
 
 if TYPE_CHECKING:
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 HUFFMAN = (Coder.HUFFMAN,)
@@ -31,7 +31,7 @@ def encoded(chunk: Bytes, *ways: Way, base: Bytes | None = None) -> tuple[Chunk,
 
 
 def decoded(entry: Chunk, stored: bytes, size: int, base: Bytes | None = None) -> Bytes:
-    layout: Layout | None = layout_of(entry.layout, 2)
+    layout: Transform | None = layout_of(entry.layout, 2)
     assert layout is not None
     out = np.empty(size, np.uint8)
     decode_chunk(entry, layout, memoryview(stored), out, base)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import fit
-from blobstore.compression.file_view import Window, Windowed
-from blobstore.compression.spans import Run, outline, with_equals
-from blobstore.compression.table import Base, encode_table
-from blobstore.core.digest import Digest
+from blobstore.compression.file_view import FileView, Window
+from blobstore.compression.spans import Span, spans_of, with_equals
+from blobstore.compression.table import encode_table
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged, UsageError
 from tests.support.cold import cold, cold_with_table, noise, safetensors, weights
@@ -47,7 +47,7 @@ def pool() -> Iterator[Executor]:
 
 
 def delta() -> bytes:
-    runs = outline(BLOB, len(BLOB))
+    runs = spans_of(BLOB, len(BLOB))
     begins = [sum(run.size for run in runs[:number]) for number in range(len(runs))]
     marked = [run._replace(base_begin=begin) for run, begin in zip(runs, begins, strict=True)]
     return cold(FINE, runs=marked, base=BaseBlob.hot(BLOB))
@@ -57,12 +57,12 @@ def test_is_smaller_and_comes_back(pool: Executor) -> None:
     assert len(COLD) < 0.85 * len(BLOB)
     for executor in (None, pool):
         out = bytearray(len(BLOB))
-        ColdBlob(COLD).decode_into(out, executor=executor)
+        ColdBlobDecoder(COLD).decode_into(out, executor=executor)
         assert out == BLOB
 
 
 def test_tells_what_it_stands_for() -> None:
-    blob = ColdBlob(COLD)
+    blob = ColdBlobDecoder(COLD)
 
     assert blob.size == len(BLOB)
     assert blob.table.digest == Digest.of(BLOB)
@@ -72,7 +72,7 @@ def test_tells_what_it_stands_for() -> None:
 @pytest.mark.parametrize("threads", [0, 3])
 def test_gives_the_blob_out_in_pieces(threads: int, pool: Executor) -> None:
     big = BLOB * 5
-    blob = ColdBlob(cold(big, runs=[Run(len(big))]))
+    blob = ColdBlobDecoder(cold(big, runs=[Span(len(big))]))
 
     pieces = [bytes(piece) for piece in blob.pieces(executor=pool if threads else None)]
 
@@ -81,7 +81,7 @@ def test_gives_the_blob_out_in_pieces(threads: int, pool: Executor) -> None:
 
 
 def test_an_empty_blob_comes_back() -> None:
-    blob = ColdBlob(cold(b"", runs=[]))
+    blob = ColdBlobDecoder(cold(b"", runs=[]))
 
     blob.decode_into(bytearray())
     assert list(blob.pieces()) == []
@@ -92,7 +92,7 @@ def test_any_range_can_be_read_alone(begin: int, size: int, is_odd: bool) -> Non
     expected = BLOB[begin : begin + size]
     memory = bytearray(len(expected) + is_odd)
 
-    ColdBlob(COLD).read_into(memoryview(memory)[is_odd:], begin)
+    ColdBlobDecoder(COLD).read_into(memoryview(memory)[is_odd:], begin)
 
     assert memory[is_odd:] == expected
 
@@ -103,7 +103,7 @@ def test_a_range_costs_the_chunks_that_it_touches() -> None:
     first = sum(plane.size for plane in table.chunks[0].planes)
     damaged[8 + first + 1000] ^= 1  # in the first chunk of the first tensor
 
-    blob = ColdBlob(damaged)
+    blob = ColdBlobDecoder(damaged)
 
     header = table.parts[0].size
     out = bytearray(1000)
@@ -116,19 +116,19 @@ def test_a_range_costs_the_chunks_that_it_touches() -> None:
 @pytest.mark.parametrize(("begin", "size"), [(-1, 1), (0, len(BLOB) + 1), (len(BLOB), 1)])
 def test_rejects_a_range_that_the_blob_does_not_have(begin: int, size: int) -> None:
     with pytest.raises(UsageError, match=f"are wanted of a blob of {len(BLOB)}"):
-        ColdBlob(COLD).read_into(bytearray(size), begin)
+        ColdBlobDecoder(COLD).read_into(bytearray(size), begin)
 
 
 @pytest.mark.parametrize("size", [0, len(BLOB) - 1, len(BLOB) + 1])
 def test_rejects_memory_of_another_size_for_the_whole(size: int) -> None:
     with pytest.raises(UsageError, match="does not fit in"):
-        ColdBlob(COLD).decode_into(bytearray(size))
+        ColdBlobDecoder(COLD).decode_into(bytearray(size))
 
 
 def test_rejects_a_blob_of_another_digest(pool: Executor) -> None:
     _, table = cold_with_table(BLOB)
     planes = COLD[: len(COLD) - len(encode_table(table))]
-    forged = ColdBlob(planes + encode_table(table._replace(digest=Digest.of(b"another"))))
+    forged = ColdBlobDecoder(planes + encode_table(table._replace(digest=Digest.of(b"another"))))
 
     for executor in (None, pool):
         with pytest.raises(ColdDamaged, match=f"decodes to {Digest.of(BLOB)}, and says"):
@@ -142,35 +142,35 @@ def test_stops_at_the_first_damage_with_threads_too(pool: Executor) -> None:
     damaged[len(COLD) // 2] ^= 16
 
     with pytest.raises(ColdDamaged):
-        ColdBlob(damaged).decode_into(bytearray(len(BLOB)), executor=pool)
+        ColdBlobDecoder(damaged).decode_into(bytearray(len(BLOB)), executor=pool)
 
 
 def test_equal_tensors_are_stored_once() -> None:
     tensor = weights(DType.BF16, 200_000)
     blob = safetensors({"a": (DType.BF16, tensor), "b": (DType.BF16, tensor)})
-    runs = with_equals(outline(blob, len(blob)), blob)
+    runs = with_equals(spans_of(blob, len(blob)), blob)
     stored = cold(blob, runs=runs)
 
     assert len(stored) < 0.36 * len(blob)
     out = bytearray(len(blob))
-    ColdBlob(stored).decode_into(out)
+    ColdBlobDecoder(stored).decode_into(out)
     assert out == blob
     begin = len(blob) - 399_000
-    ColdBlob(stored).read_into(memoryview(out)[:1000], begin)
+    ColdBlobDecoder(stored).read_into(memoryview(out)[:1000], begin)
     assert out[:1000] == blob[begin : begin + 1000]
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_a_delta_comes_back_with_its_base(is_cold: bool, threads: int, pool: Executor) -> None:
-    blob = ColdBlob(delta())
-    blob.give_base(ColdBlob(COLD).as_base() if is_cold else BaseBlob.hot(BLOB))
+    blob = ColdBlobDecoder(delta())
+    blob.give_base(ColdBlobDecoder(COLD).as_base() if is_cold else BaseBlob.hot(BLOB))
     out = bytearray(len(FINE))
 
     blob.decode_into(out, executor=pool if threads else None)
 
     assert out == FINE
-    assert blob.table.base == Base(Digest.of(BLOB), len(BLOB))
+    assert blob.table.base == BlobId(Digest.of(BLOB), len(BLOB))
     blob.read_into(memoryview(out)[:777], 400_001)
     assert out[:777] == FINE[400_001:400_778]
 
@@ -181,24 +181,24 @@ def test_a_delta_is_much_smaller() -> None:
 
 def test_rejects_a_delta_without_its_base() -> None:
     with pytest.raises(ColdDamaged, match=f"without its base {Digest.of(BLOB)}"):
-        ColdBlob(delta()).decode_into(bytearray(len(FINE)))
+        ColdBlobDecoder(delta()).decode_into(bytearray(len(FINE)))
 
 
 @pytest.mark.parametrize("base", [FINE, BLOB[:-1], b""])
 def test_rejects_another_base(base: bytes) -> None:
     with pytest.raises(ColdDamaged, match=f"what is needed is {Digest.of(BLOB)}"):
-        ColdBlob(delta()).give_base(BaseBlob.hot(base))
+        ColdBlobDecoder(delta()).give_base(BaseBlob.hot(base))
 
 
 def test_rejects_a_base_where_none_is_needed() -> None:
     with pytest.raises(ColdDamaged, match="what is needed is none"):
-        ColdBlob(COLD).give_base(BaseBlob.hot(BLOB))
+        ColdBlobDecoder(COLD).give_base(BaseBlob.hot(BLOB))
 
 
 def test_finds_a_base_that_was_altered_since() -> None:
     altered = bytearray(BLOB)
     altered[300_000] ^= 1
-    blob = ColdBlob(delta())
+    blob = ColdBlobDecoder(delta())
     blob.give_base(BaseBlob.hot(altered, Digest.of(BLOB)))
 
     with pytest.raises(ColdDamaged, match="the file or the base is altered"):
@@ -206,7 +206,7 @@ def test_finds_a_base_that_was_altered_since() -> None:
 
 
 def test_memory_is_bounded_by_chunks() -> None:
-    blob = ColdBlob(COLD)
+    blob = ColdBlobDecoder(COLD)
     out = bytearray(len(BLOB))
     blob.read_into(out)  # what a thread keeps is there now
     tracemalloc.start()
@@ -218,7 +218,7 @@ def test_memory_is_bounded_by_chunks() -> None:
 
 
 def test_threads_share_one_cold_blob(pool: Executor) -> None:
-    blob = ColdBlob(COLD)
+    blob = ColdBlobDecoder(COLD)
     ranges = [random.Random(seed).randrange(len(BLOB) - 50_000) for seed in range(40)]
 
     def read(begin: int) -> bytes:
@@ -229,7 +229,7 @@ def test_threads_share_one_cold_blob(pool: Executor) -> None:
     assert list(pool.map(read, ranges)) == [BLOB[begin : begin + 50_000] for begin in ranges]
 
 
-def merged_adapter() -> tuple[bytes, BaseBlob, Run]:
+def merged_adapter() -> tuple[bytes, BaseBlob, Span]:
     """Return a tensor to which a product of rank 2 was added, what it was, and how to code it."""
     rows, columns, rank = 700, 300, 2
     numbers = np.random.default_rng(0)
@@ -240,7 +240,7 @@ def merged_adapter() -> tuple[bytes, BaseBlob, Run]:
     tensor = added.view(np.uint16).ravel()
     found = fit(tensor, base, DType.BF16, columns)
     assert found is not None
-    run = Run(tensor.nbytes, DType.BF16, base_begin=3, factors=pack(found))
+    run = Span(tensor.nbytes, DType.BF16, base_begin=3, factors=pack(found))
     return tensor.tobytes(), BaseBlob.hot(b"abc" + base.tobytes()), run
 
 
@@ -252,7 +252,7 @@ def test_a_merged_adapter_is_predicted_from_its_base(pool: Executor) -> None:
 
     assert len(stored) < 0.7 * len(plain)
     for executor in (None, pool):
-        back = ColdBlob(stored)
+        back = ColdBlobDecoder(stored)
         back.give_base(base)
         out = bytearray(len(blob))
         back.decode_into(out, executor=executor)
@@ -266,7 +266,7 @@ def test_rejects_factors_that_were_altered() -> None:
     assert run.factors is not None
     stored = bytearray(cold(blob, runs=[run], base=base))
     stored[stored.index(run.factors) + len(run.factors) // 2] ^= 1
-    back = ColdBlob(stored)
+    back = ColdBlobDecoder(stored)
     back.give_base(base)
 
     with pytest.raises(ColdDamaged, match="factors of a part are not what"):
@@ -277,7 +277,7 @@ def test_rejects_factors_that_were_altered() -> None:
     ("limit", "stored_limit"), [(1, 1), (1 << 20, 1 << 19), (1 << 40, 1 << 40)]
 )
 def test_cuts_are_whole_chunks_that_make_up_the_blob(limit: int, stored_limit: int) -> None:
-    blob = ColdBlob(COLD)
+    blob = ColdBlobDecoder(COLD)
     cuts = list(blob.cuts(limit, stored_limit))
     assert [cut.begin for cut in cuts] == [0, *(cut.end for cut in cuts[:-1])]
     assert cuts[-1].end == len(BLOB)
@@ -287,14 +287,14 @@ def test_cuts_are_whole_chunks_that_make_up_the_blob(limit: int, stored_limit: i
         assert limit == 1 or (end - begin <= limit and stored_end - stored_begin <= stored_limit)
         window = Window(stored_begin, memoryview(COLD)[stored_begin:stored_end])
         rest = bytearray(len(COLD))  # nothing else is looked at
-        blob.read_into(memoryview(out)[begin:end], begin, source=Windowed(memoryview(rest), window))
+        blob.read_into(memoryview(out)[begin:end], begin, source=FileView(memoryview(rest), window))
     assert out == BLOB
 
 
 def test_cuts_do_not_tell_of_planes_that_a_part_has_from_another() -> None:
     data = weights(DType.BF16, 600_000)
-    runs = with_equals([Run(len(data), DType.BF16), Run(len(data), DType.BF16)], data * 2)
-    blob = ColdBlob(cold(data * 2, runs=runs))
+    runs = with_equals([Span(len(data), DType.BF16), Span(len(data), DType.BF16)], data * 2)
+    blob = ColdBlobDecoder(cold(data * 2, runs=runs))
     assert blob.table.parts[1].same_as == 0
     cuts = list(blob.cuts(len(data), 1 << 40))
     assert [cut.stored_end - cut.stored_begin for cut in cuts if cut.begin >= len(data)] == [0]
@@ -304,12 +304,12 @@ def test_cuts_do_not_tell_of_planes_that_a_part_has_from_another() -> None:
 
 
 def test_an_empty_blob_has_no_cuts() -> None:
-    assert list(ColdBlob(cold(b"", runs=[])).cuts(1, 1)) == []
+    assert list(ColdBlobDecoder(cold(b"", runs=[])).cuts(1, 1)) == []
 
 
 def test_the_table_is_read_from_other_memory() -> None:
     nothing = bytearray(len(COLD))
-    source = Windowed(memoryview(nothing), Window(0, memoryview(COLD)))
-    assert ColdBlob(nothing, source).table == ColdBlob(COLD).table
+    source = FileView(memoryview(nothing), Window(0, memoryview(COLD)))
+    assert ColdBlobDecoder(nothing, source).table == ColdBlobDecoder(COLD).table
     with pytest.raises(ColdDamaged):
-        ColdBlob(COLD, Windowed(memoryview(nothing)))
+        ColdBlobDecoder(COLD, FileView(memoryview(nothing)))

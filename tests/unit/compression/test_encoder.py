@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Run, outline
+from blobstore.compression.spans import Span, spans_of
 from blobstore.compression.table import MAX_CHUNK
 from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
@@ -34,7 +34,7 @@ BLOB = safetensors(
 
 
 def back(stored: bytes) -> bytes:
-    blob = ColdBlob(stored)
+    blob = ColdBlobDecoder(stored)
     out = bytearray(blob.size)
     blob.decode_into(out)
     return bytes(out)
@@ -64,7 +64,7 @@ def test_threads_write_the_same_bytes() -> None:
     with ThreadPoolExecutor(3) as pool:
         assert cold(BLOB, executor=pool) == cold(BLOB)
         big = weights(DType.BF16, 4_000_000)
-        runs = [Run(len(big), DType.BF16)]
+        runs = [Span(len(big), DType.BF16)]
         assert cold(big, runs=runs, executor=pool) == cold(big, runs=runs)
 
 
@@ -85,7 +85,7 @@ def test_a_digest_that_is_known_is_taken() -> None:
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F64, DType.U8])
 def test_chunks_are_of_about_one_size(dtype: DType, size: int) -> None:
     size -= size % (dtype.bits // 8) - (0 if size > 8 else dtype.bits // 8)
-    part = cold_with_table(bytes(size), runs=[Run(size, dtype)])[1].parts[0]
+    part = cold_with_table(bytes(size), runs=[Span(size, dtype)])[1].parts[0]
     last = size - (part.chunks - 1) * part.chunk_size
 
     assert part.chunk_size <= MAX_CHUNK
@@ -104,7 +104,7 @@ def test_writes_before_all_is_read() -> None:
                 assert sum(written) > 1 << 21
 
     size = 8 << 20
-    encode(pieces(), [Run(size)], lambda data: written.append(memoryview(data).nbytes))
+    encode(pieces(), [Span(size)], lambda data: written.append(memoryview(data).nbytes))
 
     assert sum(written) > size
 
@@ -118,7 +118,7 @@ def test_memory_is_bounded_by_chunks(threads: int) -> None:
 
     encode(
         (piece for _ in range(size // len(piece))),
-        [Run(size, DType.BF16)],
+        [Span(size, DType.BF16)],
         lambda _: None,
         digest=Digest.of(b""),
         executor=pool,
@@ -133,7 +133,7 @@ def test_memory_is_bounded_by_chunks(threads: int) -> None:
 
 def test_tensors_that_do_not_lie_aligned_come_back() -> None:
     blob = b"x" + weights(DType.F32, 200_000)
-    runs = [Run(1), Run(len(blob) - 1, DType.F32)]
+    runs = [Span(1), Span(len(blob) - 1, DType.F32)]
 
     assert back(cold(blob, runs=runs)) == blob
 
@@ -146,15 +146,15 @@ def test_rejects_pieces_that_are_not_what_the_runs_describe(pieces: list[bytes],
         cold(BLOB, pieces=pieces)
 
 
-@pytest.mark.parametrize("run", [Run(0), Run(3, DType.BF16)])
-def test_rejects_a_run_without_whole_elements(run: Run) -> None:
+@pytest.mark.parametrize("run", [Span(0), Span(3, DType.BF16)])
+def test_rejects_a_run_without_whole_elements(run: Span) -> None:
     with pytest.raises(UsageError, match="has no whole elements"):
         cold(bytes(3), runs=[run])
 
 
 def test_rejects_runs_with_a_base_that_is_not_given() -> None:
     with pytest.raises(UsageError, match="need one"):
-        cold(BLOB, runs=[Run(len(BLOB), base_begin=0)])
+        cold(BLOB, runs=[Span(len(BLOB), base_begin=0)])
 
 
 def test_an_error_of_the_writer_ends_the_work() -> None:
@@ -162,17 +162,17 @@ def test_an_error_of_the_writer_ends_the_work() -> None:
         raise OSError("full")
 
     with ThreadPoolExecutor(2) as pool, pytest.raises(OSError, match="full"):
-        encode([BLOB], outline(BLOB, len(BLOB)), fail, executor=pool)
+        encode([BLOB], spans_of(BLOB, len(BLOB)), fail, executor=pool)
 
 
 def test_a_base_that_does_not_help_is_not_used() -> None:
     data = weights(DType.BF16, 200_000)
     base = BaseBlob.hot(noise(len(data)))
     stored, table = cold_with_table(
-        data, runs=[Run(len(data), DType.BF16, base_begin=0)], base=base
+        data, runs=[Span(len(data), DType.BF16, base_begin=0)], base=base
     )
 
-    assert len(stored) <= len(cold(data, runs=[Run(len(data), DType.BF16)])) + 300
+    assert len(stored) <= len(cold(data, runs=[Span(len(data), DType.BF16)])) + 300
     assert {chunk.layout for chunk in table.chunks} == {5}
 
 
@@ -180,11 +180,11 @@ def test_what_equals_a_run_with_a_base_has_its_chunks() -> None:
     data = weights(DType.BF16, 1 << 20)
     base = BaseBlob.hot(data[:-2] + b"xy")
     runs = [
-        Run(len(data), DType.BF16, base_begin=0),
-        Run(len(data), DType.BF16, same_as=0),
+        Span(len(data), DType.BF16, base_begin=0),
+        Span(len(data), DType.BF16, same_as=0),
     ]
 
-    stored = ColdBlob(cold(data * 2, runs=runs, base=base))
+    stored = ColdBlobDecoder(cold(data * 2, runs=runs, base=base))
 
     stored.give_base(base)
     out = bytearray(stored.size)
@@ -195,7 +195,7 @@ def test_what_equals_a_run_with_a_base_has_its_chunks() -> None:
 @pytest.mark.parametrize("dtype", [None, DType.U16])
 def test_rejects_factors_for_what_are_no_numbers(dtype: DType | None) -> None:
     data = noise(800)
-    run = Run(len(data), dtype, base_begin=0, factors=b"any")
+    run = Span(len(data), dtype, base_begin=0, factors=b"any")
 
     with pytest.raises(UsageError, match="such factors cannot predict"):
         cold(data, runs=[run], base=BaseBlob.hot(data))
@@ -204,7 +204,7 @@ def test_rejects_factors_for_what_are_no_numbers(dtype: DType | None) -> None:
 def test_a_chunk_that_differs_from_the_sample_is_coded_too() -> None:
     numbers = np.frombuffer(weights(DType.F32, 1 << 20), np.uint32).copy()
     numbers[1 << 19 :] &= 0xFFFF0F00
-    _, table = cold_with_table(numbers.tobytes(), runs=[Run(numbers.nbytes, DType.F32)])
+    _, table = cold_with_table(numbers.tobytes(), runs=[Span(numbers.nbytes, DType.F32)])
 
     first, last = table.chunks[0], table.chunks[-1]
 

@@ -5,9 +5,9 @@ import pytest
 
 from blobstore.compression import estimate as factoring
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
-from blobstore.compression.estimate import Known, estimated, with_factors
-from blobstore.compression.spans import Run
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.estimate import Known, estimate_size, fit_low_rank
+from blobstore.compression.spans import Span
 from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
@@ -18,16 +18,16 @@ MERGED = merged(BASE, 2)
 SHAPE = (ROWS, COLUMNS)
 
 
-def run_of(data: bytes, shape: tuple[int, ...], begin: int = 0) -> Run:
-    return Run(len(data), DType.BF16, base_begin=begin, shape=shape)
+def run_of(data: bytes, shape: tuple[int, ...], begin: int = 0) -> Span:
+    return Span(len(data), DType.BF16, base_begin=begin, shape=shape)
 
 
-def coded(data: bytes, run: Run, before: bytes, level: Level) -> tuple[int, int, list[Run]]:
+def coded(data: bytes, run: Span, before: bytes, level: Level) -> tuple[int, int, list[Span]]:
     """Return the bytes without factors and with them, once they have been decoded, and the runs."""
     base = BaseBlob.hot(before)
-    runs = list(with_factors(memoryview(data), [run], base, level, {}))
+    runs = list(fit_low_rank(memoryview(data), [run], base, level, {}))
     stored = cold(data, runs=runs, base=base, level=level)
-    opened = ColdBlob(stored)
+    opened = ColdBlobDecoder(stored)
     if opened.table.base is not None:
         opened.give_base(base)
     out = bytearray(opened.size)
@@ -48,12 +48,12 @@ def test_an_estimate_knows_what_factors_save(level: Level) -> None:
     run = run_of(MERGED, SHAPE)
     _, size, runs = coded(MERGED, run, BASE, level)
     known: Known = {}
-    about = estimated(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, known)
+    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, known)
     assert abs(about - size) < 0.15 * size
     assert known == {0: runs[0].factors}  # which need not be found twice
     runs = [run._replace(factors=b"other")]
     assert (
-        list(with_factors(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, {0: b"other"}))
+        list(fit_low_rank(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, {0: b"other"}))
         == runs
     )
 
@@ -66,7 +66,7 @@ def test_an_estimate_of_a_large_tensor_is_from_some_of_its_rows(
     _, size, _ = coded(MERGED, run, BASE, Level.SMALL)
     plain = len(cold(MERGED, runs=[run], base=BaseBlob.hot(BASE)))
     known: Known = {}
-    about = estimated(memoryview(MERGED), [run], BaseBlob.hot(BASE), Level.SMALL, known)
+    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), Level.SMALL, known)
     assert known == {}
     assert 0.75 * size < about < 0.75 * plain
 
@@ -100,15 +100,15 @@ def test_the_first_dimension_of_windows_is_against_all_others() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(len(MERGED), DType.BF16, shape=SHAPE),
-        Run(len(MERGED), DType.U16, base_begin=0, shape=SHAPE),
-        Run(len(MERGED), DType.BF16, base_begin=0, shape=(ROWS * COLUMNS,)),
-        Run(len(MERGED), DType.BF16, base_begin=0, shape=(ROWS * COLUMNS // 4, 4)),
-        Run(len(MERGED), base_begin=0),
+        Span(len(MERGED), DType.BF16, shape=SHAPE),
+        Span(len(MERGED), DType.U16, base_begin=0, shape=SHAPE),
+        Span(len(MERGED), DType.BF16, base_begin=0, shape=(ROWS * COLUMNS,)),
+        Span(len(MERGED), DType.BF16, base_begin=0, shape=(ROWS * COLUMNS // 4, 4)),
+        Span(len(MERGED), base_begin=0),
     ],
     ids=["no base", "integers", "a vector", "too narrow", "bytes"],
 )
-def test_what_has_no_factors_stays_as_it_is(run: Run) -> None:
+def test_what_has_no_factors_stays_as_it_is(run: Span) -> None:
     assert coded(MERGED, run, BASE, Level.SMALL)[2] == [run]
 
 
@@ -132,7 +132,7 @@ def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(factoring, "_SLICE", 16 << 10)
     monkeypatch.setattr("blobstore.compression.delta.low_rank_fit._BLOCK_ELEMENTS", 1 << 13)
     base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]
-    found = list(with_factors(memoryview(MERGED), [run], base, Level.SMALL, {}))
+    found = list(fit_low_rank(memoryview(MERGED), [run], base, Level.SMALL, {}))
     assert [one.factors is not None for one in found] == [True]
     assert abs(len(found[0].factors or b"") - len(held[0].factors or b"")) < 1000
     assert max(sizes) < len(MERGED)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.compression.file_view import Window, Windowed
+from blobstore.compression.file_view import FileView, Window
 
 FILE = memoryview(b"0123456789")
-WINDOWED = Windowed(FILE, Window(0, memoryview(b"abc")), Window(6, memoryview(b"wxyz")))
+WINDOWED = FileView(FILE, Window(0, memoryview(b"abc")), Window(6, memoryview(b"wxyz")))
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_bytes_come_from_the_window_that_has_all_of_them(wanted: slice, found: b
 
 def test_has_the_size_of_the_file() -> None:
     assert len(WINDOWED) == 10
-    assert bytes(Windowed(FILE)[2:4]) == b"23"
+    assert bytes(FileView(FILE)[2:4]) == b"23"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.compression.spans import Run, outline, split, with_equals
+from blobstore.compression.spans import Span, spans_of, split, with_equals
 from blobstore.core.tensor import DType
 from tests.support.cold import noise, safetensors, weights
 
@@ -13,15 +13,15 @@ FILE = safetensors({"a": (DType.BF16, A), "empty": (DType.F16, b""), "b": (DType
 def test_a_file_is_a_header_and_its_tensors() -> None:
     header = len(FILE) - len(A) - len(B)
 
-    assert outline(FILE, len(FILE)) == [
-        Run(header),
-        Run(len(A), DType.BF16, shape=(100,)),
-        Run(len(B), DType.F32, shape=(50,)),
+    assert spans_of(FILE, len(FILE)) == [
+        Span(header),
+        Span(len(A), DType.BF16, shape=(100,)),
+        Span(len(B), DType.F32, shape=(50,)),
     ]
 
 
 def test_a_stack_is_split_into_its_slices() -> None:
-    run = Run(120, DType.F32, base_begin=7, shape=(3, 2, 5))
+    run = Span(120, DType.F32, base_begin=7, shape=(3, 2, 5))
     slices = split(run)
     assert [(one.size, one.base_begin, one.shape) for one in slices] == [
         (40, begin, (2, 5)) for begin in (7, 47, 87)
@@ -32,29 +32,29 @@ def test_a_stack_is_split_into_its_slices() -> None:
 def test_the_first_bytes_with_the_header_are_enough() -> None:
     header = len(FILE) - len(A) - len(B)
 
-    assert outline(FILE[:header], len(FILE)) == outline(FILE, len(FILE))
+    assert spans_of(FILE[:header], len(FILE)) == spans_of(FILE, len(FILE))
 
 
 @pytest.mark.parametrize("blob", [b"x", noise(3000), FILE[:-1], FILE + b"\0", b"{}" * 50])
 def test_all_else_is_one_run_of_bytes(blob: bytes) -> None:
-    assert outline(blob, len(blob)) == [Run(len(blob))]
+    assert spans_of(blob, len(blob)) == [Span(len(blob))]
 
 
 def test_an_empty_blob_has_no_runs() -> None:
-    assert outline(b"", 0) == []
+    assert spans_of(b"", 0) == []
 
 
 def test_a_header_cut_short_is_one_run_of_bytes() -> None:
-    assert outline(FILE[:20], len(FILE)) == [Run(len(FILE))]
+    assert spans_of(FILE[:20], len(FILE)) == [Span(len(FILE))]
 
 
 def test_marks_runs_of_the_same_bytes_and_type() -> None:
     other = noise(len(A))
     blob = A + other + A + A + other + A
     runs = [
-        *(Run(len(A), DType.BF16),) * 4,
-        Run(len(A), DType.BF16),
-        Run(len(A), DType.I16),
+        *(Span(len(A), DType.BF16),) * 4,
+        Span(len(A), DType.BF16),
+        Span(len(A), DType.I16),
     ]
 
     assert [run.same_as for run in with_equals(runs, blob)] == [None, None, 0, 0, 1, None]
@@ -63,6 +63,6 @@ def test_marks_runs_of_the_same_bytes_and_type() -> None:
 def test_a_check_sum_alone_makes_nothing_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blobstore.compression.spans.crc32", lambda _: 7)
 
-    marked = with_equals([Run(4)] * 3, b"abcdefghabcd")
+    marked = with_equals([Span(4)] * 3, b"abcdefghabcd")
 
     assert [run.same_as for run in marked] == [None, None, 0]

@@ -10,7 +10,6 @@ from blobstore.compression.table import (
     LEAST_SIZE,
     MAX_CHUNK,
     PREFIX,
-    Base,
     Chunk,
     Part,
     Stored,
@@ -18,12 +17,12 @@ from blobstore.compression.table import (
     decode_table,
     encode_table,
 )
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ColdDamaged
 
 RAW, ZSTD = Method.RAW, Method.ZSTD
 DIGEST = Digest.of(b"the blob")
-BASE = Base(Digest.of(b"the base"), 5000)
+BASE = BlobId(Digest.of(b"the base"), 5000)
 TABLE = Table(
     DIGEST,
     3900,

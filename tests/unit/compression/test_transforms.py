@@ -24,7 +24,7 @@ from blobstore.core.tensor import DType
 from tests.support.cold import noise, weights
 
 if TYPE_CHECKING:
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
 
 
 SOLO = [layout for number in range(32) if (layout := layouts._BY_NUMBER.get(number))]
@@ -32,7 +32,7 @@ TYPED = {4: DType.BF16, 5: DType.BF16, 9: DType.F8_E4M3}
 
 
 def split(
-    layout: Layout, chunk: bytes, base: bytes | None = None
+    layout: Transform, chunk: bytes, base: bytes | None = None
 ) -> list[np.ndarray[Any, Any]] | None:
     """Return copies of the planes, checked against the sizes that the layout states."""
     start = None if base is None else np.frombuffer(base, np.uint8)
@@ -47,14 +47,14 @@ def split(
 
 
 def merged(
-    layout: Layout, planes: list[np.ndarray[Any, Any]], size: int, base: bytes | None = None
+    layout: Transform, planes: list[np.ndarray[Any, Any]], size: int, base: bytes | None = None
 ) -> bytes:
     out = np.full(size, 0xA5, np.uint8)
     layout.merge(planes, out, None if base is None else np.frombuffer(base, np.uint8))
     return out.tobytes()
 
 
-def like_weights(layout: Layout, count: int) -> bytes:
+def like_weights(layout: Transform, count: int) -> bytes:
     return weights(TYPED.get(layout.number, DType.F32), count * layout.width)[
         : count * layout.width
     ]
@@ -62,7 +62,7 @@ def like_weights(layout: Layout, count: int) -> bytes:
 
 @pytest.mark.parametrize("count", [2, 14, 1000, 70_002])
 @pytest.mark.parametrize("layout", SOLO, ids=lambda layout: layout.number)
-def test_weights_come_back(layout: Layout, count: int) -> None:
+def test_weights_come_back(layout: Transform, count: int) -> None:
     chunk = like_weights(layout, count)
     planes = split(layout, chunk)
 
@@ -71,7 +71,7 @@ def test_weights_come_back(layout: Layout, count: int) -> None:
 
 
 @pytest.mark.parametrize("layout", SOLO, ids=lambda layout: layout.number)
-def test_every_pattern_of_the_upper_bits_comes_back(layout: Layout) -> None:
+def test_every_pattern_of_the_upper_bits_comes_back(layout: Transform) -> None:
     count = 1 << min(16, 8 * layout.width)
     patterns = np.arange(count, dtype=f"<u{min(layout.width, 2)}")
     chunk = np.frombuffer(noise(count * layout.width), np.uint8).copy()
@@ -109,7 +109,7 @@ def test_pairs_do_not_suit_an_odd_number(number: int) -> None:
 
 
 @pytest.mark.parametrize("layout", SOLO, ids=lambda layout: layout.number)
-def test_planes_may_begin_anywhere(layout: Layout) -> None:
+def test_planes_may_begin_anywhere(layout: Transform) -> None:
     chunk = like_weights(layout, 500)
     planes = split(layout, chunk)
 

@@ -14,7 +14,7 @@ from tests.support.cold import noise, text, weights
 
 if TYPE_CHECKING:
     from blobstore.compression.chunks import Way
-    from blobstore.compression.transforms import Layout
+    from blobstore.compression.transforms import Transform
 
 
 def ways(
@@ -36,7 +36,7 @@ def ways(
         (DType.I8, layouts.WHOLE[1]),
     ],
 )
-def test_weights_of_a_type_get_its_layout(dtype: DType, layout: Layout) -> None:
+def test_weights_of_a_type_get_its_layout(dtype: DType, layout: Transform) -> None:
     assert ways(weights(dtype, 1 << 17), dtype)[0].layout.number == layout.number
 
 

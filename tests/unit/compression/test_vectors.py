@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.decoder import ColdBlob
-from blobstore.compression.spans import outline
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.spans import spans_of
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from tests.readers.cold_blobs import read_cold
@@ -31,7 +31,7 @@ def why(vector: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("vector", VECTORS, ids=why)
 def test_reads_what_version_1_wrote(vector: dict[str, Any]) -> None:
-    blob = ColdBlob(base64.b64decode(vector["cold"]))
+    blob = ColdBlobDecoder(base64.b64decode(vector["cold"]))
     out = bytearray(vector["size"])
     if "base" in vector:
         blob.give_base(BaseBlob.hot(base64.b64decode(vector["base"])))
@@ -50,7 +50,7 @@ def test_the_vectors_have_every_layout() -> None:
     found = {
         chunk.layout
         for vector in VECTORS
-        for chunk in ColdBlob(base64.b64decode(vector["cold"])).table.chunks
+        for chunk in ColdBlobDecoder(base64.b64decode(vector["cold"])).table.chunks
     }
 
     assert found == {*range(11), 37}
@@ -60,4 +60,4 @@ def test_the_vectors_have_every_layout() -> None:
 def test_a_second_reader_reads_what_is_written_today(dtype: DType) -> None:
     blob = safetensors({"a": (dtype, weights(dtype, 5000)), "b": (dtype, bytes(48))})
 
-    assert read_cold(cold(blob, runs=outline(blob, len(blob)))) == blob
+    assert read_cold(cold(blob, runs=spans_of(blob, len(blob)))) == blob

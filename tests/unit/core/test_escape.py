@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.escape import MAX_SHOWN, printable, quoted
+from blobstore.core.escape import MAX_SHOWN, escape, quote
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
 def test_leaves_visible_text_alone(text: str) -> None:
-    assert printable(text) == text
+    assert escape(text) == text
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ def test_leaves_visible_text_alone(text: str) -> None:
     ],
 )
 def test_escapes_what_a_terminal_would_act_on_or_hide(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert escape(text) == shown
 
 
 @given(st.text(st.characters()), st.none() | st.integers(1, 50))
 def test_whatever_comes_out_is_printable_and_encodable(text: str, limit: int | None) -> None:
-    shown = printable(text, limit)
+    shown = escape(text, limit)
     assert shown.isprintable()
     shown.encode()
 
 
 @given(st.text(alphabet="abc", min_size=1), st.integers(1, 50))
 def test_shortens_to_the_limit_and_keeps_both_ends(text: str, limit: int) -> None:
-    shown = printable(text, limit)
+    shown = escape(text, limit)
     assert len(shown) == min(len(text), limit)
     if len(text) > limit:
         head, _, tail = shown.partition("\u2026")
@@ -54,18 +54,18 @@ def test_shortens_to_the_limit_and_keeps_both_ends(text: str, limit: int) -> Non
 
 
 def test_keeps_two_thirds_of_the_front_and_one_of_the_end() -> None:
-    assert printable("a" * 500 + "b" * 500, 10) == "aaaaaa\u2026bbb"
+    assert escape("a" * 500 + "b" * 500, 10) == "aaaaaa\u2026bbb"
 
 
 def test_quotes_and_shortens() -> None:
-    assert quoted("a\nb") == "'a\\nb'"
-    assert len(quoted("x" * 70_000)) == MAX_SHOWN + 2
-    assert quoted(["a", 1]) == "'['a', 1]'"
-    assert quoted(None) == "'None'"
+    assert quote("a\nb") == "'a\\nb'"
+    assert len(quote("x" * 70_000)) == MAX_SHOWN + 2
+    assert quote(["a", 1]) == "'['a', 1]'"
+    assert quote(None) == "'None'"
 
 
 def test_quotes_what_is_nested_too_deeply_to_show() -> None:
     value: list[object] = []
     for _ in range(100_000):
         value = [value]
-    assert quoted(value) == "'(nested too deeply to show)'"
+    assert quote(value) == "'(nested too deeply to show)'"

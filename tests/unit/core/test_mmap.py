@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.mmap import Region, is_cached
+from blobstore.core.mmap import MappedRegion, is_cached
 from blobstore.errors import BlobstoreError
 from tests.support import sandbox
 from tests.support.page_cache import dropped
@@ -22,7 +22,7 @@ PAGE = mmap.PAGESIZE
 LARGE = 2 << 20
 
 
-def put(region: Region, slot: int, path: Path) -> None:
+def put(region: MappedRegion, slot: int, path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         region.map(slot, descriptor, path.stat().st_size)
@@ -38,7 +38,7 @@ def file(folder: Path, data: bytes) -> Path:
 
 def test_maps_files_one_after_another(tmp_path: Path) -> None:
     contents = [b"a", b"", b"b" * PAGE, b"c" * (PAGE + 1), b"dd"]
-    region = Region([len(content) for content in contents])
+    region = MappedRegion([len(content) for content in contents])
     assert region.offsets == [0, PAGE, PAGE, 2 * PAGE, 4 * PAGE, 5 * PAGE]
     for slot in (3, 0, 4, 1, 2):  # in any order
         put(region, slot, file(tmp_path, contents[slot]))
@@ -48,7 +48,7 @@ def test_maps_files_one_after_another(tmp_path: Path) -> None:
 
 
 def test_a_slot_holds_zeros_until_its_file_is_mapped(tmp_path: Path) -> None:
-    region = Region([3, 3])
+    region = MappedRegion([3, 3])
     put(region, 1, file(tmp_path, b"abc"))
     assert region.memory[:3] == bytes(3)
     assert region.memory[PAGE : PAGE + 3] == b"abc"
@@ -56,7 +56,7 @@ def test_a_slot_holds_zeros_until_its_file_is_mapped(tmp_path: Path) -> None:
 
 def test_keeps_no_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))
-    region = Region([1] * 20)
+    region = MappedRegion([1] * 20)
     for slot in range(20):
         put(region, slot, file(tmp_path, b"x"))
     assert len(os.listdir("/dev/fd")) == before
@@ -64,7 +64,7 @@ def test_keeps_no_descriptor(tmp_path: Path) -> None:
 
 
 def test_read_only_memory_cannot_be_written(tmp_path: Path) -> None:
-    region = Region([1])
+    region = MappedRegion([1])
     put(region, 0, file(tmp_path, b"x"))
     assert memoryview(region.memory).readonly
     with pytest.raises(TypeError):
@@ -73,7 +73,7 @@ def test_read_only_memory_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
     path = file(tmp_path, b"abc")
-    region, other = Region([3], writable=True), Region([3])
+    region, other = MappedRegion([3], writable=True), MappedRegion([3])
     put(region, 0, path)
     put(other, 0, path)
     region.memory[0] = 0
@@ -85,7 +85,7 @@ def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
 
 
 def test_a_view_keeps_the_memory(tmp_path: Path) -> None:
-    region = Region([3])
+    region = MappedRegion([3])
     put(region, 0, file(tmp_path, b"abc"))
     view = memoryview(region.memory)[:3]
     del region
@@ -101,7 +101,7 @@ def test_the_memory_is_given_back(tmp_path: Path) -> None:
 
     if not Path("/proc/self/maps").exists():
         pytest.skip("the system does not list a process's maps")
-    region = Region([3])
+    region = MappedRegion([3])
     put(region, 0, path)
     assert maps() == 1
     del region
@@ -110,8 +110,8 @@ def test_the_memory_is_given_back(tmp_path: Path) -> None:
 
 
 def test_no_files_are_no_error() -> None:
-    assert Region([]).offsets == [0]
-    assert Region([0, 0]).offsets == [0, 0, 0]
+    assert MappedRegion([]).offsets == [0]
+    assert MappedRegion([0, 0]).offsets == [0, 0, 0]
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -119,7 +119,7 @@ def test_reserves_more_than_the_machine_has(writable: bool, tmp_path: Path) -> N
     overcommit = Path("/proc/sys/vm/overcommit_memory")
     if writable and overcommit.exists() and overcommit.read_text().strip() == "2":
         pytest.skip("the system counts reserved memory as used")
-    region = Region([2**42, 1], writable=writable)
+    region = MappedRegion([2**42, 1], writable=writable)
     put(region, 1, file(tmp_path, b"x"))
     assert region.memory[2**42 : 2**42 + 1] == b"x"
 
@@ -127,17 +127,17 @@ def test_reserves_more_than_the_machine_has(writable: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize("sizes", [[2**63 - 1], [2**62, 2**62], [2**60]])
 def test_more_than_there_are_addresses_is_an_error(sizes: list[int]) -> None:
     with pytest.raises(BlobstoreError, match="cannot reserve .* bytes of addresses"):
-        Region(sizes)
+        MappedRegion(sizes)
 
 
 def test_a_limit_of_memory_is_an_error() -> None:
     # The limit is below what the process has, so that no new map at all is allowed.
-    outcome = sandbox.call(lambda: Region([2**30]), limits={resource.RLIMIT_AS: 2**20})
+    outcome = sandbox.call(lambda: MappedRegion([2**30]), limits={resource.RLIMIT_AS: 2**20})
     assert outcome.startswith("BlobstoreError: cannot reserve 1073741824 bytes of addresses")
 
 
 def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
-    region = Region([PAGE])
+    region = MappedRegion([PAGE])
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(OSError, match="No such device"):
@@ -148,27 +148,27 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
 
 
 def test_a_filled_region_is_read_into_and_read_only_for_others() -> None:
-    region = Region([3, PAGE + 1], filled=True)
+    region = MappedRegion([3, PAGE + 1], filled=True)
     room = region.room(1, PAGE, PAGE + 1)
     assert len(room) == PAGE
     room[:1] = b"z"
     assert bytes(region.memory[region.offsets[1] + PAGE :][:1]) == b"z"
     assert memoryview(region.memory).readonly
-    assert not memoryview(Region([3], filled=True, writable=True).memory).readonly
+    assert not memoryview(MappedRegion([3], filled=True, writable=True).memory).readonly
 
 
 def test_files_of_large_pages_begin_at_one(tmp_path: Path) -> None:
-    region = Region([5, LARGE, PAGE + 1, LARGE + 1, 7])
+    region = MappedRegion([5, LARGE, PAGE + 1, LARGE + 1, 7])
     assert region.offsets == [
         *(0, LARGE, 2 * LARGE, 3 * LARGE, 4 * LARGE + PAGE, 5 * LARGE),
     ]
     put(region, 3, file(tmp_path, b"x" * (LARGE + 1)))
     assert region.memory[3 * LARGE : 4 * LARGE + 2] == b"x" * (LARGE + 1) + b"\0"
-    assert Region([5, LARGE], filled=True).offsets == [0, PAGE, PAGE + LARGE]
+    assert MappedRegion([5, LARGE], filled=True).offsets == [0, PAGE, PAGE + LARGE]
 
 
 def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
-    region = Region([PAGE * 3, 0])
+    region = MappedRegion([PAGE * 3, 0])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     for slot, size in ((0, PAGE * 3), (1, 0)):
         region.will_need(slot, size)
@@ -182,7 +182,7 @@ def test_populates_without_the_help_of_the_system(
     from blobstore.core import mmap as mapping
 
     monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", -1)  # as for an old kernel
-    region = Region([PAGE * 3])
+    region = MappedRegion([PAGE * 3])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     region.populate(0, 0, PAGE * 3)
     assert region.memory[:1] == b"x"
@@ -191,7 +191,7 @@ def test_populates_without_the_help_of_the_system(
 @pytest.mark.parametrize("size", [3, 3 * PAGE, LARGE + 5])
 def test_tells_what_is_in_the_page_cache(tmp_path: Path, size: int) -> None:
     path = file(tmp_path, b"x" * size)
-    region = Region([size])
+    region = MappedRegion([size])
     put(region, 0, path)
     descriptor = os.open(path, os.O_RDONLY)
     for is_there in (True, False, True):
@@ -213,7 +213,7 @@ def test_nothing_is_in_the_page_cache_whole(tmp_path: Path) -> None:
 def test_populating_brings_large_pages_from_the_disk(tmp_path: Path) -> None:
     path = file(tmp_path, os.urandom(2 * LARGE))
     dropped(path)
-    region = Region([2 * LARGE])
+    region = MappedRegion([2 * LARGE])
     put(region, 0, path)
     region.will_populate(0, 2 * LARGE)
     region.populate(0, 0, LARGE)
@@ -223,7 +223,7 @@ def test_populating_brings_large_pages_from_the_disk(tmp_path: Path) -> None:
 
 def test_populating_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
     path = file(tmp_path, b"x" * 3 * PAGE)
-    region = Region([3 * PAGE])
+    region = MappedRegion([3 * PAGE])
     put(region, 0, path)
     os.truncate(path, PAGE)
     region.populate(0, 0, PAGE)
@@ -232,7 +232,7 @@ def test_populating_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> Non
 
 
 def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:
-    region = Region([3])
+    region = MappedRegion([3])
     put(region, 0, file(tmp_path, b"abc"))
     view = memoryview(region.memory)[:3]
     region.close()
@@ -245,7 +245,7 @@ def test_a_slot_can_be_made_instead_of_mapped(
     tmp_path: Path, is_writable: bool, is_filled: bool
 ) -> None:
     sizes = [10, 3 * LARGE + 5, 0, 7]
-    region = Region(sizes, writable=is_writable, filled=is_filled)
+    region = MappedRegion(sizes, writable=is_writable, filled=is_filled)
     contents = [os.urandom(size) for size in sizes]
     for slot in (1, 2, 3):
         with region.making(slot, sizes[slot]) as room:
@@ -266,7 +266,7 @@ def test_a_slot_can_be_made_instead_of_mapped(
 def test_what_was_made_cannot_be_written_to_afterwards() -> None:
     def write() -> None:
         faulthandler.disable()  # pytest's would tell of it
-        region = Region([PAGE])
+        region = MappedRegion([PAGE])
         with region.making(0, PAGE) as room:
             room[0] = 1
         room[0] = 2
@@ -276,7 +276,7 @@ def test_what_was_made_cannot_be_written_to_afterwards() -> None:
 
 
 def test_what_was_not_made_to_its_end_is_not_there() -> None:
-    region = Region([PAGE])
+    region = MappedRegion([PAGE])
     with pytest.raises(ValueError, match="half"), region.making(0, PAGE):
         raise ValueError("half")
     assert region.present == set()
@@ -290,7 +290,7 @@ def test_what_was_made_takes_no_more_memory_than_it_has_bytes() -> None:
     size = LARGE + PAGE
 
     def taken() -> int:
-        region = Region([size] * 20)
+        region = MappedRegion([size] * 20)
         before = anonymous_memory()
         for slot in range(20):
             with region.making(slot, size) as room:
@@ -304,7 +304,7 @@ def test_small_blobs_that_are_made_at_once_share_large_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages")
     size = 16 * PAGE
-    region = Region([size] * 100)
+    region = MappedRegion([size] * 100)
     with contextlib.ExitStack() as making:
         rooms = [making.enter_context(region.making(slot, size)) for slot in range(100)]
         first, last = (ctypes.addressof(ctypes.c_char.from_buffer(rooms[at])) for at in (0, -1))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.slicing import cut, runs
+from blobstore.core.slicing import byte_runs, select
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UsageError
 
@@ -46,10 +46,10 @@ def test_takes_what_numpy_takes(example: tuple[tuple[int, ...], Any]) -> None:
     array = np.arange(np.prod(shape, dtype=int), dtype=np.uint16).reshape(shape)
     expected = array[index]
     spec = spec_of(*shape)
-    part = cut(spec, index)
+    part = select(spec, index)
     assert part.shape == expected.shape
     np.testing.assert_array_equal(array[(*part.taken, ...)], expected)
-    where = runs(spec, part)
+    where = byte_runs(spec, part)
     data = array.tobytes()
     found = b"".join(data[start : start + where.length] for start in where.offsets)
     assert found == expected.tobytes()
@@ -57,15 +57,15 @@ def test_takes_what_numpy_takes(example: tuple[tuple[int, ...], Any]) -> None:
 
 def test_what_lies_together_is_one_run() -> None:
     spec = spec_of(8, 4, 6)
-    assert runs(spec, cut(spec, slice(2, 5))) == (96, 144, ())
-    assert runs(spec, cut(spec, (3, slice(1, 3)))) == (156, 24, ())
-    assert runs(spec, cut(spec, ...)) == (0, 384, ())
-    assert runs(spec, cut(spec, (slice(0, 2), slice(1, 3)))) == (12, 24, ((2, 48),))
-    assert runs(spec, cut(spec, (..., slice(0, 3)))) == (0, 6, ((8, 48), (4, 12)))
+    assert byte_runs(spec, select(spec, slice(2, 5))) == (96, 144, ())
+    assert byte_runs(spec, select(spec, (3, slice(1, 3)))) == (156, 24, ())
+    assert byte_runs(spec, select(spec, ...)) == (0, 384, ())
+    assert byte_runs(spec, select(spec, (slice(0, 2), slice(1, 3)))) == (12, 24, ((2, 48),))
+    assert byte_runs(spec, select(spec, (..., slice(0, 3)))) == (0, 6, ((8, 48), (4, 12)))
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
-    part = cut(spec_of(4, 4), (np.int64(-1), slice(np.int32(1), None)))
+    part = select(spec_of(4, 4), (np.int64(-1), slice(np.int32(1), None)))
     assert part.ranges == ((3, 4), (1, 4))
     assert part.shape == (3,)
 
@@ -89,23 +89,23 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 )
 def test_other_indexes_are_told(index: Any, what: str) -> None:
     with pytest.raises(UsageError, match=f"tensor 'x'.*{what}"):
-        cut(spec_of(4, 4), index)
+        select(spec_of(4, 4), index)
 
 
 def test_a_scalar_has_only_itself() -> None:
-    assert cut(spec_of(), ...).shape == cut(spec_of(), ()).shape == ()
-    assert runs(spec_of(), cut(spec_of(), ())) == (0, 2, ())
+    assert select(spec_of(), ...).shape == select(spec_of(), ()).shape == ()
+    assert byte_runs(spec_of(), select(spec_of(), ())) == (0, 2, ())
     with pytest.raises(UsageError, match="has 0 dimensions"):
-        cut(spec_of(), 0)
+        select(spec_of(), 0)
 
 
 def test_elements_of_half_a_byte_are_not_cut_apart() -> None:
     spec = spec_of(4, 6, dtype=DType.F4)
-    assert runs(spec, cut(spec, (slice(1, 3), slice(2, 4)))) == (4, 1, ((2, 3),))
-    assert runs(spec, cut(spec, 1)) == (3, 3, ())
+    assert byte_runs(spec, select(spec, (slice(1, 3), slice(2, 4)))) == (4, 1, ((2, 3),))
+    assert byte_runs(spec, select(spec, 1)) == (3, 3, ())
     for index in ((..., slice(1, 3)), (..., slice(0, 3)), (0, 0)):
         with pytest.raises(UsageError, match="'x' cannot be cut there: .* 4 bits"):
-            runs(spec, cut(spec, index))
+            byte_runs(spec, select(spec, index))
     odd = spec_of(2, 3, dtype=DType.F4)
     with pytest.raises(UsageError, match="cannot be cut there"):
-        runs(odd, cut(odd, 1))
+        byte_runs(odd, select(odd, 1))

@@ -4,32 +4,32 @@ import threading
 
 import pytest
 
-from blobstore.core.workers import Crew, Pace, Stopped, check_jobs
+from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import UsageError
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
-    assert Crew(3, None, 0).run(range(20), lambda item: item * item) == [
+    assert WorkerPool(3, None, 0).run(range(20), lambda item: item * item) == [
         item * item for item in range(20)
     ]
-    assert Crew(None, None, 0).run([], lambda item: item) == []
+    assert WorkerPool(None, None, 0).run([], lambda item: item) == []
 
 
 def test_items_are_begun_in_order() -> None:
     begun: list[int] = []
-    Crew(1, None, 0).run(range(10), begun.append)
+    WorkerPool(1, None, 0).run(range(10), begun.append)
     assert begun == list(range(10))
 
 
 def test_reports_what_all_have_done() -> None:
     told: list[tuple[str, int, int]] = []
-    crew = Crew(1, lambda *report: told.append(report), 6)
+    crew = WorkerPool(1, lambda *report: told.append(report), 6)
     crew.run([1, 2, 3], lambda item: crew.tell(item, f"item {item}"))
     assert told == [("item 1", 1, 6), ("item 2", 3, 6), ("item 3", 6, 6)]
 
 
 def test_an_error_ends_all_and_is_raised_when_all_have_ended() -> None:
-    crew = Crew(2, None, 0)
+    crew = WorkerPool(2, None, 0)
     running, ended = threading.Event(), threading.Event()
 
     def work(item: int) -> None:
@@ -50,13 +50,13 @@ def test_an_error_ends_all_and_is_raised_when_all_have_ended() -> None:
 
 
 def test_who_waits_is_woken_and_what_has_failed_is_told_and_not_who_was_stopped() -> None:
-    crew = Crew(2, None, 0)
+    crew = WorkerPool(2, None, 0)
     woken = threading.Event()
 
     def work(item: int) -> None:
         if item == 0:
             woken.wait()
-            raise Stopped
+            raise Cancelled
         try:
             raise ValueError
         finally:
@@ -67,7 +67,7 @@ def test_who_waits_is_woken_and_what_has_failed_is_told_and_not_who_was_stopped(
 
 
 def test_an_interrupt_stops_the_threads() -> None:
-    crew = Crew(1, None, 0)
+    crew = WorkerPool(1, None, 0)
     stopped: list[str] = []
 
     def items() -> object:
@@ -77,13 +77,13 @@ def test_an_interrupt_stops_the_threads() -> None:
     with pytest.raises(KeyboardInterrupt):
         crew.run(items(), lambda _: None, lambda: stopped.append("stopped"))  # type: ignore[arg-type]
     assert stopped == ["stopped"]
-    with pytest.raises(Stopped):
+    with pytest.raises(Cancelled):
         crew.tell(1, "")
 
 
 def test_rejects_no_threads() -> None:
     with pytest.raises(UsageError, match="jobs must be at least 1, got 0"):
-        Crew(0, None, 0)
+        WorkerPool(0, None, 0)
     check_jobs(1)
     check_jobs(None)
 
@@ -105,7 +105,7 @@ class Clock:
 
 def test_keeps_to_the_rate_over_time() -> None:
     clock = Clock()
-    pace = Pace(1000, clock)
+    pace = RateLimiter(1000, clock)
     for _ in range(50):
         pace.spend(200, clock.wait)
     assert clock.now == pytest.approx(110)
@@ -113,7 +113,7 @@ def test_keeps_to_the_rate_over_time() -> None:
 
 def test_does_not_wait_when_the_work_is_slower_than_allowed() -> None:
     clock = Clock()
-    pace = Pace(1000, clock)
+    pace = RateLimiter(1000, clock)
     for _ in range(5):
         clock.now += 1
         pace.spend(900, clock.wait)
@@ -122,7 +122,7 @@ def test_does_not_wait_when_the_work_is_slower_than_allowed() -> None:
 
 def test_does_not_catch_up_on_a_long_pause() -> None:
     clock = Clock()
-    pace = Pace(1000, clock)
+    pace = RateLimiter(1000, clock)
     clock.now += 3600
     for _ in range(10):
         pace.spend(1000, clock.wait)
@@ -131,7 +131,7 @@ def test_does_not_catch_up_on_a_long_pause() -> None:
 
 def test_threads_share_the_rate() -> None:
     clock = Clock()
-    pace = Pace(1000, clock)
+    pace = RateLimiter(1000, clock)
     waits: list[float] = []
     threads = [threading.Thread(target=pace.spend, args=(500, waits.append)) for _ in range(8)]
     for thread in threads:
@@ -145,4 +145,4 @@ def test_threads_share_the_rate() -> None:
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
 def test_refuses_a_rate_that_is_not_above_zero(rate: float) -> None:
     with pytest.raises(UsageError, match="a rate must be above 0"):
-        Pace(rate)
+        RateLimiter(rate)

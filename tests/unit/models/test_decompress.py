@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged
 from blobstore.models import decompress as decoding
-from blobstore.models.decompress import Decoding, Wanted
+from blobstore.models.decompress import ParallelDecoder, Wanted
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.cold_file import ColdFile
@@ -56,18 +56,18 @@ def chill(store: LocalStore, names: list[str]) -> None:
 
 def decode(
     store: LocalStore, names: list[str], *, past_cache: bool = False
-) -> tuple[Region, list[int], list[int]]:
+) -> tuple[MappedRegion, list[int], list[int]]:
     """Decode blobs; return the memory, the slots of those that were not cold, and the bytes told of."""
     found = [layers(store, "m")[name] for name in names]
-    region = Region([item.size for item in found])
+    region = MappedRegion([item.size for item in found])
     told: list[int] = []
-    missing = Decoding(store, region, past_cache=past_cache, tell=told.append).run(
+    missing = ParallelDecoder(store, region, past_cache=past_cache, tell=told.append).run(
         [Wanted(slot, item.digest, item.size) for slot, item in enumerate(found)]
     )
     return region, missing, told
 
 
-def content(region: Region, slot: int, size: int) -> bytes:
+def content(region: MappedRegion, slot: int, size: int) -> bytes:
     begin = region.offsets[slot]
     return bytes(memoryview(region.memory)[begin : begin + size])
 
@@ -106,8 +106,8 @@ def test_one_blob_alone_is_decoded_by_the_thread_that_wants_it(
         chill(frozen, [name])
     item = layers(frozen, "m")[name]
     threads: list[threading.Thread] = []
-    region = Region([item.size])
-    work = Decoding(
+    region = MappedRegion([item.size])
+    work = ParallelDecoder(
         frozen,
         region,
         past_cache=False,
@@ -192,7 +192,7 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
     freeze_models(["m"], store=store, base="base")
     fine, base = layers(store, "m")["fine"], layers(store, "base")["fine"]
 
-    class Changing(Region):
+    class Changing(MappedRegion):
         @contextlib.contextmanager
         def making(self, slot: int, size: int) -> Iterator[memoryview]:
             """Give memory for a blob that was opened by now, whose base goes."""
@@ -206,7 +206,7 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
                 yield room
 
     region = Changing([fine.size])
-    work = Decoding(store, region, past_cache=False, tell=lambda _: None)
+    work = ParallelDecoder(store, region, past_cache=False, tell=lambda _: None)
     assert work.run([Wanted(0, fine.digest, fine.size)]) == []
     assert Digest.of(content(region, 0, fine.size)) == fine.digest
     assert store.is_cold(fine.digest) is is_frozen_again

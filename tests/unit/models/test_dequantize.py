@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models import dequantize as unpacking
 from blobstore.models.dequantize import plain_pieces
-from blobstore.models.tensors import read_contents
+from blobstore.models.tensors import read_tensors
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
@@ -28,9 +28,9 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def mapped(store: LocalStore, name: str) -> tuple[StoredTensor, Any]:
-    stored = read_contents(store, store.resolve(NAME)).tensors[name]
+    stored = read_tensors(store, store.resolve(NAME)).tensors[name]
     key = (stored.layer.digest, stored.layer.size)
-    region = Region([stored.layer.size])
+    region = MappedRegion([stored.layer.size])
     assert list(store.map_blobs([key], [0], region)) == [0]
     return stored, region.memory
 

@@ -23,7 +23,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, Unsupport
 from blobstore.manifests.reference import Reference
 from blobstore.models import frameworks
 from blobstore.models import model as opened
-from blobstore.models.device import Part, _Ring, transferred, uploaded
+from blobstore.models.device import Upload, _Ring, transfer, upload_tensors
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.store.local import LocalStore
@@ -163,27 +163,27 @@ def of_bytes(name: str, nbytes: int) -> TensorSpec:
     return TensorSpec(name, DType.U8, (nbytes,))
 
 
-def one_each(sizes: Sequence[int]) -> tuple[list[Part], Blobs]:
-    parts = [Part(of_bytes(str(i), size), i, 8) for i, size in enumerate(sizes)]
+def one_each(sizes: Sequence[int]) -> tuple[list[Upload], Blobs]:
+    parts = [Upload(of_bytes(str(i), size), i, 8) for i, size in enumerate(sizes)]
     return parts, Blobs([os.urandom(size + 8) for size in sizes])
 
 
-def one_blob(sizes: Sequence[int]) -> tuple[list[Part], Blobs]:
+def one_blob(sizes: Sequence[int]) -> tuple[list[Upload], Blobs]:
     begins = itertools.accumulate(sizes, initial=8)
     parts = [
-        Part(of_bytes(str(i), size), 0, begin)
+        Upload(of_bytes(str(i), size), 0, begin)
         for i, (size, begin) in enumerate(zip(sizes, begins, strict=False))
     ]
     return parts, Blobs([os.urandom(sum(sizes) + 8)])
 
 
-def expected(part: Part, blobs: Blobs) -> bytes:
+def expected(part: Upload, blobs: Blobs) -> bytes:
     return blobs.contents[part.blob][part.begin : part.begin + part.spec.nbytes]
 
 
-def check(parts: list[Part], blobs: Blobs, buffer: int) -> LateLane:
+def check(parts: list[Upload], blobs: Blobs, buffer: int) -> LateLane:
     lane = LateLane()
-    found = transferred(parts, lane, blobs, buffer=buffer)
+    found = transfer(parts, lane, blobs, buffer=buffer)
     for part, (name, tensor) in zip(parts, found, strict=True):
         assert name == part.spec.name
         assert lane.use(tensor) == expected(part, blobs)
@@ -202,11 +202,11 @@ def check(parts: list[Part], blobs: Blobs, buffer: int) -> LateLane:
 def test_all_bytes_arrive_in_the_order_of_the_parts(
     groups: list[list[int]], buffer: int, order: Any
 ) -> None:
-    parts: list[Part] = []
+    parts: list[Upload] = []
     for slot, sizes in enumerate(groups):
         begin = 3
         for number, size in enumerate(sizes):
-            parts.append(Part(of_bytes(f"{slot}.{number}", size), slot, begin))
+            parts.append(Upload(of_bytes(f"{slot}.{number}", size), slot, begin))
             begin += size
     order.shuffle(parts)
     blobs = Blobs([os.urandom(sum(sizes) + 3) for sizes in groups])
@@ -246,7 +246,7 @@ def test_tensors_that_are_no_neighbours_share_a_buffer() -> None:
 
 def test_the_same_bytes_twice_are_two_tensors() -> None:
     _, blobs = one_each([64])
-    check([Part(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
+    check([Upload(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
 
 
 def test_empty_tensors_come_in_their_places() -> None:
@@ -258,7 +258,7 @@ def test_empty_tensors_come_in_their_places() -> None:
 
 
 def test_no_tensors_are_no_work() -> None:
-    assert list(transferred([], LateLane(), Blobs([]))) == []
+    assert list(transfer([], LateLane(), Blobs([]))) == []
 
 
 def test_the_buffer_is_no_larger_than_the_tensors() -> None:
@@ -270,7 +270,7 @@ def test_the_buffer_is_no_larger_than_the_tensors() -> None:
             return super().staging(nbytes)
 
     parts, blobs = one_blob([64, 36])
-    list(transferred(parts, Lane(), blobs))
+    list(transfer(parts, Lane(), blobs))
     assert sizes == [128]
 
 
@@ -280,8 +280,8 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
     specs = [TensorSpec(name, dtype, shape) for name in "abc"]
     nbytes = specs[0].nbytes
     data = bytes(i % 2 for i in range(3 * nbytes))
-    parts = [Part(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
-    found = dict(transferred(parts, TorchLane("cpu"), Blobs([data]), buffer=100))
+    parts = [Upload(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
+    found = dict(transfer(parts, TorchLane("cpu"), Blobs([data]), buffer=100))
     for name, tensor in found.items():
         begin = "abc".index(name) * nbytes
         assert tensor.view(torch.uint8).flatten().tolist() == list(data[begin : begin + nbytes])
@@ -290,15 +290,15 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
 
 
 def test_a_type_that_torch_has_not_is_told() -> None:
-    part = Part(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
+    part = Upload(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type for F6_E2M3"):
-        list(transferred([part], TorchLane("cpu"), Blobs([bytes(3)])))
+        list(transfer([part], TorchLane("cpu"), Blobs([bytes(3)])))
 
 
 def test_tensors_may_be_had_in_inference_mode() -> None:
-    part = Part(TensorSpec("a", DType.F32, ()), 0, 0)
+    part = Upload(TensorSpec("a", DType.F32, ()), 0, 0)
     with torch.inference_mode():
-        ((_, tensor),) = transferred([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
+        ((_, tensor),) = transfer([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
     assert tensor.is_inference()
     assert tensor.item() == 1
 
@@ -318,21 +318,21 @@ def test_the_order_holds_though_files_are_read_in_any() -> None:
             last.set()
 
     lane = LateLane()
-    found = transferred(parts, lane, read, buffer=64)
+    found = transfer(parts, lane, read, buffer=64)
     assert [lane.use(tensor) for _, tensor in found] == [expected(part, blobs) for part in parts]
 
 
 def test_memory_is_taken_for_a_few_tensors_ahead_only() -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane()
-    for number, _ in enumerate(transferred(parts, lane, blobs, buffer=64)):
+    for number, _ in enumerate(transfer(parts, lane, blobs, buffer=64)):
         assert len(lane.rooms) <= number + BUFFERS + 1
 
 
 def test_a_tensor_is_not_kept_once_it_was_yielded() -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane()
-    for _, tensor in transferred(parts, lane, blobs, buffer=64):
+    for _, tensor in transfer(parts, lane, blobs, buffer=64):
         lane.use(tensor)
         assert lane.alive() <= BUFFERS + 2
 
@@ -341,7 +341,7 @@ def test_a_batch_of_tensors_is_not_kept_until_its_last_was_yielded() -> None:
     parts, blobs = one_each([64] * 4)
     lane = LateLane()
     alive = []
-    for _, tensor in transferred(parts, lane, blobs, buffer=1024):
+    for _, tensor in transfer(parts, lane, blobs, buffer=1024):
         lane.use(tensor)
         del tensor
         alive.append(lane.alive())
@@ -351,9 +351,7 @@ def test_a_batch_of_tensors_is_not_kept_until_its_last_was_yielded() -> None:
 def test_tells_of_the_bytes() -> None:
     steps: list[tuple[str, int, int]] = []
     parts, blobs = one_each([100, 0, 28])
-    found = transferred(
-        parts, LateLane(), blobs, buffer=64, progress=lambda *step: steps.append(step)
-    )
+    found = transfer(parts, LateLane(), blobs, buffer=64, progress=lambda *step: steps.append(step))
     assert len(list(found)) == 3
     assert steps == [("loading", done, 128) for done in (64, 100, 128)]
 
@@ -403,7 +401,7 @@ def test_an_error_of_reading_ends_it_and_keeps_nothing(number: int) -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane()
     with pytest.raises(BlobMissing, match="blob is gone") as caught:
-        dict(transferred(parts, lane, failing_at(number, blobs), buffer=64))
+        dict(transfer(parts, lane, failing_at(number, blobs), buffer=64))
     assert lane.is_drained
     assert len(blobs.reads) < number + 2 * BUFFERS
     assert lane.alive() == 0
@@ -414,7 +412,7 @@ def test_a_device_without_room_ends_it_and_keeps_nothing() -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane(room_for=64 * 50)
     with pytest.raises(BlobstoreError, match="no memory for 50") as caught:
-        dict(transferred(parts, lane, blobs, buffer=96))
+        dict(transfer(parts, lane, blobs, buffer=96))
     assert lane.is_drained
     assert lane.alive() == 0
     assert caught.value.__traceback__ is not None
@@ -425,7 +423,7 @@ def test_a_host_without_memory_for_buffers_ends_it(buffers: int) -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane(buffers=buffers)
     with pytest.raises(BlobstoreError, match="no memory to pin"):
-        dict(transferred(parts, lane, blobs, buffer=64))
+        dict(transfer(parts, lane, blobs, buffer=64))
     assert lane.alive() == 0
 
 
@@ -438,9 +436,9 @@ def test_a_device_that_fails_in_the_end_is_told() -> None:
 
     parts, blobs = one_each([64])
     with pytest.raises(BlobstoreError, match="device is lost"):
-        dict(transferred(parts, Lane(), blobs))
+        dict(transfer(parts, Lane(), blobs))
     with pytest.raises(BlobMissing, match="blob is gone"):  # the first cause goes first
-        dict(transferred(parts, Lane(), failing_at(0, blobs)))
+        dict(transfer(parts, Lane(), failing_at(0, blobs)))
 
 
 def test_progress_may_end_it() -> None:
@@ -452,7 +450,7 @@ def test_progress_may_end_it() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dict(transferred(parts, lane, blobs, buffer=64, progress=stop))
+        dict(transfer(parts, lane, blobs, buffer=64, progress=stop))
     assert lane.is_drained
     assert lane.alive() == 0
 
@@ -460,7 +458,7 @@ def test_progress_may_end_it() -> None:
 def test_whoever_has_enough_may_stop() -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane()
-    found = transferred(parts, lane, blobs, buffer=64)
+    found = transfer(parts, lane, blobs, buffer=64)
     _, tensor = next(found)
     found.close()
     assert lane.is_drained
@@ -480,8 +478,8 @@ def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
     def read(_: int, begin: int, buffer: memoryview) -> None:
         store.read_into(digest, len(data), begin, buffer)
 
-    found = transferred(
-        [Part(of_bytes("a", 64), 0, 0), Part(of_bytes("b", 99 * 64), 0, 64)],
+    found = transfer(
+        [Upload(of_bytes("a", 64), 0, 0), Upload(of_bytes("b", 99 * 64), 0, 64)],
         TorchLane("cpu"),
         read,
         buffer=64,
@@ -740,7 +738,9 @@ def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
     with open_on(device, packed, "int4", dequantize=True) as model:
         lane = FailingLane(device)
         read = model._read_into
-        found = uploaded(list(model), model._places, model._packed, lane, read, dequantize=fail)
+        found = upload_tensors(
+            list(model), model._places, model._packed, lane, read, dequantize=fail
+        )
         with pytest.raises(UnsupportedDType, match="cannot be computed") as caught:
             dict(found)
         assert lane.drained == 1

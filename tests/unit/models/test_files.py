@@ -6,7 +6,7 @@ import pytest
 
 from blobstore.errors import InvalidManifest, ModelNotFound
 from blobstore.manifests.reference import Reference
-from blobstore.models.files import Documents
+from blobstore.models.files import ModelFiles
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
 from tests.support.models import add_blobs, with_layers
@@ -24,9 +24,9 @@ def store(tmp_path: Path) -> LocalStore:
 def test_gives_the_manifest_of_a_name(store: LocalStore) -> None:
     reference = Reference.parse("m")
     for name in ("m", reference):
-        assert Documents.of(name, store).manifest == store.resolve(reference)
+        assert ModelFiles.of(name, store).manifest == store.resolve(reference)
     with pytest.raises(ModelNotFound):
-        Documents.of("none", store)
+        ModelFiles.of("none", store)
 
 
 def test_refuses_a_manifest_that_was_changed(store: LocalStore) -> None:
@@ -34,11 +34,11 @@ def test_refuses_a_manifest_that_was_changed(store: LocalStore) -> None:
         path = store.layout.manifest(Reference.parse(name))
         path.write_bytes(path.read_bytes().replace(b'"name":"w"', b'"name":"v"'))
     with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
-        Documents.of("m", store)
-    (layer,) = Documents.of("old", store).manifest.layers  # of which nothing tells
+        ModelFiles.of("m", store)
+    (layer,) = ModelFiles.of("old", store).manifest.layers  # of which nothing tells
     assert layer.name == "v"
 
 
 def test_a_model_that_has_lost_its_config_keeps_its_files(store: LocalStore) -> None:
     blob_path(store, "").unlink()
-    assert [layer.name for layer in Documents.of("m", store).manifest.layers] == ["w"]
+    assert [layer.name for layer in ModelFiles.of("m", store).manifest.layers] == ["w"]

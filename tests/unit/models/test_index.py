@@ -12,7 +12,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import find_places, write_index
+from blobstore.models.index import load_index, write_index
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 
@@ -45,9 +45,9 @@ def test_create_leaves_the_index_for_the_first_open(store: LocalStore) -> None:
 
 
 def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
-    from_index = find_places(store, manifest(store))
+    from_index = load_index(store, manifest(store))
     index_file(store).unlink()
-    from_headers = find_places(store, manifest(store))
+    from_headers = load_index(store, manifest(store))
     assert (from_index.is_indexed, from_headers.is_indexed) == (True, False)
     assert from_index.blobs == from_headers.blobs
     assert {
@@ -58,7 +58,7 @@ def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
 
 
 def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None:
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     for name, array in (dense_tensors() | moe_tensors()).items():
         _, _, slot, begin = places.tensors[name]
         digest, _ = places.blobs[slot]
@@ -69,13 +69,13 @@ def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None
 def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
     before = index_file(store).read_bytes()
     shutil.rmtree(store.layout.headers)
-    write_index(store, manifest(store), find_places(store, manifest(store)))
+    write_index(store, manifest(store), load_index(store, manifest(store)))
     assert index_file(store).read_bytes() == before
 
 
 def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalStore) -> None:
     data = manifest(store)
-    places = find_places(store, data)
+    places = load_index(store, data)
     shutil.rmtree(store.layout.root)
     write_index(store, data, places)
     assert not store.layout.root.exists()
@@ -84,13 +84,13 @@ def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalSt
 def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
     changed = manifest(store).replace(b'"name":"mask"', b'"name":"masl"')
     with pytest.raises(InvalidManifest, match="was changed since it was written"):
-        find_places(store, changed)
+        load_index(store, changed)
 
 
 def test_there_is_no_index_of_what_is_not_proven(store: LocalStore) -> None:
     index_file(store).unlink()
     Path(store.layout.blob(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     assert not places.is_proven
     write_index(store, manifest(store), places)
     assert not index_file(store).exists()
@@ -112,7 +112,7 @@ def test_a_damaged_index_is_ignored(store: LocalStore, damage: object) -> None:
     assert callable(damage)
     before = index_file(store).read_bytes()
     index_file(store).write_bytes(damage(before))
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
     assert not places.is_indexed
 
@@ -152,13 +152,13 @@ def test_an_index_that_makes_no_sense_is_ignored_though_sealed(
     data = text.replace("DIGEST", key.hex).encode()
     seal = Digest.of(f"2 {key}\n".encode() + data)
     index_file(store).write_bytes(f"{seal}\n".encode() + data)
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
     assert not places.is_indexed
 
 
 def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     digest, _ = places.blobs[0]
     Path(store.layout.blob(digest)).unlink()
     with pytest.raises(BlobMissing, match=digest.hex):
@@ -169,7 +169,7 @@ def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> Non
     index_file(store).unlink()
     store.layout.headers.rmdir()
     store.layout.headers.write_text("in the way")
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     write_index(store, manifest(store), places)
     assert set(places.tensors) >= set(dense_tensors())
 
@@ -191,7 +191,7 @@ def test_a_quantized_weight_is_placed_with_its_companions_by_their_runtime_names
     plain = blob(("data", "U8", (1,), b"x"))
     store = LocalStore(tmp_path)
     add_blobs(store, "tiny", {"x": plain, "w": quantized})
-    places = find_places(store, manifest(store))
+    places = load_index(store, manifest(store))
     assert list(places.tensors) == ["x", "w", "w_scale", "w_qbias"]
     assert [slot for _, _, slot, _ in places.tensors.values()] == [0, 1, 1, 1]
     assert places.quantized == {"w": ("int4", 32)}
@@ -222,7 +222,7 @@ def test_an_error_names_tensor_or_layer(
     store = LocalStore(tmp_path)
     add_blobs(store, "tiny", blobs)
     with pytest.raises(BlobDamaged, match=f"^{message}"):
-        find_places(store, manifest(store))
+        load_index(store, manifest(store))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -230,7 +230,7 @@ def test_the_garbage_collector_is_left_as_it_was(store: LocalStore, *, enabled: 
     was_enabled = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        find_places(store, manifest(store))
+        load_index(store, manifest(store))
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()

@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.models.memory import _REQUEST, Residence
+from blobstore.models.memory import _REQUEST, ModelMemory
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
@@ -51,7 +51,9 @@ def test_brings_the_bytes_of_all_blobs(
     prefetch: str | None,
     is_writable: bool,
 ) -> None:
-    residence = Residence("m", store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    residence = ModelMemory(
+        "m", store, blobs, read=read, prefetch=prefetch, is_writable=is_writable
+    )
     region = residence.bring(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
@@ -62,7 +64,7 @@ def test_brings_the_bytes_of_all_blobs(
 def test_brings_only_what_is_wanted(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
 ) -> None:
-    residence = Residence("m", store, blobs, read=read)
+    residence = ModelMemory("m", store, blobs, read=read)
     region = residence.bring([4])
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
     assert bytes(region.memory[:5]) == bytes(5)
@@ -74,7 +76,7 @@ def test_brings_only_what_is_wanted(
 def test_a_blob_comes_in_once_and_keeps_what_was_written_to_it(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
 ) -> None:
-    residence = Residence("m", store, blobs, read=read, is_writable=True)
+    residence = ModelMemory("m", store, blobs, read=read, is_writable=True)
     region = residence.bring([0])
     memoryview(region.memory)[:1] = b"!"
     residence.bring([0, 1])
@@ -88,7 +90,7 @@ def test_a_missing_blob_is_an_error(
 ) -> None:
     for slot in (1, 3):
         Path(store.layout.blob(blobs[slot][0])).unlink()
-        residence = Residence("m", store, blobs, read=read, prefetch=prefetch)
+        residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
         with pytest.raises(BlobMissing):
             residence.bring([slot])
 
@@ -98,7 +100,7 @@ def test_a_blob_of_another_size_is_an_error(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
     os.truncate(store.layout.blob(blobs[3][0]), _REQUEST)
-    residence = Residence("m", store, blobs, read=read, prefetch=prefetch)
+    residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
     with pytest.raises(BlobDamaged, match=f"it has {_REQUEST} bytes, expected {_REQUEST + 3}"):
         residence.bring(range(len(blobs)))
 
@@ -106,7 +108,7 @@ def test_a_blob_of_another_size_is_an_error(
 def test_what_was_read_survives_a_blob_that_is_cut_short(
     store: LocalStore, blobs: Blobs, contents: list[bytes]
 ) -> None:
-    residence = Residence("m", store, blobs, read="pread")
+    residence = ModelMemory("m", store, blobs, read="pread")
     region = residence.bring(range(len(blobs)))
     os.truncate(store.layout.blob(blobs[4][0]), 0)
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
@@ -117,7 +119,7 @@ def test_tells_of_the_bytes_that_are_waited_for(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
     steps: list[tuple[str, int, int]] = []
-    residence = Residence(
+    residence = ModelMemory(
         "m",
         store,
         blobs,
@@ -138,7 +140,7 @@ def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None
 
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
-    region = Residence("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    region = ModelMemory("m", store, blobs, prefetch="read").bring(range(len(blobs)))
     view = memoryview(region.memory)[region.offsets[3] :][: _REQUEST + 3]
     before = faults()
     assert len(bytes(view[::4096])) == 1025
@@ -151,7 +153,7 @@ def test_brings_what_is_not_in_the_page_cache(
 ) -> None:
     for digest, _ in blobs:
         dropped(store.layout.blob(digest))
-    region = Residence("m", store, blobs, read=read, prefetch=prefetch).bring(range(len(blobs)))
+    region = ModelMemory("m", store, blobs, read=read, prefetch=prefetch).bring(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
 
@@ -161,9 +163,9 @@ def test_what_is_read_for_this_process_alone_does_not_fill_the_page_cache(
 ) -> None:
     if not all(dropped(store.layout.blob(digest)) for digest, size in blobs if size):
         pytest.skip("the file system keeps its files in memory")
-    Residence("m", store, blobs, read="pread").bring(range(len(blobs)))
+    ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
     assert not store.is_cached(*blobs[3])
-    Residence("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    ModelMemory("m", store, blobs, prefetch="read").bring(range(len(blobs)))
     assert store.is_cached(*blobs[3])
 
 
@@ -173,29 +175,29 @@ def test_reads_where_the_page_cache_cannot_be_passed(
     monkeypatch.delattr(os, "O_DIRECT")
     for digest, _ in blobs:
         dropped(store.layout.blob(digest))
-    region = Residence("m", store, blobs, read="pread").bring(range(len(blobs)))
+    region = ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
     assert bytes(memoryview(region.memory)[region.offsets[3] :][: SIZES[3]]) == contents[3]
 
 
 def test_a_mapped_blob_that_was_cut_short_is_an_error_when_prefetched(
     store: LocalStore, blobs: Blobs
 ) -> None:
-    region = Residence("m", store, blobs).bring(range(len(blobs)))
+    region = ModelMemory("m", store, blobs).bring(range(len(blobs)))
     os.truncate(store.layout.blob(blobs[3][0]), 4096)
-    residence = Residence("m", store, blobs, region=region, prefetch="read")
+    residence = ModelMemory("m", store, blobs, region=region, prefetch="read")
     with pytest.raises(BlobDamaged, match="it has 4096 bytes, expected"):
         residence.bring(range(len(blobs)))
 
 
 def test_keeps_no_descriptor(store: LocalStore, blobs: Blobs) -> None:
     before = len(os.listdir("/dev/fd"))
-    residence = Residence("m", store, blobs, read="pread")
+    residence = ModelMemory("m", store, blobs, read="pread")
     residence.bring(range(len(blobs)))
     assert len(os.listdir("/dev/fd")) == before
 
 
 def test_many_threads_bring_the_same_memory(store: LocalStore, blobs: Blobs) -> None:
-    residence = Residence("m", store, blobs, read="pread")
+    residence = ModelMemory("m", store, blobs, read="pread")
     found: list[object] = []
     threads = [
         threading.Thread(target=lambda: found.append(residence.bring(range(5)))) for _ in range(8)
@@ -208,7 +210,7 @@ def test_many_threads_bring_the_same_memory(store: LocalStore, blobs: Blobs) -> 
 
 
 def test_a_closed_model_brings_nothing(store: LocalStore, blobs: Blobs) -> None:
-    residence = Residence("m", store, blobs)
+    residence = ModelMemory("m", store, blobs)
     residence.close()
     with pytest.raises(BlobstoreError, match="model m is closed"):
         residence.bring([0])
@@ -226,7 +228,7 @@ def test_unknown_ways_are_wrong_arguments(
     store: LocalStore, read: str, prefetch: str | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        Residence("m", store, [], read=read, prefetch=prefetch)
+        ModelMemory("m", store, [], read=read, prefetch=prefetch)
 
 
 def test_cold_blobs_are_decoded_beside_those_that_are_mapped(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_cold_blobs_are_decoded_beside_those_that_are_mapped(tmp_path: Path) -> 
     blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
     told: list[tuple[int, int]] = []
     for options in ({}, {"read": "pread"}, {"prefetch": "read"}, {"is_writable": True}):
-        home = Residence(
+        home = ModelMemory(
             "a",
             store,
             blobs,

@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.reference import Reference
-from blobstore.models.tensors import StoredTensor, read_contents
+from blobstore.models.tensors import StoredTensor, read_tensors
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 def contents(store: LocalStore, **blobs: bytes) -> Mapping[str, StoredTensor]:
     add_blobs(store, "m", blobs)
-    return read_contents(store, store.resolve(NAME)).tensors
+    return read_tensors(store, store.resolve(NAME)).tensors
 
 
 def test_a_layer_is_a_tensor(store: LocalStore) -> None:
@@ -94,8 +94,8 @@ def test_metadata_that_contradicts_the_shapes_is_damage(store: LocalStore) -> No
     manifest = store.resolve(NAME)
     fault = r"layer 'w': tensor 'w\.weight': int8 cannot have a group_size of '16'"
     with pytest.raises(BlobDamaged, match=fault):
-        read_contents(store, manifest)
-    found = read_contents(store, manifest, collect_faults=True)
+        read_tensors(store, manifest)
+    found = read_tensors(store, manifest, collect_faults=True)
     (bad,) = [layer.digest for layer in manifest.layers if layer.name == "w"]
     assert (list(found.tensors), [digest for digest, _ in found.faults]) == (["a"], [bad])
 
@@ -145,10 +145,10 @@ def test_an_error_names_the_layer(store: LocalStore) -> None:
     path = Path(store.layout.blob(store.resolve(NAME).layers[0].digest))
     path.unlink()
     with pytest.raises(BlobMissing, match=r"^layer 'bad\\x1b': blob '.*' is missing"):
-        read_contents(store, store.resolve(NAME))
+        read_tensors(store, store.resolve(NAME))
     path.write_bytes(bytes(len(data)))
     with pytest.raises(BlobDamaged, match=r"^layer 'bad\\x1b': blob '.*': header"):
-        read_contents(store, store.resolve(NAME))
+        read_tensors(store, store.resolve(NAME))
 
 
 def test_faults_are_collected_on_request(store: LocalStore) -> None:
@@ -161,7 +161,7 @@ def test_faults_are_collected_on_request(store: LocalStore) -> None:
     os.truncate(paths["short"], 1)
     paths["folder"].unlink()
     paths["folder"].mkdir()
-    found = read_contents(store, manifest, collect_faults=True)
+    found = read_tensors(store, manifest, collect_faults=True)
     assert list(found.tensors) == ["whole"]
     by_digest = {layer.digest: layer.name for layer in manifest.layers}
     assert {by_digest[digest]: type(error) for (digest, _), error in found.faults.items()} == {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import UnsupportedSource
-from blobstore.quantization.detect import Recognised, recognise
+from blobstore.quantization.detect import Recognised, detect_quantization
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
@@ -28,7 +28,7 @@ def specs(tensors: Tensors) -> dict[str, TensorSpec]:
 
 
 def recognised(tensors: Tensors, config: dict[str, Any] | None = None) -> Recognised:
-    return recognise(specs(tensors), config or {})
+    return detect_quantization(specs(tensors), config or {})
 
 
 def prequantized(found: Recognised, name: str) -> Prequantized:
@@ -59,14 +59,14 @@ def folder(name: str) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
 
 def test_keeps_the_tensors_of_a_plain_source() -> None:
     plain = specs({"a.weight": ("BF16", 8, 8), "a.bias": ("F32", 8), "ids": ("I64", 2, 2)})
-    assert recognise(plain, {}) == (copies(plain), (), "")
-    assert list(recognise(plain, {}).recipes) == list(plain)
+    assert detect_quantization(plain, {}) == (copies(plain), (), "")
+    assert list(detect_quantization(plain, {}).recipes) == list(plain)
 
 
 @pytest.mark.parametrize("name", ["dense", "odd"])
 def test_keeps_the_tensors_of_folders(name: str) -> None:
     found, config = folder(name)
-    assert recognise(found, config) == (copies(found), (), "")
+    assert detect_quantization(found, config) == (copies(found), (), "")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ PACKED: Tensors = {
 
 
 def test_recognises_a_folder_of_mlx() -> None:
-    found = recognise(*folder("mlx-mode"))
+    found = detect_quantization(*folder("mlx-mode"))
     weight = "model.layers.0.self_attn.q_proj.weight"
     recipe = prequantized(found, weight)
     assert (recipe.item.name, recipe.group_size) == ("int4", 64)
@@ -208,7 +208,7 @@ MODELOPT: Tensors = {
 
 
 def test_recognises_a_folder_of_compressed_tensors() -> None:
-    found = recognise(*folder("ct-nvfp4"))
+    found = detect_quantization(*folder("ct-nvfp4"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert set(found.recipes) == {name, "model.norm.weight"}
     recipe = prequantized(found, name)
@@ -588,7 +588,7 @@ def test_every_tensor_is_accounted_for_or_the_source_refused(
 ) -> None:
     source = {name: TensorSpec(name, *known) for name, known in tensors.items()}
     try:
-        found = recognise(source, config)
+        found = detect_quantization(source, config)
     except UnsupportedSource as error:
         assert "\n" not in str(error)
         return
@@ -608,7 +608,7 @@ def test_every_tensor_is_accounted_for_or_the_source_refused(
 def test_the_order_of_the_tensors_makes_no_difference() -> None:
     tensors = specs(PACKED | {f"x{name}": known for name, known in COMPRESSED.items()})
     backwards = dict(reversed(tensors.items()))
-    assert recognise(tensors, MLX) == recognise(backwards, MLX)
+    assert detect_quantization(tensors, MLX) == detect_quantization(backwards, MLX)
 
 
 def test_refuses_packed_weights_of_a_blob_whose_type_would_be_lost() -> None:

@@ -245,8 +245,8 @@ def test_unaligned_and_read_only_arrays_are_read() -> None:
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_the_first_number_without_end_is_found(value: float, dtype: str) -> None:
     array = np.zeros((3, 64), FLOATS[dtype])
-    assert reference.first_endless(array) is None
+    assert reference.first_nonfinite(array) is None
     array[:] = ml_dtypes.finfo(FLOATS[dtype]).max
-    assert reference.first_endless(array) is None
+    assert reference.first_nonfinite(array) is None
     array[1, 5] = array[2, 0] = value
-    assert reference.first_endless(array) == 69
+    assert reference.first_nonfinite(array) == 69

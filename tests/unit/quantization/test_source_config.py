@@ -6,11 +6,11 @@ import pytest
 
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.source_config import StatedQuantization
+from blobstore.quantization.source_config import SourceQuantConfig
 
 
 def mlx_type(section: Any, module: str = "m") -> tuple[str, int] | None:
-    found = StatedQuantization({"quantization": section}).mlx_type(f"{module}.weight", module)
+    found = SourceQuantConfig({"quantization": section}).mlx_type(f"{module}.weight", module)
     return (found[0].name, found[1]) if found else None
 
 
@@ -50,7 +50,7 @@ def test_takes_what_is_not_said_as_mlx_does(section: Any, typed: tuple[str, int]
 )
 def test_finds_nothing_where_mlx_has_written_nothing(section: Any) -> None:
     assert mlx_type(section) is None
-    assert not StatedQuantization({"quantization": section}).is_mlx
+    assert not SourceQuantConfig({"quantization": section}).is_mlx
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_finds_nothing_where_mlx_has_written_nothing(section: Any) -> None:
     ],
 )
 def test_the_first_section_with_bits_counts(config: Any) -> None:
-    found = StatedQuantization(config).mlx_type("m.weight", "m")
+    found = SourceQuantConfig(config).mlx_type("m.weight", "m")
     assert found == (FORMATS["int8"], 64)
 
 
@@ -124,8 +124,8 @@ def test_refuses_types_that_there_are_not(section: Any, message: str) -> None:
 def test_names_modules_that_are_not_there() -> None:
     own = {"bits": 8, "group_size": 64}
     section = {"bits": 4, "a": own, "b": own, "c": False, "d": {"skip": True}}
-    assert StatedQuantization({"quantization": section}).unmatched({"a"}) == ["b"]
-    assert StatedQuantization({}).unmatched({"a"}) == []
+    assert SourceQuantConfig({"quantization": section}).unmatched({"a"}) == ["b"]
+    assert SourceQuantConfig({}).unmatched({"a"}) == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_names_modules_that_are_not_there() -> None:
     ],
 )
 def test_names_the_method(config: Any, method: str | None) -> None:
-    assert StatedQuantization(config).method == method
+    assert SourceQuantConfig(config).method == method
 
 
 def groups(*weights: Any) -> dict[str, Any]:
@@ -173,7 +173,7 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
     ],
 )
 def test_finds_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
-    assert StatedQuantization(config).sharings() == sharings
+    assert SourceQuantConfig(config).sharings() == sharings
 
 
 @pytest.mark.parametrize(
@@ -182,15 +182,15 @@ def test_finds_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
 def test_refuses_blocks_that_are_not_two_numbers(value: Any) -> None:
     config = {"quantization_config": {"weight_block_size": value}}
     with pytest.raises(UnsupportedSource, match="weight_block_size cannot be .*two positive"):
-        StatedQuantization(config).sharings()
+        SourceQuantConfig(config).sharings()
     with pytest.raises(UnsupportedSource, match="block_structure cannot be"):
         structure = {**FLOAT8, "strategy": "block", "block_structure": value}
-        StatedQuantization(groups(structure)).sharings()
+        SourceQuantConfig(groups(structure)).sharings()
 
 
 def test_refuses_groups_without_a_size() -> None:
     with pytest.raises(UnsupportedSource, match="group_size cannot be"):
-        StatedQuantization(groups({**FLOAT8, "strategy": "group"})).sharings()
+        SourceQuantConfig(groups({**FLOAT8, "strategy": "group"})).sharings()
 
 
 def test_finds_the_group_sizes_of_small_floats() -> None:
@@ -201,5 +201,5 @@ def test_finds_the_group_sizes_of_small_floats() -> None:
         {**small, "group_size": "32"},
         FLOAT8,
     )
-    assert StatedQuantization(config).group_sizes(4) == {16}
-    assert StatedQuantization({}).group_sizes(4) == set()
+    assert SourceQuantConfig(config).group_sizes(4) == {16}
+    assert SourceQuantConfig({}).group_sizes(4) == set()

@@ -7,7 +7,7 @@ import torch
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.models.device import Part, transferred
+from blobstore.models.device import Upload, transfer
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.safetensors.torch import copy_to, empty_tensor
 
@@ -33,9 +33,9 @@ def load(
     parts = []
     begin = 0
     for spec in specs:
-        parts.append(Part(spec, 0, begin))
+        parts.append(Upload(spec, 0, begin))
         begin += spec.nbytes
-    return dict(transferred(parts, TorchLane(device), reader(data), buffer=buffer))
+    return dict(transfer(parts, TorchLane(device), reader(data), buffer=buffer))
 
 
 # Any device

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.torch import as_tensor
@@ -118,7 +118,7 @@ def test_takes_more_dimensions_than_numpy() -> None:
 def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1\2\3\4")
-    region = Region([4], writable=True)
+    region = MappedRegion([4], writable=True)
     descriptor = os.open(path, os.O_RDONLY)
     region.map(0, descriptor, 4)
     os.close(descriptor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.safetensors.header import Header, encode_header
@@ -43,7 +43,7 @@ def open_and_close(store: LocalStore, digest: Digest, size: int) -> None:
 
 
 def map_one(store: LocalStore, digest: Digest, size: int) -> None:
-    region = Region([size])
+    region = MappedRegion([size])
     assert list(store.map_blobs([(digest, size)], [0], region)) == [0]
 
 
@@ -159,7 +159,7 @@ def test_a_blob_that_is_no_safetensors_file_is_damaged(store: LocalStore, data: 
 @pytest.mark.usefixtures("path")
 def test_headers_are_read_and_the_blobs_mapped_in_one_go(store: LocalStore) -> None:
     missing = Digest.of(b"missing")
-    region = Region([1, SIZE])
+    region = MappedRegion([1, SIZE])
     fault, header = store.read_headers([(missing, 1), (DIGEST, SIZE)], region)
     assert isinstance(fault, BlobMissing)
     assert isinstance(header, Header)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -41,7 +41,7 @@ def digest(store: LocalStore) -> Digest:
 
 
 def region(store: LocalStore, digest: Digest) -> bytes:
-    room = Region([len(DATA)])
+    room = MappedRegion([len(DATA)])
     assert list(store.map_blobs([(digest, len(DATA))], [0], room)) == [0]
     return bytes(memoryview(room.memory)[: len(DATA)])
 

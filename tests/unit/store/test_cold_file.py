@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.mmap import Region
+from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
 from blobstore.store.cold_file import ColdFile, room_for
 from tests.support import sandbox
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def memory(size: int) -> memoryview:
-    region = Region([size], filled=True)
+    region = MappedRegion([size], filled=True)
     return region.room(0, 0, size)
 
 

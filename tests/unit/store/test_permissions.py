@@ -7,7 +7,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from blobstore.store.permissions import folder_concerns, name_concerns
+from blobstore.store.permissions import folder_warnings, name_concerns
 from tests.support.models import add_blobs, blob
 from tests.support.sandbox import NOBODY
 
@@ -22,25 +22,25 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def test_a_store_of_one_s_own_is_of_no_concern(store: LocalStore) -> None:
-    assert list(folder_concerns(store)) == []
+    assert list(folder_warnings(store)) == []
     assert list(name_concerns(store, [A, Reference.parse("absent")])) == []
 
 
 def test_an_absent_store_is_of_no_concern(tmp_path: Path) -> None:
-    assert list(folder_concerns(LocalStore(tmp_path / "absent"))) == []
+    assert list(folder_warnings(LocalStore(tmp_path / "absent"))) == []
 
 
 @pytest.mark.parametrize("folder", ["", "blobs", "manifests"])
 def test_tells_of_a_folder_that_everybody_may_write_to(store: LocalStore, folder: str) -> None:
     path = store.layout.root / folder
     path.chmod(0o1777)
-    (found,) = folder_concerns(store)
+    (found,) = folder_warnings(store)
     assert found == f"every user may write to '{path}'; take that away with chmod o-w"
 
 
 def test_a_folder_of_a_group_is_of_no_concern(store: LocalStore) -> None:
     store.layout.root.chmod(0o2775)
-    assert list(folder_concerns(store)) == []
+    assert list(folder_warnings(store)) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -48,4 +48,4 @@ def test_tells_of_a_name_that_another_user_gave(store: LocalStore) -> None:
     os.chown(store.layout.manifest(A), NOBODY, NOBODY)
     (found,) = name_concerns(store, [A])
     assert found.startswith(f"'a:latest' was put into the store by another user (number {NOBODY})")
-    assert list(folder_concerns(store)) == []
+    assert list(folder_warnings(store)) == []

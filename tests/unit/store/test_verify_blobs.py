@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import Pace
+from blobstore.core.workers import RateLimiter
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store import verified_cache as verified
@@ -137,7 +137,7 @@ def test_what_was_found_is_kept_when_the_work_is_broken_off(
 def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
     spent: list[int] = []
 
-    class Noting(Pace):
+    class Noting(RateLimiter):
         def spend(self, count: int, wait: Callable[[float], object]) -> None:
             assert not wait(0)
             spent.append(count)
@@ -152,7 +152,7 @@ def test_breaking_off_waits_for_nobody_who_waits_for_the_rate(store: LocalStore)
     blobs = put(store, b"gone", b"slow" * 1000, b"slower" * 1000)
     Path(store.layout.blob(blobs[0].digest)).unlink()
     verified = VerifiedBlobs(store.layout)
-    found = damaged_blobs(store, blobs, jobs=3, verified=verified, pace=Pace(1))
+    found = damaged_blobs(store, blobs, jobs=3, verified=verified, pace=RateLimiter(1))
     assert next(found)[0].name == "gone"
     found.close()  # type: ignore[attr-defined]
     assert not any(verified.has(blob.digest, blob.size) for blob in blobs)

@@ -11,7 +11,7 @@ from blobstore.operations.archive.format import (
     MAX_MEMBERS,
     MAX_NAMES,
     PREFIX,
-    Contents,
+    ArchiveTable,
     Kind,
     Member,
     decode_contents,
@@ -27,7 +27,7 @@ _MEMBERS = [raw(_MANIFEST, Kind.MANIFEST), raw(_BLOB), _COLD, _DELTA]
 _STORED = [_MANIFEST, _BLOB, b"col", b"del"]
 
 
-def decoded(data: bytes) -> Contents:
+def decoded(data: bytes) -> ArchiveTable:
     return decode_contents(memoryview(data))
 
 
@@ -52,8 +52,8 @@ def refused(data: bytes) -> str:
 
 
 def test_what_was_written_is_read() -> None:
-    assert decoded(WHOLE) == Contents(_MEMBERS, _NAMES)
-    assert decoded(archive([], [], [])) == Contents([], [])
+    assert decoded(WHOLE) == ArchiveTable(_MEMBERS, _NAMES)
+    assert decoded(archive([], [], [])) == ArchiveTable([], [])
 
 
 def test_the_table_has_the_bytes_of_the_document() -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import Stopped
+from blobstore.core.workers import Cancelled
 from blobstore.operations.archive import ordered_writer as turns
-from blobstore.operations.archive.ordered_writer import Entry, Line
+from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,11 +29,11 @@ def content(descriptor: int) -> bytes:
 
 
 def test_what_is_written_stands_in_order(descriptor: int) -> None:
-    line = Line(descriptor, b"begin ")
+    line = OrderedWriter(descriptor, b"begin ")
     first_may_go = threading.Event()
 
-    def write(number: int) -> Entry:
-        with Entry(line, number) as entry:
+    def write(number: int) -> OrderedSlot:
+        with OrderedSlot(line, number) as entry:
             if number == 0:
                 first_may_go.wait()
             entry.write(f"{number}".encode())
@@ -54,10 +54,10 @@ def test_what_finds_no_room_waits_for_its_turn(
     descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "_KEPT", room)
-    line = Line(descriptor, b"")
+    line = OrderedWriter(descriptor, b"")
 
     def write(number: int) -> None:
-        with Entry(line, number) as entry:
+        with OrderedSlot(line, number) as entry:
             for _ in range(5):
                 entry.write(b"%02d" % number)
 
@@ -73,10 +73,10 @@ def test_what_was_written_can_be_taken_back(
     descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "_KEPT", room)
-    line = Line(descriptor, b"begin ")
-    with Entry(line, 0) as first:
+    line = OrderedWriter(descriptor, b"begin ")
+    with OrderedSlot(line, 0) as first:
         first.write(b"first ")
-    with Entry(line, 1) as entry:
+    with OrderedSlot(line, 1) as entry:
         entry.write(b"a longer text")
         entry.clear()
         assert entry.size == 0
@@ -87,28 +87,28 @@ def test_what_was_written_can_be_taken_back(
 
 
 def test_nothing_is_a_turn_too(descriptor: int) -> None:
-    line = Line(descriptor, b"begin")
+    line = OrderedWriter(descriptor, b"begin")
     for number in range(2):
-        with Entry(line, number) as entry:
+        with OrderedSlot(line, number) as entry:
             pass
         assert bytes(entry.read_back()) == b""
     assert content(descriptor) == b"begin"
 
 
 def test_an_error_ends_the_line(descriptor: int) -> None:
-    line = Line(descriptor, b"")
+    line = OrderedWriter(descriptor, b"")
     waiting = threading.Event()
 
     def wait() -> None:
-        with Entry(line, 1):
+        with OrderedSlot(line, 1):
             waiting.set()
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(wait)
         waiting.wait()
-        with pytest.raises(ValueError, match="wrong"), Entry(line, 0):
+        with pytest.raises(ValueError, match="wrong"), OrderedSlot(line, 0):
             message = "wrong"
             raise ValueError(message)
-        with pytest.raises(Stopped):
+        with pytest.raises(Cancelled):
             future.result()
     assert content(descriptor) == b""

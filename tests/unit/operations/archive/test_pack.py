@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.spans import Run
+from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.files import write_all
 from blobstore.core.tensor import DType
@@ -32,7 +32,7 @@ from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.plan import gather_blobs
 from blobstore.operations.archive.unpack import check_archive
-from blobstore.operations.freeze.blob_encoder import Coding
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -241,15 +241,17 @@ def test_a_damaged_config_fails_all(store: LocalStore, path: Path) -> None:
 def test_what_a_codec_spoils_is_no_archive(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Coding.write
+    real = BlobEncoder.write
 
-    def spoiled(self: Coding, write: Callable[..., object], tell: Callable[[int], None]) -> None:
+    def spoiled(
+        self: BlobEncoder, write: Callable[..., object], tell: Callable[[int], None]
+    ) -> None:
         def other(data: bytes) -> None:
             write(bytes(byte ^ (place == 50) for place, byte in enumerate(bytes(data))))
 
         real(self, other, tell)
 
-    monkeypatch.setattr(Coding, "write", spoiled)
+    monkeypatch.setattr(BlobEncoder, "write", spoiled)
     with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
         pack_models(["base"], path, store=store)
     assert left(path) == []
@@ -443,7 +445,7 @@ def test_a_delta_that_needs_other_bytes_than_its_base_has_is_no_archive(
     data = b"".join(bytes(piece) for piece in store.read_pieces(base.digest, base.size))
     rotten = bytearray(data)
     rotten[-4000:] = bytes(4000)
-    run = Run(found.size, DType.BF16, base_begin=0)
+    run = Span(found.size, DType.BF16, base_begin=0)
     blob = Path(store.layout.blob(found.digest)).read_bytes()
     delta = cold(blob, runs=[run], base=BaseBlob.hot(rotten, base.digest))
     Path(store.layout.cold_blob(found.digest)).write_bytes(delta)

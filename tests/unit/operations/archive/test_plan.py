@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.compression.base import BaseBlob
-from blobstore.compression.spans import Run
+from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound
@@ -27,7 +27,7 @@ from tests.support.models import add_blobs, with_layers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blobstore.operations.archive.plan import GatheredBlob
+    from blobstore.operations.archive.plan import PlannedMember
 
 CHILDREN = ("one", "two", "three")
 EVERYONE = ("base", *CHILDREN)
@@ -40,12 +40,12 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def gathered(store: LocalStore, *names: str) -> list[GatheredBlob]:
+def gathered(store: LocalStore, *names: str) -> list[PlannedMember]:
     models = gather_models(store, [Reference.parse(name) for name in names])
     return gather_blobs(store, models, "fast")
 
 
-def edges(blobs: Sequence[GatheredBlob]) -> dict[str, str]:
+def edges(blobs: Sequence[PlannedMember]) -> dict[str, str]:
     """Return what is coded by what, as models and layers."""
     names = {blob.digest: blob.where for blob in blobs}
     return {blob.where: names[blob.base.digest] for blob in blobs if blob.base is not None}
@@ -208,7 +208,7 @@ def test_a_chain_in_a_damaged_store_is_not_taken_along(store: LocalStore) -> Non
     base, other = layers(store, "base")["l0"], layers(store, "two")["l0"]
     data = Path(store.layout.blob(base.digest)).read_bytes()
     by = BaseBlob.hot(Path(store.layout.blob(other.digest)).read_bytes())
-    chained = cold(data, runs=[Run(len(data), DType.BF16, base_begin=0)], base=by)
+    chained = cold(data, runs=[Span(len(data), DType.BF16, base_begin=0)], base=by)
     Path(store.layout.cold_blob(base.digest)).write_bytes(chained)
     found = edges(gathered(store, *EVERYONE))
     assert found["base:latest: layer 'l0'"] == "two:latest: layer 'l0'"

@@ -15,7 +15,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import Kind
-from blobstore.operations.archive.reader import layers_by_blob, open_bundle
+from blobstore.operations.archive.reader import layers_by_blob, open_archive
 from blobstore.store.local import LocalStore
 from tests.support.archives import Parts, archive, model_archive, packed_family, raw
 
@@ -41,7 +41,7 @@ def path(tmp_path: Path, family: bytes) -> Path:
 
 def refused(path: Path, data: bytes, *names: Reference) -> str:
     path.write_bytes(data)
-    with pytest.raises(ArchiveDamaged) as caught, open_bundle(path) as bundle:
+    with pytest.raises(ArchiveDamaged) as caught, open_archive(path) as bundle:
         bundle.models(names)
     message = str(caught.value)
     assert message.startswith(f"archive '{path}': ")
@@ -49,7 +49,7 @@ def refused(path: Path, data: bytes, *names: Reference) -> str:
 
 
 def test_tells_names_and_models(path: Path) -> None:
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         assert bundle.references == (BASE, TUNED)
         models = bundle.models()
         assert [model.reference for model in models] == [BASE, TUNED]
@@ -58,7 +58,7 @@ def test_tells_names_and_models(path: Path) -> None:
 
 
 def test_tells_which_blobs_models_need(path: Path) -> None:
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         members = bundle.bundle.members
         for model in bundle.models():
             numbers = bundle.needed([model])
@@ -75,7 +75,7 @@ def test_tells_which_blobs_models_need(path: Path) -> None:
 
 
 def test_messages_name_model_and_layer(path: Path) -> None:
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         models = bundle.models([TUNED])
         layers = layers_by_blob(models, bundle.bundle)
         layer = models[0].manifest.layers[0]
@@ -86,7 +86,7 @@ def test_messages_name_model_and_layer(path: Path) -> None:
 
 def test_rejects_a_name_that_is_not_there(path: Path) -> None:
     with (
-        open_bundle(path) as bundle,
+        open_archive(path) as bundle,
         pytest.raises(ModelNotFound, match="no model 'other:latest' in the archive"),
     ):
         bundle.models([Reference.parse("other")])
@@ -98,13 +98,13 @@ def test_rejects_what_is_no_file(tmp_path: Path) -> None:
         (tmp_path, BlobstoreError),
         (tmp_path / "none" / "x.bsar", NotFound),
     ):
-        with pytest.raises(error), open_bundle(path):
+        with pytest.raises(error), open_archive(path):
             pass
     os.mkfifo(tmp_path / "pipe")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     with (
         pytest.raises(BlobstoreError, match="is not a regular file"),
-        open_bundle(tmp_path / "pipe"),
+        open_archive(tmp_path / "pipe"),
     ):
         pass
 
@@ -186,12 +186,12 @@ def test_rejects_blobs_that_no_model_needs_where_all_is_read(path: Path, family:
     parts = Parts(family)
     parts.add(raw(b"stowaway"), b"stowaway")
     assert "no model needs blob sha256:" in refused(path, parts.data())
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         bundle.models([BASE])
 
 
 def test_what_is_stored_is_hashed_before_it_is_decoded(path: Path, family: bytes) -> None:
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         deltas = [n for n, item in enumerate(bundle.bundle.members) if item.kind == Kind.DELTA]
         base = bundle.bundle.members[deltas[0]].base
         assert base is not None
@@ -202,13 +202,13 @@ def test_what_is_stored_is_hashed_before_it_is_decoded(path: Path, family: bytes
     for number in (base, deltas[0]):
         with (
             pytest.raises(ArchiveDamaged, match=f"member {base}\\) is altered"),
-            open_bundle(path) as bundle,
+            open_archive(path) as bundle,
         ):
             bundle.read(number)
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_told(path: Path) -> None:
-    with pytest.raises(ArchiveDamaged, match="cut short at byte"), open_bundle(path) as bundle:
+    with pytest.raises(ArchiveDamaged, match="cut short at byte"), open_archive(path) as bundle:
         numbers = bundle.needed(bundle.models())
         os.truncate(path, bundle.bundle.place(numbers[-1])[0] + 5)
         bundle.read(numbers[-1])
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(BlobstoreError, match="at byte 8: Input/output error"):
             bundle.models()
@@ -227,7 +227,7 @@ def test_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_path_through_a_file_is_told(path: Path) -> None:
     with (
         pytest.raises(BlobstoreError, match="cannot read .*: Not a directory"),
-        open_bundle(path / "x"),
+        open_archive(path / "x"),
     ):
         pass
 
@@ -239,5 +239,5 @@ def test_a_config_that_is_too_large_says_nothing_of_layers(tmp_path: Path) -> No
     members = [raw(manifest, Kind.MANIFEST), raw(config)]
     path = tmp_path / "x.bsar"
     path.write_bytes(archive(members, [manifest, config], [("h/n/m:t", 0)]))
-    with open_bundle(path) as bundle:
+    with open_archive(path) as bundle:
         assert [model.data for model in bundle.models()] == [manifest]

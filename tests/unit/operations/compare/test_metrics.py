@@ -7,13 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.operations.compare.metrics import Deviation, WorstGroup, relative_error, snr_db
+from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
 
 Array = np.ndarray[Any, Any]
 
 
-def of(numbers: Any, base: Any, group_size: int = 2) -> Deviation:
-    deviation = Deviation(group_size)
+def of(numbers: Any, base: Any, group_size: int = 2) -> ErrorStats:
+    deviation = ErrorStats(group_size)
     deviation.add(0, 0, np.asarray(numbers), np.asarray(base))
     return deviation
 
@@ -48,7 +48,7 @@ def test_the_last_group_of_a_row_may_be_shorter() -> None:
 
 
 def test_places_the_worst_group_in_the_whole_tensor() -> None:
-    found = Deviation(2)
+    found = ErrorStats(2)
     base = np.ones((2, 4))
     worse = base.copy()
     worse[1, 3] = 2

@@ -11,7 +11,7 @@ import pytest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.tensors import read_contents
+from blobstore.models.tensors import read_tensors
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
@@ -87,7 +87,7 @@ def test_quantizes_what_ollama_quantizes_to_the_same_types(
         (DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json").read_bytes()
     )
     manifest = store.resolve(NAME)
-    found = read_contents(store, manifest).tensors
+    found = read_tensors(store, manifest).tensors
     assert {layer.name for layer in manifest.layers_of(media_types.TENSOR)} == {
         layer["name"] for layer in golden["layers"] if layer["mediaType"] == media_types.TENSOR
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.operations.create.plan import ModelPlan, PlannedTensor, Quantize, plan_source
+from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
 from blobstore.sources.open import open_source
 from tests.support.models import quantizable_tensors, write_folder
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def planned(source: Path, *, experts: ExpertForm = "packed", **options: Any) -> ModelPlan:
     opened = open_source(source)
     try:
-        return plan_source(opened, experts=experts, quantize=Quantize(**options))
+        return plan_source(opened, experts=experts, quantize=QuantizeOptions(**options))
     finally:
         opened.close()
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from blobstore.errors import BlobstoreError, CheckpointRefused, SourceNotFound, UsageError
-from blobstore.operations.export.convert import copy_to_safetensors
+from blobstore.operations.export.convert import convert_checkpoint
 from tests.support.models import moe_tensors, write_folder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def save(path: Path, value: object) -> Path:
 
 def test_writes_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
-    copied = copy_to_safetensors(save(tmp_path / "x.pt", {"model": TENSORS, "epoch": 3}), target)
+    copied = convert_checkpoint(save(tmp_path / "x.pt", {"model": TENSORS, "epoch": 3}), target)
     found = load_file(target)
     assert set(found) == set(TENSORS)
     for name, tensor in TENSORS.items():
@@ -43,23 +43,23 @@ def test_writes_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_says_that_the_tensors_are_of_pytorch_for_those_who_ask(tmp_path: Path) -> None:
-    copy_to_safetensors(save(tmp_path / "x.pt", TENSORS), tmp_path / "out.safetensors")
+    convert_checkpoint(save(tmp_path / "x.pt", TENSORS), tmp_path / "out.safetensors")
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 def test_joins_the_shards_of_a_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "model", moe_tensors(), shards=2)
-    copied = copy_to_safetensors(tmp_path / "model", tmp_path / "out.safetensors")
+    copied = convert_checkpoint(tmp_path / "model", tmp_path / "out.safetensors")
     assert copied.tensors == len(moe_tensors())
 
 
 def test_takes_the_part_that_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", {"model": TENSORS, "ema": {"a": torch.ones(1)}})
-    copy_to_safetensors(source, tmp_path / "out.safetensors", subtree="ema")
+    convert_checkpoint(source, tmp_path / "out.safetensors", subtree="ema")
     assert set(load_file(tmp_path / "out.safetensors")) == {"a"}
     with pytest.raises(UsageError, match="there is no subtree 'none'"):
-        copy_to_safetensors(source, tmp_path / "other.safetensors", subtree="none")
+        convert_checkpoint(source, tmp_path / "other.safetensors", subtree="none")
 
 
 def test_replaces_a_file_only_if_asked(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_replaces_a_file_only_if_asked(tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     target.write_bytes(b"precious")
     with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
-        copy_to_safetensors(source, target)
+        convert_checkpoint(source, target)
     assert target.read_bytes() == b"precious"
-    copy_to_safetensors(source, target, overwrite=True)
+    convert_checkpoint(source, target, overwrite=True)
     assert set(load_file(target)) == set(TENSORS)
 
 
@@ -77,7 +77,7 @@ def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     (tmp_path / "out").mkdir()
     with pytest.raises(BlobstoreError, match="exists already"):
-        copy_to_safetensors(source, tmp_path / "out", overwrite=True)
+        convert_checkpoint(source, tmp_path / "out", overwrite=True)
 
 
 def test_a_file_that_turns_out_damaged_leaves_nothing(tmp_path: Path) -> None:
@@ -86,25 +86,25 @@ def test_a_file_that_turns_out_damaged_leaves_nothing(tmp_path: Path) -> None:
     data[data.index(np.float64(4000).tobytes())] ^= 1
     source.write_bytes(data)
     with pytest.raises(CheckpointRefused, match="CRC"):
-        copy_to_safetensors(source, tmp_path / "out.safetensors")
+        convert_checkpoint(source, tmp_path / "out.safetensors")
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
 def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFound):
-        copy_to_safetensors(tmp_path / "none.pt", tmp_path / "out.safetensors")
+        convert_checkpoint(tmp_path / "none.pt", tmp_path / "out.safetensors")
 
 
 def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     with pytest.raises(BlobstoreError, match=f"cannot write '{tmp_path}/none/out.safetensors'"):
-        copy_to_safetensors(source, tmp_path / "none" / "out.safetensors")
+        convert_checkpoint(source, tmp_path / "none" / "out.safetensors")
 
 
 def test_reports_what_is_done(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     source = save(tmp_path / "x.pt", TENSORS)
-    copy_to_safetensors(
+    convert_checkpoint(
         source, tmp_path / "out.safetensors", progress=lambda *step: steps.append(step)
     )
     total = sum(tensor.numel() * tensor.element_size() for tensor in TENSORS.values())

@@ -6,7 +6,7 @@ import pytest
 
 import blobstore
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.base_search import Relatives
+from blobstore.operations.freeze.base_search import BaseFinder
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def found(store: LocalStore, *excluded: str) -> str | None:
-    relatives = Relatives(store, list(store.references()), "fast")
+    relatives = BaseFinder(store, list(store.references()), "fast")
     base = relatives.base_of(MINE, [Reference.parse(name) for name in excluded])
     return None if base is None else base.model
 
@@ -101,7 +101,7 @@ def test_a_family_is_coded_by_what_it_was_made_from(tmp_path: Path) -> None:
     for child in (2, 3, 4):
         add_blobs(store, f"child{child}", {"x": layer("x", tuned(child, 1))})
     put(store, "other", {"x": 9})
-    relatives = Relatives(store, list(store.references()), "fast")
+    relatives = BaseFinder(store, list(store.references()), "fast")
     bases = relatives.bases_of(list(store.references()))
     assert {key.model: base.model for key, base in bases.items()} == dict.fromkeys(
         ("child2", "child3", "child4"), "a-base"
@@ -130,7 +130,7 @@ def test_the_best_base_of_most_is_that_of_all(
     models = {name: Reference.parse(name) for name in "abcdex"}
     names = {reference: name for name, reference in models.items()}
 
-    class Told(Relatives):
+    class Told(BaseFinder):
         def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
             found = best[names[reference]]
             if found is None or models[found] not in excluded:

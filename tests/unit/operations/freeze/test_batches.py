@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.core.workers import Stopped
+from blobstore.core.workers import Cancelled
 from blobstore.operations.freeze import batches as moving
-from blobstore.operations.freeze.batches import Moving
+from blobstore.operations.freeze.batches import BatchRunner
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def test_all_is_made_on_threads_and_settled_on_the_caller_s(store: LocalStore) -
         assert threading.get_ident() != me
         return item * 10
 
-    with Moving(store, None, 0) as work:
+    with BatchRunner(store, None, 0) as work:
         work.run(range(200), make, lambda item: item, settle, 3)
     assert sorted(settled) == [10 * item for item in range(200)]
     assert batches >= 200 // moving._BATCH
@@ -59,7 +59,7 @@ def test_what_found_no_room_is_made_again_after_the_others(store: LocalStore) ->
         settled.extend(made)
         room += len(made)
 
-    with Moving(store, None, 0) as work:
+    with BatchRunner(store, None, 0) as work:
         work.run([1, 2, 3, 4, 5], make, lambda item: item, settle, 1)
         assert sorted(settled) == [1, 2, 3, 4, 5]
         room = 0
@@ -73,10 +73,10 @@ def test_an_error_stops_the_others(store: LocalStore) -> None:
             raise ValueError("three")
         return item
 
-    with Moving(store, None, 0) as work:
+    with BatchRunner(store, None, 0) as work:
         with pytest.raises(ValueError, match="three"):
             work.run([1, 2, 3], make, lambda item: item, lambda _: None, 1)
-        with pytest.raises(Stopped):
+        with pytest.raises(Cancelled):
             work.tell(1, "more")
 
 
@@ -84,7 +84,7 @@ def test_files_are_synced_and_of_a_living_lease(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    with Moving(store, None, 0) as work:
+    with BatchRunner(store, None, 0) as work:
         monkeypatch.setattr(os, "fsync", synced.append)
         with work.temporary() as (path, descriptor):
             os.write(descriptor, b"1")

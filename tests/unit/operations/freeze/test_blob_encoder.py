@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.compression.decoder import ColdBlob
-from blobstore.core.digest import Digest
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobMissing
-from blobstore.operations.freeze.blob_encoder import Blob, Coding
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, layer, tuned, weights
 from tests.support.models import add_blobs, blob
@@ -21,20 +21,20 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-def add(store: LocalStore, data: bytes) -> Blob:
+def add(store: LocalStore, data: bytes) -> BlobId:
     add_blobs(store, "m", {"x": data})
-    return Blob(Digest.of(data), len(data))
+    return BlobId(Digest.of(data), len(data))
 
 
-def coded(coding: Coding) -> ColdBlob:
+def coded(coding: BlobEncoder) -> ColdBlobDecoder:
     written = bytearray()
     told: list[int] = []
     coding.write(written.extend, told.append)
-    assert sum(told) == ColdBlob(bytes(written)).size
-    return ColdBlob(bytes(written))
+    assert sum(told) == ColdBlobDecoder(bytes(written)).size
+    return ColdBlobDecoder(bytes(written))
 
 
-def decoded(store: LocalStore, cold: ColdBlob) -> bytes:
+def decoded(store: LocalStore, cold: ColdBlobDecoder) -> bytes:
     if cold.table.base is not None:
         cold.give_base(store.base(cold.table.base.digest, cold.table.base.size))
     out = bytearray(cold.size)
@@ -54,7 +54,7 @@ def decoded(store: LocalStore, cold: ColdBlob) -> bytes:
     ids=["one", "empty", "equal", "foreign", "nothing"],
 )
 def test_any_blob_comes_back(store: LocalStore, data: bytes) -> None:
-    cold = coded(Coding(store, add(store, data), "fast"))
+    cold = coded(BlobEncoder(store, add(store, data), "fast"))
     assert cold.table.digest == Digest.of(data)
     assert decoded(store, cold) == data
 
@@ -63,7 +63,7 @@ def test_a_base_saves_what_tensors_have_in_common(store: LocalStore) -> None:
     base = add(store, layer("x", weights(1)))
     mine = layer("x", tuned(10, 1))
     item = add(store, mine)
-    alone, beside = Coding(store, item, "fast"), Coding(store, item, "fast", base)
+    alone, beside = BlobEncoder(store, item, "fast"), BlobEncoder(store, item, "fast", base)
     assert (alone.has_base, beside.has_base) == (False, True)
     assert beside.estimate() < 0.8 * alone.estimate()
     cold = coded(beside)
@@ -89,7 +89,7 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
         ("d", "BF16", (0,), b""),
     )
     item = add(store, mine)
-    cold = coded(Coding(store, item, "fast", base))
+    cold = coded(BlobEncoder(store, item, "fast", base))
     begins = [part.base_begin for part in cold.table.parts]
     header = store.read_blob_header(*base)
     assert begins == [
@@ -113,22 +113,22 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
 )
 def test_a_base_that_has_nothing_alike_is_none(store: LocalStore, base: bytes) -> None:
     item = add(store, layer("x", weights(1)))
-    assert not Coding(store, item, "fast", add(store, base)).has_base
+    assert not BlobEncoder(store, item, "fast", add(store, base)).has_base
 
 
 def test_a_base_that_is_gone_is_none(store: LocalStore) -> None:
     item = add(store, layer("x", weights(1)))
-    assert not Coding(store, item, "fast", Blob(Digest.of(b"gone"), 4)).has_base
+    assert not BlobEncoder(store, item, "fast", BlobId(Digest.of(b"gone"), 4)).has_base
 
 
 def test_a_blob_that_is_gone_is_missing(store: LocalStore) -> None:
     with pytest.raises(BlobMissing):
-        Coding(store, Blob(Digest.of(b"gone"), 4), "fast")
+        BlobEncoder(store, BlobId(Digest.of(b"gone"), 4), "fast")
 
 
 def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:
     item = add(store, layer("x", weights(1, 3_000_000)))
-    coding = Coding(store, item, "fast")
+    coding = BlobEncoder(store, item, "fast")
     written = bytearray()
     coding.write(written.extend, lambda _: None)
     assert abs(coding.estimate() - len(written)) < 0.01 * len(written)
@@ -136,10 +136,10 @@ def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:
 
 def beside(
     store: LocalStore, mine: bytes, *tensors: tuple[str, str, tuple[int, ...], bytes]
-) -> ColdBlob:
+) -> ColdBlobDecoder:
     """Return a blob coded by another, once it has been decoded."""
     item = add(store, mine)
-    cold = coded(Coding(store, item, "fast", add(store, blob(*tensors))))
+    cold = coded(BlobEncoder(store, item, "fast", add(store, blob(*tensors))))
     assert decoded(store, cold) == mine
     return cold
 
@@ -201,9 +201,9 @@ def test_slices_of_a_stack_are_found_one_by_one(store: LocalStore) -> None:
 def test_equal_samples_that_say_nothing_make_nothing_equal(store: LocalStore) -> None:
     mine = blob(("x", "BF16", (COUNT,), bytes(2 * COUNT)))
     base = blob(("y", "BF16", (COUNT,), bytes(2 * COUNT)), ("z", "U8", (1,), b"1"))
-    assert not Coding(store, add(store, mine), "fast", add(store, base)).has_base
+    assert not BlobEncoder(store, add(store, mine), "fast", add(store, base)).has_base
 
 
-def stored(cold: ColdBlob) -> int:
+def stored(cold: ColdBlobDecoder) -> int:
     """Return the bytes of all planes."""
     return sum(plane.size for chunk in cold.table.chunks for plane in chunk.planes)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import blobstore
-from blobstore.operations.freeze.blob_encoder import Coding
-from blobstore.operations.freeze.compress import Maker
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.compress import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
@@ -56,13 +56,13 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
             flip_in_place(path)
         done.append(None)
 
-    write, checked, check = Coding.write, Maker._checked, ColdBlob.check
+    write, checked, check = BlobEncoder.write, ColdBlobBuilder._checked, ColdBlob.check
 
-    def coded(self: Coding, *arguments: Any) -> None:
+    def coded(self: BlobEncoder, *arguments: Any) -> None:
         harm()
         write(self, *arguments)
 
-    def decoded(self: Maker, *arguments: Any) -> Any:
+    def decoded(self: ColdBlobBuilder, *arguments: Any) -> Any:
         harm()
         return checked(self, *arguments)
 
@@ -71,9 +71,9 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
         harm()
 
     if moment == "coded":
-        monkeypatch.setattr(Coding, "write", coded)
+        monkeypatch.setattr(BlobEncoder, "write", coded)
     elif moment == "decoded":
-        monkeypatch.setattr(Maker, "_checked", decoded)
+        monkeypatch.setattr(ColdBlobBuilder, "_checked", decoded)
     else:
         monkeypatch.setattr(ColdBlob, "check", then)
     (frozen,) = freeze_models(["child"], store=store, base="base").blobs

@@ -341,7 +341,7 @@ def look_at(store: LocalStore, name: str) -> None:
     """Look for equals of a model."""
     mine = {item.digest: item for item in layers(store, name).values()}
     others = [layers(store, item.model) for item in store.references() if item.model != name]
-    equals.Equals(store, "fast", mine, {}).look_at(others)
+    equals.DuplicateFinder(store, "fast", mine, {}).look_at(others)
 
 
 def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:

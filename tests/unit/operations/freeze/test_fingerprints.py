@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from blobstore.operations.freeze.fingerprints import (
     LEAST_PIECE,
+    FingerprintIndex,
     Piece,
-    Pieces,
     pieces_of,
     print_of,
     slices_of,
@@ -59,7 +59,7 @@ def test_small_odd_and_single_slices_are_no_pieces() -> None:
 def test_a_piece_is_found_where_its_bytes_are() -> None:
     one, other = noise(SIZE, 1), noise(SIZE, 2)
     data = blob(("a", "U8", (SIZE,), one), ("b", "U8", (2, 1, SIZE), other + one))
-    pieces = Pieces(header_of(data), reading(data))
+    pieces = FingerprintIndex(header_of(data), reading(data))
     where = {bytes_: data.index(bytes_) for bytes_ in (one, other)}
     for bytes_, place in where.items():
         assert pieces.place_of(print_of(Piece(0, SIZE, 8), reading(bytes_))) == place
@@ -69,7 +69,7 @@ def test_a_piece_is_found_where_its_bytes_are() -> None:
 
 def test_what_is_one_byte_over_and_over_is_like_nothing() -> None:
     data = blob(("a", "U8", (SIZE,), bytes(SIZE)))
-    pieces = Pieces(header_of(data), reading(data))
+    pieces = FingerprintIndex(header_of(data), reading(data))
     assert print_of(Piece(0, SIZE, 8), reading(bytes(SIZE))) is None
     assert pieces.place_of(None) is None
     assert pieces.place_of(((SIZE, 8), bytes(192))) is None

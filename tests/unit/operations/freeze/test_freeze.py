@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import blobstore
-from blobstore import freezing
 from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreError, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.blob_encoder import Coding
-from blobstore.operations.freeze.compress import Maker
+from blobstore.operations.freeze import freeze as freezing
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.compress import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -27,7 +27,7 @@ from tests.support.models import add_blobs, blob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blobstore.operations.freeze.batches import Moving
+    from blobstore.operations.freeze.batches import BatchRunner
 
 
 @pytest.fixture
@@ -220,14 +220,14 @@ def test_what_does_not_decode_to_itself_is_never_trusted(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    real = Coding.write
+    real = BlobEncoder.write
 
-    def wrong(self: Coding, write: Any, tell: Any) -> None:
+    def wrong(self: BlobEncoder, write: Any, tell: Any) -> None:
         """Code other bytes, under the right name and with sound check sums."""
         self._data = memoryview(layer("x", weights(7)))
         real(self, write, tell)
 
-    monkeypatch.setattr(Coding, "write", wrong)
+    monkeypatch.setattr(BlobEncoder, "write", wrong)
     frozen = freeze_models(["a"], store=store)
     assert outcomes(frozen) == {"x": "damaged", "y": "damaged"}
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
@@ -255,15 +255,15 @@ def test_a_name_that_comes_meanwhile_keeps_its_blobs_hot(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    real = Maker.make
+    real = ColdBlobBuilder.make
 
-    def make(self: Maker, item: Any, moving: Moving) -> Any:
+    def make(self: ColdBlobBuilder, item: Any, moving: BatchRunner) -> Any:
         made = real(self, item, moving)
         if item.name == "x":
             put(store, "b", {"x": 1})
         return made
 
-    monkeypatch.setattr(Maker, "make", make)
+    monkeypatch.setattr(ColdBlobBuilder, "make", make)
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "shared", "y": "frozen"}
     assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
 

@@ -20,7 +20,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import find_places, write_index
+from blobstore.models.index import load_index, write_index
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -461,7 +461,7 @@ def test_an_index_that_was_made_of_a_damaged_header_is_made_again(
     path.chmod(0o644)
     path.write_bytes(data.replace(b'"I64"', b'"U64"'))
     data = store.read_manifest(NAME)
-    write_index(store, data, find_places(store, data, use_index=False))
+    write_index(store, data, load_index(store, data, use_index=False))
     with open_model(NAME, store=store) as model:
         assert model["position_ids"].dtype == np.uint64
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from blobstore.core.digest import Digester
+from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.errors import BlobMissing, UnsupportedSource, UsageError
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.maintenance.repair_sources import Key, SourceOrigin, StoreOrigin
+from blobstore.operations.maintenance.repair_sources import SourceOrigin, StoreOrigin
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import (
@@ -26,9 +26,8 @@ from tests.support.models import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.maintenance.repair_sources import Origin
+    from blobstore.operations.maintenance.repair_sources import BlobProvider
 
 FILES = {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
 
@@ -44,9 +43,9 @@ def made(tensors: Arrays, store: LocalStore, tmp_path: Path, **options: Any) -> 
     return folder
 
 
-def all_blobs(store: LocalStore) -> dict[Key, Descriptor]:
+def all_blobs(store: LocalStore) -> dict[BlobId, Descriptor]:
     blobs = store.resolve(Reference.parse("m")).blobs
-    return {(blob.digest, blob.size): blob for blob in blobs}
+    return {blob.id: blob for blob in blobs}
 
 
 def layer_lists(store: LocalStore) -> list[Digest]:
@@ -54,19 +53,18 @@ def layer_lists(store: LocalStore) -> list[Digest]:
 
 
 def had(
-    origin: Origin, wanted: dict[Key, Descriptor], lists: Sequence[Digest] = ()
-) -> Mapping[Key, int]:
+    origin: BlobProvider, wanted: dict[BlobId, Descriptor], lists: Sequence[Digest] = ()
+) -> Mapping[BlobId, int]:
     """Take off what an origin has of all that is wanted; return how many candidates each took."""
-    tries: dict[Key, int] = {}
+    tries: dict[BlobId, int] = {}
     for candidates in origin.rounds(wanted, lists):
         for blob, buffers in candidates:
-            key = (blob.digest, blob.size)
-            tries[key] = tries.get(key, 0) + 1
+            tries[blob.id] = tries.get(blob.id, 0) + 1
             digester = Digester()
             for piece in buffers():  # good until the next one
                 digester.update(piece)
             if digester.digest() == blob.digest:
-                wanted.pop(key, None)
+                wanted.pop(blob.id, None)
     origin.close()
     return tries
 

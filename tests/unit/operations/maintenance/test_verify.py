@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.core.workers import Pace
+from blobstore.core.workers import RateLimiter
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -461,7 +461,7 @@ def test_a_rate_slows_all_threads_together(
 ) -> None:
     spent: list[int] = []
 
-    class Noting(Pace):
+    class Noting(RateLimiter):
         def spend(self, count: int, wait: Callable[[float], object]) -> None:
             spent.append(count)
 

@@ -19,7 +19,7 @@ from blobstore.sources.pytorch.state_dict import (
     Choice,
     Tree,
     check_records,
-    choose,
+    find_state_dict,
     is_tensor,
     subtrees,
     walk,
@@ -88,7 +88,7 @@ def tree_of(value: Any) -> Tree:
 
 
 def chosen(value: Any, subtree: str | None = None) -> Choice:
-    return choose(tree_of(value), subtree)
+    return find_state_dict(tree_of(value), subtree)
 
 
 def names(value: Any, subtree: str | None = None) -> list[str]:
@@ -455,7 +455,7 @@ def test_unreadable_tensors_are_tensors() -> None:
 def test_what_holds_no_tensors_has_none(value: Any) -> None:
     tree = tree_of(value)
     assert tree.tensors == []
-    assert not choose(tree, None).tensors
+    assert not find_state_dict(tree, None).tensors
 
 
 def test_a_storage_alone_is_no_tensor() -> None:

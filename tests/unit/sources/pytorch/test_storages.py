@@ -17,8 +17,9 @@ from hypothesis import given
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
 from blobstore.sources.pytorch import storages as torch_storages
+from blobstore.sources.pytorch.gather import gathered, swapped
 from blobstore.sources.pytorch.legacy import LegacyStream
-from blobstore.sources.pytorch.storages import Container, StorageReader, gathered, swapped
+from blobstore.sources.pytorch.storages import Container, StorageReader
 from blobstore.sources.pytorch.tensors import Storage, StridedTensor, _measured
 from blobstore.sources.pytorch.zip import ZipCheckpoint
 from blobstore.sources.pytorch.zip_entries import ZipEntry, read_entry
