@@ -1,0 +1,140 @@
+"""The glossary of docs/architecture.md: words that this project does not use, and what it says instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("blobstore", "manifests", "cli", "tests", "docs", ".ci")
+WRITTEN = {".py", ".md", ".toml", ".yaml", ""}
+NOT_OURS = ("tests/data", "tests/vectors")
+
+# What is still to be rewritten. Nothing is ever added here.
+PENDING: tuple[str, ...] = (
+    "CHANGELOG.md",
+    "README.md",
+    "blobstore/compression/",
+    "blobstore/core/",
+    "blobstore/errors.py",
+    "blobstore/integrations/",
+    "blobstore/models/",
+    "blobstore/operations/archive/",
+    "blobstore/operations/compare/",
+    "blobstore/operations/create/",
+    "blobstore/operations/export/",
+    "blobstore/operations/freeze/",
+    "blobstore/operations/maintenance/",
+    "blobstore/operations/open.py",
+    "blobstore/operations/ui/",
+    "blobstore/quantization/",
+    "blobstore/safetensors/",
+    "blobstore/sources/",
+    "blobstore/store/",
+    "cli/",
+    "docs/",
+    "manifests/",
+    "pyproject.toml",
+    ".ci/",
+    ".pre-commit-config.yaml",
+    "tests/attacks/",
+    "tests/benchmarks/",
+    "tests/faults/",
+    "tests/fuzz/",
+    "tests/readers/",
+    "tests/real/",
+    "tests/support/",
+    "tests/test_architecture.py",
+    "tests/conftest.py",
+    "tests/unit/cli/",
+    "tests/unit/compression/",
+    "tests/unit/core/",
+    "tests/unit/integrations/",
+    "tests/unit/manifests/",
+    "tests/unit/models/",
+    "tests/unit/operations/archive/",
+    "tests/unit/operations/compare/",
+    "tests/unit/operations/create/",
+    "tests/unit/operations/export/",
+    "tests/unit/operations/freeze/",
+    "tests/unit/operations/maintenance/",
+    "tests/unit/operations/test_open.py",
+    "tests/unit/operations/ui/",
+    "tests/unit/quantization/",
+    "tests/unit/safetensors/",
+    "tests/unit/sources/",
+    "tests/unit/store/",
+    "tests/unit/test_errors.py",
+    "tests/unit/test_init.py",
+    "tests/vllm/",
+)
+
+# A pattern, and what to write instead. A word ends at an underscore too: names are prose.
+GLOSSARY = {
+    r"anew": "again",
+    r"whoever": "a caller that, or the passive voice",
+    r"(?:is|are|was|were|be|being|been) told": "is reported",
+    r"tells? (?:whether|what|how|of|which|where|that)": "returns whether, reports",
+    r"coded (?:by|alone|against)": "delta-encoded against a base, compressed on its own",
+    r"made smaller|less room|more room": "compressed, less space",
+    r"room(?!s? number)": "space",
+    r"mend(?:s|ed|ing)?": "repair",
+    r"put aside|putting aside": "quarantine",
+    r"dealt(?: out)?": "shard, distribute",
+    r"g[ia]ven? back": "release, return, free",
+    r"beside": "next to, besides, with",
+    r"meanwhile": "concurrently, in the meantime",
+    r"endless": "non-finite",
+    r"(?:that|which|it|what) (?:is|are) (?:none|no(?! longer| more| such| need)\b)": "there is no X, is not a Y",
+    r"without a word": "silently",
+    r"check sums?": "checksum",
+    r"seal(?:s|ed)?": "checksum, digest",
+    r"digits of (?:a|the|its) digest": "hex digest",
+    r"lock alone": "the exclusive lock",
+    r"pass(?:es|ed)? over": "skip",
+    r"le(?:ave|ft) alone": "skip, leave unchanged",
+    r"takes? (?:\w+ ){1,4}away": "remove",
+    r"be it": "if, whether",
+    r"(?:MB|GB|bytes?|bits|GB/s|ms) an? (?!time\b|\w+ly\b)\w+": "per",
+    r"an? (?:buffer|map|module|blob|file|fsync|header|thread) an? (?:thread|blob|tensor|second|model|layer|file|chunk|call)": "per",
+}
+PATTERNS = {
+    re.compile(rf"(?<![A-Za-z]){pattern}(?![A-Za-z])", re.IGNORECASE): instead
+    for pattern, instead in GLOSSARY.items()
+}
+
+
+def written_files() -> list[str]:
+    """Return the files of code and prose, relative to the root; links are not followed."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("*.toml")]
+    for folder in FOLDERS:
+        found += [
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and path.suffix in WRITTEN and "__pycache__" not in path.parts
+        ]
+    names = {path.resolve().relative_to(ROOT).as_posix() for path in found}
+    ours = names - {"tests/test_prose.py"}
+    return sorted(name for name in ours if not name.startswith((*NOT_OURS, *PENDING)))
+
+
+def stumbles(text: str) -> list[str]:
+    """Return each place where the text uses a word that the glossary replaces."""
+    return [
+        f"{number}: {found[0]!r}; write: {instead}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, instead in PATTERNS.items()
+        for found in pattern.finditer(line.replace("_", " "))
+    ]
+
+
+@pytest.mark.parametrize("name", written_files())
+def test_prose_keeps_to_the_glossary(name: str) -> None:
+    assert stumbles((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_the_glossary_is_that_of_the_documents() -> None:
+    assert stumbles("a blob is coded by another, and test_what_is_told_anew") != []
+    assert stumbles("A delta is encoded against a base. Returns whether it exists.") == []
