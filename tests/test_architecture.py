@@ -79,7 +79,9 @@ def module_paths() -> list[str]:
 
 def text_files() -> list[Path]:
     """Return the files that people write: code, documents and settings."""
-    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".coverage"]
+    # In a git worktree, .git is a file that names the repository.
+    ignored = {".coverage", ".git"}
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name not in ignored]
     for top in (*PACKAGES, "docs", ".ci", "tests"):
         found += [path for path in (ROOT / top).rglob("*") if path.is_file()]
     written = {".py", ".md", ".toml", ".txt", ".yaml", ".in", ""}

@@ -465,7 +465,7 @@ def test_a_rate_slows_all_threads_together(
         def spend(self, count: int, wait: Callable[[float], object]) -> None:
             spent.append(count)
 
-    monkeypatch.setattr("blobstore.operations.maintenance.verify.Pace", Noting)
+    monkeypatch.setattr("blobstore.operations.maintenance.verify.RateLimiter", Noting)
     verified = verify_models(store=store, rate=1e6, jobs=4)
     assert sum(spent) == verified.bytes_read > 0
 
