@@ -1,8 +1,10 @@
 """Blobstore: a content-addressed store for model weights.
 
-``blobstore.create`` takes a model apart into one verified blob per tensor; ``blobstore.open`` maps the
-tensors back into a program without copying them. Names are loaded when they are first used, so that
-importing this package costs nothing.
+``blobstore.create`` takes a model apart into one verified blob per tensor, or per group of experts;
+``blobstore.open`` maps the tensors back into a program without copying them. The names in ``__all__``
+are the public interface, with ``blobstore.errors``, ``blobstore.safetensors`` and
+``blobstore.integrations``; ``docs/python.md`` describes them. Each name is imported on first use, so
+that importing this package costs nothing.
 """
 
 from __future__ import annotations
@@ -11,33 +13,166 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.errors import BlobstoreError
+    from blobstore.manifests.reference import Reference
+    from blobstore.models.model import Model
+    from blobstore.operations.archive.pack import Packed
+    from blobstore.operations.archive.pack import pack_models as pack
+    from blobstore.operations.archive.reader import ArchiveReader, open_archive
+    from blobstore.operations.archive.unpack import CheckedArchive, Unpacked, check_archive
+    from blobstore.operations.archive.unpack import unpack_archive as unpack
+    from blobstore.operations.compare.compare import Comparison
+    from blobstore.operations.compare.compare import compare_models as compare
+    from blobstore.operations.compare.diff import Difference
+    from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
-    from blobstore.operations.open import Model
+    from blobstore.operations.export.convert import Copied
+    from blobstore.operations.export.convert import convert_checkpoint as convert
+    from blobstore.operations.export.export import Exported
+    from blobstore.operations.export.export import export_model as export
+    from blobstore.operations.export.link import Linked
+    from blobstore.operations.export.link import link_model as link
+    from blobstore.operations.freeze.freeze import Frozen
+    from blobstore.operations.freeze.freeze import freeze_models as freeze
+    from blobstore.operations.freeze.thaw import Thawed
+    from blobstore.operations.freeze.thaw import thaw_models as thaw
+    from blobstore.operations.maintenance.disk_usage import StoreUsage
+    from blobstore.operations.maintenance.disk_usage import measure_usage as du
+    from blobstore.operations.maintenance.gc import Collected
+    from blobstore.operations.maintenance.gc import collect_garbage as gc
+    from blobstore.operations.maintenance.list import ListedModel
+    from blobstore.operations.maintenance.list import list_models as list  # noqa: A004
+    from blobstore.operations.maintenance.names import Named, RemovedModels
+    from blobstore.operations.maintenance.names import copy_model as copy
+    from blobstore.operations.maintenance.names import remove_models as remove
+    from blobstore.operations.maintenance.names import rename_model as rename
+    from blobstore.operations.maintenance.repair import Repaired
+    from blobstore.operations.maintenance.repair import repair_models as repair
+    from blobstore.operations.maintenance.verify import Verified
+    from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
+    from blobstore.sources.pytorch.inspect import Inspection
+    from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
     from blobstore.store.local import LocalStore
 
-__all__ = ["BlobstoreError", "Created", "LocalStore", "Model", "create", "open"]
-
+# Where each public name is defined, and under which name.
 _HOMES = {
+    "ArchiveReader": ("blobstore.operations.archive.reader", "ArchiveReader"),
     "BlobstoreError": ("blobstore.errors", "BlobstoreError"),
+    "CheckedArchive": ("blobstore.operations.archive.unpack", "CheckedArchive"),
+    "Checkpoint": ("blobstore.sources.pytorch.checkpoint", "Checkpoint"),
+    "Collected": ("blobstore.operations.maintenance.gc", "Collected"),
+    "Comparison": ("blobstore.operations.compare.compare", "Comparison"),
+    "Copied": ("blobstore.operations.export.convert", "Copied"),
     "Created": ("blobstore.operations.create.create", "Created"),
+    "Difference": ("blobstore.operations.compare.diff", "Difference"),
+    "Exported": ("blobstore.operations.export.export", "Exported"),
+    "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
+    "Inspection": ("blobstore.sources.pytorch.inspect", "Inspection"),
+    "Linked": ("blobstore.operations.export.link", "Linked"),
+    "ListedModel": ("blobstore.operations.maintenance.list", "ListedModel"),
     "LocalStore": ("blobstore.store.local", "LocalStore"),
-    "Model": ("blobstore.operations.open", "Model"),
+    "Model": ("blobstore.models.model", "Model"),
+    "Named": ("blobstore.operations.maintenance.names", "Named"),
+    "Packed": ("blobstore.operations.archive.pack", "Packed"),
+    "Reference": ("blobstore.manifests.reference", "Reference"),
+    "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
+    "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
+    "StoreUsage": ("blobstore.operations.maintenance.disk_usage", "StoreUsage"),
+    "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
+    "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
+    "Verified": ("blobstore.operations.maintenance.verify", "Verified"),
+    "check_archive": ("blobstore.operations.archive.unpack", "check_archive"),
+    "compare": ("blobstore.operations.compare.compare", "compare_models"),
+    "convert": ("blobstore.operations.export.convert", "convert_checkpoint"),
+    "copy": ("blobstore.operations.maintenance.names", "copy_model"),
     "create": ("blobstore.operations.create.create", "create"),
+    "diff": ("blobstore.operations.compare.diff", "diff_models"),
+    "du": ("blobstore.operations.maintenance.disk_usage", "measure_usage"),
+    "export": ("blobstore.operations.export.export", "export_model"),
+    "freeze": ("blobstore.operations.freeze.freeze", "freeze_models"),
+    "gc": ("blobstore.operations.maintenance.gc", "collect_garbage"),
+    "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
+    "link": ("blobstore.operations.export.link", "link_model"),
+    "list": ("blobstore.operations.maintenance.list", "list_models"),
     "open": ("blobstore.operations.open", "open_model"),
+    "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
+    "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
+    "pack": ("blobstore.operations.archive.pack", "pack_models"),
+    "remove": ("blobstore.operations.maintenance.names", "remove_models"),
+    "rename": ("blobstore.operations.maintenance.names", "rename_model"),
+    "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
+    "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
+    "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
+    "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
 }
 
+__all__ = [
+    "ArchiveReader",
+    "BlobstoreError",
+    "CheckedArchive",
+    "Checkpoint",
+    "Collected",
+    "Comparison",
+    "Copied",
+    "Created",
+    "Difference",
+    "Exported",
+    "Frozen",
+    "Inspection",
+    "Linked",
+    "ListedModel",
+    "LocalStore",
+    "Model",
+    "Named",
+    "Packed",
+    "Reference",
+    "RemovedModels",
+    "Repaired",
+    "StoreUsage",
+    "Thawed",
+    "Unpacked",
+    "Verified",
+    "check_archive",
+    "compare",
+    "convert",
+    "copy",
+    "create",
+    "diff",
+    "du",
+    "export",
+    "freeze",
+    "gc",
+    "inspect",
+    "link",
+    "list",
+    "open",
+    "open_archive",
+    "open_checkpoint",
+    "pack",
+    "remove",
+    "rename",
+    "repair",
+    "thaw",
+    "unpack",
+    "verify",
+]
 
-def __getattr__(name: str) -> Any:
-    try:
-        module, attribute = _HOMES[name]
-    except KeyError:
-        raise AttributeError(f"module 'blobstore' has no attribute {name!r}") from None
-    value = getattr(import_module(module), attribute)
-    globals()[name] = value
-    return value
+
+if not TYPE_CHECKING:  # a type checker reports a name that does not exist
+
+    def __getattr__(name: str) -> Any:
+        try:
+            module, attribute = _HOMES[name]
+        except KeyError:
+            raise AttributeError(f"module 'blobstore' has no attribute {name!r}") from None
+        value = getattr(import_module(module), attribute)
+        globals()[name] = value
+        return value
 
 
-def __dir__() -> list[str]:
+def __dir__() -> Sequence[str]:
     return __all__

@@ -1,0 +1,34 @@
+"""A program that uses blobstore, for type checkers alone: `.ci/run` shows it to mypy and to pyright.
+
+Each ignored error proves that the checker knows the types: an ignore that is not needed is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+import blobstore
+from blobstore import BlobstoreError, Created, LocalStore, Model, Reference, Verified
+
+
+def import_and_load(folder: Path) -> None:
+    """Import a model, load it and check it."""
+    created = blobstore.create(folder, "llama:1b", store=LocalStore(folder / "store"))
+    assert_type(created, Created)
+    assert_type(created.reference, Reference)
+    assert_type(created.bytes_written, int)
+    with blobstore.open("llama:1b", framework="torch", store=LocalStore(folder / "store")) as model:
+        assert_type(model, Model)
+        assert_type(len(model), int)
+    assert_type(
+        blobstore.verify([Reference.parse("llama:1b")], store=LocalStore(folder / "store")),
+        Verified,
+    )
+
+
+def make_mistakes() -> None:
+    """Do what type checkers must refuse."""
+    blobstore.open("llama", framework="tensorflow")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    blobstore.create("folder")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    raise BlobstoreError(blobstore.nothing_of_that_name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
