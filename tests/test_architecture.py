@@ -289,7 +289,7 @@ def test_public_name_is_there(name: str) -> None:
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = blobstore.nothing
+        _ = blobstore.nothing  # type: ignore[attr-defined]
 
 
 @needs_links
