@@ -134,7 +134,8 @@ def test_refuses_a_payload_whose_result_is_dropped(written: Write, reader: Reade
 
 def test_refuses_a_stream_that_breaks_after_its_payload(written: Write, reader: Reader) -> None:
     refusal(reader, written(b"\x80\x02" + PAYLOAD + b"\xff"))
-    refusal(reader, written(b"\x80\x02" + PAYLOAD))
+    cut = refusal(reader, written(b"\x80\x02" + PAYLOAD))
+    assert written is legacy_file or "before its STOP" in cut
     assert "pickle" in refusal(reader, pickled(PAYLOAD))
 
 
