@@ -288,6 +288,7 @@ def test_sizes_are_natural_numbers(wrong: bytes, shown: str) -> None:
     assert refusal(tensor((1,), one)) == f"a tensor's stride is {shown}"
     assert refusal(tensor((1,), (1,), offset=wrong)) == f"a tensor's offset is {shown}"
     assert refusal(tensor(of=storage(count=wrong))) == f"a storage's count is {shown}"
+    assert refusal(tensor(several(number(0), wrong), (1, 1))) == f"a tensor's size is {shown}"
 
 
 @pytest.mark.parametrize(
@@ -362,6 +363,8 @@ def test_other_types_of_storages_are_not_read_but_measured(kind: str, size: int)
 
 IDENTIFIERS = {
     "no tuple": text("storage"),
+    "a number": number(0),
+    "no parts": several(),
     "a list": listed(*map(text, "abcde")),
     "four parts": several(text("storage"), named("torch", "FloatStorage"), text("0"), text("cpu")),
     "seven parts": several(text("storage"), *[b"N"] * 6),
@@ -390,6 +393,7 @@ def test_rejects_references_of_another_form(name: str) -> None:
         (2, number(0), "a storage's key is no text"),
         (2, text(""), "a storage's key is no text"),
         (2, b"N", "a storage's key is no text"),
+        (2, b"C\x010", "a storage's key is no text"),
         (2, numbers(0), "a storage's key is no text"),
     ],
 )
@@ -460,7 +464,9 @@ def test_rejects_another_number_of_arguments(function: str, count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("first", [b"N", text("0"), number(0), tensor(), several(text("storage"))])
+@pytest.mark.parametrize(
+    "first", [b"N", text("0"), number(0), tensor(), HOOKS, several(text("storage"))]
+)
 def test_a_tensor_is_of_a_storage(first: bytes) -> None:
     assert refusal(tensor(of=first)) == "a tensor's first argument is no storage"
 
