@@ -1,88 +1,157 @@
-"""Threads that do a list of things in its order, report as one, and stop together."""
+"""Jobs on threads or other executors: run in order, reported together, stopped together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
 
 
 Item = TypeVar("Item")
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 
 
 class Cancelled(BlobstoreError):
-    """What goes on is to end at once, for another thread has failed."""
+    """A job ended early because another one failed or the caller was interrupted."""
 
 
 class WorkerPool:
-    """Threads for one piece of work of so many bytes."""
+    """Runs one job per item, on threads of its own or on a given executor.
 
-    def __init__(self, jobs: int | None, progress: Progress | None, total: int) -> None:
-        """Begin nothing yet.
+    The first error, or an interrupt of the caller, stops all jobs. Jobs on threads learn of it from
+    :meth:`report` or :attr:`stopping`. Jobs in other processes have neither: their caller reports
+    each item that :meth:`completed` yields, and stops the jobs with ``on_stop``.
+    """
+
+    def __init__(
+        self,
+        jobs: int | None,
+        progress: Progress | None,
+        total: int,
+        *,
+        executor: Executor | None = None,
+    ) -> None:
+        """Start no threads yet.
+
+        Args:
+            jobs: number of threads; by default one per processor.
+            progress: called with every report.
+            total: bytes of all items.
+            executor: runs the jobs instead of threads, and stays open. If its workers are other
+                processes, jobs, items and results must be picklable.
 
         Raises:
-            UsageError: ``jobs`` is below 1.
+            UsageError: ``jobs`` is below 1, or given together with an executor.
         """
         check_jobs(jobs)
+        if executor is not None and jobs is not None:
+            raise UsageError("jobs cannot be combined with an executor, which has its own workers")
+        self.stopping = threading.Event()
+        """Set when the jobs must end at once."""
         self._jobs = jobs or os.cpu_count()
         self._meter = Meter(progress, total)
-        self._stop = threading.Event()
+        self._executor = executor
 
-    def tell(self, count: int, what: str) -> None:
-        """Report bytes that are done, from any thread.
+    def report(self, count: int, what: str) -> None:
+        """Add ``count`` bytes to the progress, from any thread of this process.
 
         Raises:
-            Stopped: the work is to end.
+            Cancelled: the jobs must end.
         """
-        if self._stop.is_set():
+        if self.stopping.is_set():
             raise Cancelled("stopped")
         self._meter.add(count, what)
 
     def run(
         self,
         items: Iterable[Item],
-        work: Callable[[Item], Done],
-        stopped: Callable[[], object] = lambda: None,
-    ) -> list[Done]:
-        """Return what ``work`` makes of each item; they are begun in order.
+        job: Callable[[Item], Result],
+        on_stop: Callable[[], object] = lambda: None,
+    ) -> list[Result]:
+        """Run ``job`` on each item; return the results. Both are in the order of the items.
 
-        ``stopped`` is called when the work is to end early, before it is waited for.
+        If the jobs must end early, ``on_stop`` is called before they are waited for.
 
         Raises:
-            Exception: what ``work`` raises first, when all threads have ended.
+            BlobstoreError: the executor lost a worker, or cancelled a job.
+            Exception: the first error of a job; all jobs have ended by then.
         """
-        pool = ThreadPoolExecutor(self._jobs, thread_name_prefix="blobstore")
-        futures: list[Future[Done]] = []
-        try:
-            futures += (pool.submit(work, item) for item in items)
+        with self._running(items, job, on_stop) as futures:
             wait(futures, return_when=FIRST_EXCEPTION)
-            if any(future.done() and future.exception() for future in futures):
-                self._end(stopped)
-        except BaseException:  # such as Ctrl-C
-            self._end(stopped)
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-        errors = [future.exception() for future in futures if not future.cancelled()]
-        # What was only stopped says nothing of why, and may have ended before what has failed.
-        for error in sorted(filter(None, errors), key=lambda found: isinstance(found, Cancelled)):
-            raise error
         return [future.result() for future in futures]
 
-    def _end(self, stopped: Callable[[], object]) -> None:
-        self._stop.set()
-        stopped()
+    def completed(
+        self,
+        items: Sequence[Item],
+        job: Callable[[Item], Result],
+        on_stop: Callable[[], object] = lambda: None,
+    ) -> Iterator[tuple[Item, Result]]:
+        """Run jobs as :meth:`run` does, and yield each item with its result as its job ends.
+
+        Closing the iterator stops the other jobs and waits for them.
+        """
+        with self._running(items, job, on_stop) as futures:
+            item_of = dict(zip(futures, items, strict=True))
+            for future in as_completed(futures):
+                if not _has_succeeded(future):
+                    break
+                yield item_of[future], future.result()
+
+    @contextlib.contextmanager
+    def _running(
+        self, items: Iterable[Item], job: Callable[[Item], Result], on_stop: Callable[[], object]
+    ) -> Iterator[list[Future[Result]]]:
+        """Submit all jobs; at the end of the block wait for them, and raise the first error."""
+        executor = self._executor or ThreadPoolExecutor(self._jobs, thread_name_prefix="blobstore")
+        futures: list[Future[Result]] = []
+        errors: list[BaseException] = []
+        is_success = False
+        try:
+            futures += (executor.submit(job, item) for item in items)
+            yield futures
+            is_success = all(map(_has_succeeded, futures))
+        except BrokenExecutor as lost:
+            errors.append(lost)
+        finally:  # also after Ctrl-C
+            if not is_success:
+                self.stopping.set()
+                on_stop()
+            if self._executor is None:
+                executor.shutdown(cancel_futures=True)
+            else:
+                wait([future for future in futures if not future.cancel()])
+        if is_success:
+            return
+        errors += filter(None, (future.exception() for future in futures if not future.cancelled()))
+        # A cancelled job does not say why, and may have ended before the job that failed.
+        for error in sorted(errors, key=lambda found: isinstance(found, Cancelled)):
+            if isinstance(error, BrokenExecutor):
+                raise BlobstoreError(f"the executor lost a worker: {error}") from error
+            raise error
+        raise BlobstoreError("the executor cancelled the jobs")
+
+
+def _has_succeeded(future: Future[Result]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def check_jobs(jobs: int | None) -> None:
@@ -95,31 +164,31 @@ def check_jobs(jobs: int | None) -> None:
         raise UsageError(f"jobs must be at least 1, got {jobs}")
 
 
-_CREDIT = 0.1
-"""Seconds that are made up for when the work was slower than allowed."""
+_MAX_CREDIT = 0.1
+"""Seconds of unused rate that may be made up for."""
 
 
 class RateLimiter:
-    """Slows work down to ``rate`` bytes a second. Threads share it: the rate is that of all."""
+    """Limits work to ``rate`` bytes per second, over all threads that share the limiter."""
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin now.
+        """Start the clock.
 
         Raises:
             UsageError: ``rate`` is not above 0.
         """
         if not rate > 0:
-            raise UsageError(f"a rate must be above 0 bytes a second, got {rate:g}")
+            raise UsageError(f"a rate must be above 0 bytes per second, got {rate:g}")
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()
         self._paid_until = clock()
 
     def spend(self, count: int, wait: Callable[[float], object]) -> None:
-        """Take ``count`` bytes, calling ``wait`` with the seconds until they are allowed, if any."""
+        """Use up ``count`` bytes; if they are over the rate, call ``wait`` with the seconds to wait."""
         with self._lock:
             now = self._clock()
-            begin = max(self._paid_until, now - _CREDIT)
+            begin = max(self._paid_until, now - _MAX_CREDIT)
             self._paid_until = begin + count / self._rate
             debt = self._paid_until - now
         if debt > 0:

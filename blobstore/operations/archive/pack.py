@@ -209,8 +209,8 @@ class _ArchiveWriter:
         if blob.cold is not None and self._is_best(blob):
             for begin in range(0, len(blob.cold), _PIECE):
                 entry.write(blob.cold[begin : begin + _PIECE])
-                self._crew.tell(0, blob.where)
-            self._crew.tell(blob.size, blob.where)
+                self._crew.report(0, blob.where)
+            self._crew.report(blob.size, blob.where)
             return False
         if blob.size > SMALLEST:
             self._code(blob, entry)
@@ -219,8 +219,8 @@ class _ArchiveWriter:
             entry.clear()
         for data in self._store.read_pieces(blob.digest, blob.size):
             entry.write(data)
-            self._crew.tell(0, blob.where)
-        self._crew.tell(0 if blob.size > SMALLEST else blob.size, blob.where)
+            self._crew.report(0, blob.where)
+        self._crew.report(0 if blob.size > SMALLEST else blob.size, blob.where)
         return True
 
     def _is_best(self, blob: PlannedMember) -> bool:
@@ -229,7 +229,7 @@ class _ArchiveWriter:
             return True
         try:
             cold = self._store.cold.open(blob.digest, blob.size)
-            cold.check(lambda _: self._crew.tell(0, blob.where))
+            cold.check(lambda _: self._crew.report(0, blob.where))
         except (BlobMissing, BlobDamaged):
             return False
         return True
@@ -243,13 +243,13 @@ class _ArchiveWriter:
                 alone = BlobEncoder(self._store, found, self._level)
                 if coding.estimate() > (1 - LEAST_GAIN) * alone.estimate():
                     coding = alone
-            coding.write(entry.write, lambda count: self._crew.tell(count, blob.where))
+            coding.write(entry.write, lambda count: self._crew.report(count, blob.where))
             return
         # It is cold, but what it is coded by does not come along.
         with tempfile.TemporaryFile(dir=self._folder) as file:
             for piece in self._store.read_pieces(blob.digest, blob.size):
                 write_all(file.fileno(), piece)
-                self._crew.tell(0, blob.where)
+                self._crew.report(0, blob.where)
             data = mapped(file.fileno(), blob.size)
             runs = with_equals(spans_of(data, blob.size), data)
             effort = Effort(self._level)
@@ -261,7 +261,7 @@ class _ArchiveWriter:
         for begin in range(0, len(data), _PIECE):
             piece = data[begin : begin + _PIECE]
             yield piece
-            self._crew.tell(len(piece), where)
+            self._crew.report(len(piece), where)
 
     def _checked(
         self, blob: PlannedMember, entry: OrderedSlot, *, is_raw: bool
@@ -297,7 +297,7 @@ class _ArchiveWriter:
                 BaseBlob.hot(data, base.digest) if is_raw else ColdBlobDecoder(data).as_base()
             )
         for piece in cold.pieces():
-            self._crew.tell(len(piece), blob.where)
+            self._crew.report(len(piece), blob.where)
         return (Kind.COLD if number is None else Kind.DELTA), number
 
 

@@ -198,9 +198,9 @@ def _pieces(
     """Yield the bytes of a blob, and tell of them; errors say which layer it is."""
     layer = layers(number)
     try:
-        for piece in bundle.pieces(number, lambda: crew.tell(0, layer)):
+        for piece in bundle.pieces(number, lambda: crew.report(0, layer)):
             yield piece
-            crew.tell(len(piece), layer)
+            crew.report(len(piece), layer)
     except ArchiveDamaged as error:
         raise error.at(layer) from None
 

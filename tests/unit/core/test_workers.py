@@ -1,95 +1,218 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
-from blobstore.errors import UsageError
+from blobstore.errors import BlobstoreError, DamagedSource, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Executor
 
 
-def test_results_are_in_the_order_of_the_items() -> None:
-    assert WorkerPool(3, None, 0).run(range(20), lambda item: item * item) == [
-        item * item for item in range(20)
-    ]
-    assert WorkerPool(None, None, 0).run([], lambda item: item) == []
+def square(item: int) -> int:
+    return item * item
 
 
-def test_items_are_begun_in_order() -> None:
-    begun: list[int] = []
-    WorkerPool(1, None, 0).run(range(10), begun.append)
-    assert begun == list(range(10))
+def process_id(_: int) -> int:
+    return os.getpid()
 
 
-def test_reports_what_all_have_done() -> None:
-    told: list[tuple[str, int, int]] = []
-    crew = WorkerPool(1, lambda *report: told.append(report), 6)
-    crew.run([1, 2, 3], lambda item: crew.tell(item, f"item {item}"))
-    assert told == [("item 1", 1, 6), ("item 2", 3, 6), ("item 3", 6, 6)]
+def kill_own_process(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_error_ends_all_and_is_raised_when_all_have_ended() -> None:
-    crew = WorkerPool(2, None, 0)
+def fail_at_3(item: int) -> int:
+    if item == 3:
+        raise DamagedSource("item 3 is damaged")
+    return item
+
+
+@pytest.fixture(params=["own threads", "threads", "spawn", "fork"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor | None]:
+    if request.param == "own threads":
+        yield None
+    elif request.param == "threads":
+        with ThreadPoolExecutor(2) as pool:
+            yield pool
+    else:
+        with ProcessPoolExecutor(2, get_context(request.param)) as pool:
+            yield pool
+
+
+def test_returns_results_in_the_order_of_the_items(executor: Executor | None) -> None:
+    pool = WorkerPool(None, None, 0, executor=executor)
+    assert pool.run(range(20), square) == [item * item for item in range(20)]
+    assert pool.run([], square) == []
+
+
+def test_yields_each_item_with_its_result(executor: Executor | None) -> None:
+    pool = WorkerPool(None, None, 0, executor=executor)
+    assert dict(pool.completed(range(20), square)) == {item: item * item for item in range(20)}
+
+
+def test_raises_the_error_of_a_job(executor: Executor | None) -> None:
+    pool = WorkerPool(None, None, 0, executor=executor)
+    with pytest.raises(DamagedSource, match="^item 3 is damaged$"):
+        pool.run(range(5), fail_at_3)
+    found: list[int] = []
+    with pytest.raises(DamagedSource, match="^item 3 is damaged$"):
+        found.extend(item for item, _ in pool.completed(range(5), fail_at_3))
+    assert set(found) <= {0, 1, 2, 4}
+    assert pool.stopping.is_set()
+
+
+def test_leaves_a_given_executor_open() -> None:
+    with ProcessPoolExecutor(1, get_context("fork")) as executor:
+        (first,) = WorkerPool(None, None, 0, executor=executor).run([0], process_id)
+        (second,) = WorkerPool(None, None, 0, executor=executor).run([0], process_id)
+    assert first == second != os.getpid()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_reports_a_killed_worker_process(method: str) -> None:
+    executor = ProcessPoolExecutor(1, get_context(method))
+    pool = WorkerPool(None, None, 0, executor=executor)
+    with executor, pytest.raises(BlobstoreError, match="the executor lost a worker"):
+        pool.run(range(3), kill_own_process)
+
+
+def test_starts_jobs_in_the_order_of_the_items() -> None:
+    started: list[int] = []
+    WorkerPool(1, None, 0).run(range(10), started.append)
+    assert started == list(range(10))
+
+
+def test_reports_the_progress_of_all_jobs() -> None:
+    reports: list[tuple[str, int, int]] = []
+    pool = WorkerPool(1, lambda *report: reports.append(report), 6)
+    pool.run([1, 2, 3], lambda item: pool.report(item, f"item {item}"))
+    assert reports == [("item 1", 1, 6), ("item 2", 3, 6), ("item 3", 6, 6)]
+
+
+def test_an_error_stops_all_jobs_before_it_is_raised() -> None:
+    pool = WorkerPool(2, None, 0)
     running, ended = threading.Event(), threading.Event()
 
-    def work(item: int) -> None:
+    def job(item: int) -> None:
         if item == 0:
             running.set()
             try:
                 while True:
-                    crew.tell(0, "")
+                    pool.report(0, "")
             finally:
                 ended.set()
         running.wait()
-        message = f"item {item}"
-        raise ValueError(message)
+        raise ValueError(f"item {item}")
 
     with pytest.raises(ValueError, match="item 1"):
-        crew.run(range(100), work)
+        pool.run(range(100), job)
     assert ended.is_set()
 
 
-def test_who_waits_is_woken_and_what_has_failed_is_told_and_not_who_was_stopped() -> None:
-    crew = WorkerPool(2, None, 0)
-    woken = threading.Event()
+def test_raises_the_error_of_the_job_that_failed_and_not_of_one_that_was_stopped() -> None:
+    pool = WorkerPool(2, None, 0)
+    is_woken = threading.Event()
 
-    def work(item: int) -> None:
+    def job(item: int) -> None:
         if item == 0:
-            woken.wait()
+            is_woken.wait()
             raise Cancelled
         try:
             raise ValueError
         finally:
-            woken.set()  # the other may end before this one has
+            is_woken.set()  # the other job may end before this one
 
-    with pytest.raises(ValueError):  # noqa: PT011 - it says nothing
-        crew.run(range(2), work, woken.set)
+    with pytest.raises(ValueError):  # noqa: PT011 - it has no message
+        pool.run(range(2), job, is_woken.set)
 
 
-def test_an_interrupt_stops_the_threads() -> None:
-    crew = WorkerPool(1, None, 0)
-    stopped: list[str] = []
+def interrupted() -> Iterator[int]:
+    yield 1
+    raise KeyboardInterrupt
 
-    def items() -> object:
-        yield 1
-        raise KeyboardInterrupt
 
+def test_an_interrupt_stops_the_jobs(executor: Executor | None) -> None:
+    pool = WorkerPool(None, None, 0, executor=executor)
+    calls: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        crew.run(items(), lambda _: None, lambda: stopped.append("stopped"))  # type: ignore[arg-type]
-    assert stopped == ["stopped"]
+        pool.run(interrupted(), square, lambda: calls.append("stopped"))
+    assert calls == ["stopped"]
     with pytest.raises(Cancelled):
-        crew.tell(1, "")
+        pool.report(1, "")
 
 
-def test_rejects_no_threads() -> None:
+def wait_for(is_stopped: threading.Event) -> Callable[[int], int]:
+    def job(item: int) -> int:
+        if item:
+            is_stopped.wait()
+        return item
+
+    return job
+
+
+def test_closing_the_iterator_stops_the_jobs() -> None:
+    pool = WorkerPool(2, None, 0)
+    results = pool.completed(range(100), wait_for(pool.stopping))
+    assert next(results) == (0, 0)
+    results.close()  # type: ignore[attr-defined]
+    assert pool.stopping.is_set()
+
+
+def test_waits_for_running_jobs_of_a_given_executor() -> None:
+    ended: list[int] = []
+    with ThreadPoolExecutor(1) as executor:
+        pool = WorkerPool(None, None, 0, executor=executor)
+
+        def job(item: int) -> None:
+            pool.stopping.wait()
+            ended.append(item)
+
+        def items() -> Iterator[int]:
+            yield 1
+            yield 2
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(items(), job)
+        assert ended in ([], [1])
+        assert executor.submit(square, 3).result() == 9
+    assert ended in ([], [1])
+
+
+def test_reports_that_an_executor_cancelled_jobs() -> None:
+    class Cancelling(ThreadPoolExecutor):
+        def submit(self, *_: object, **__: object) -> Future[object]:  # type: ignore[override]
+            future: Future[object] = Future()
+            future.cancel()
+            future.set_running_or_notify_cancel()
+            return future
+
+    with Cancelling() as executor, pytest.raises(BlobstoreError, match="cancelled the jobs"):
+        WorkerPool(None, None, 0, executor=executor).run([1], square)
+
+
+def test_rejects_a_number_of_threads_below_1() -> None:
     with pytest.raises(UsageError, match="jobs must be at least 1, got 0"):
         WorkerPool(0, None, 0)
     check_jobs(1)
     check_jobs(None)
 
 
+def test_rejects_a_number_of_threads_for_an_executor() -> None:
+    with ThreadPoolExecutor() as executor, pytest.raises(UsageError, match="cannot be combined"):
+        WorkerPool(1, None, 0, executor=executor)
+
+
 class Clock:
-    """A clock that goes on when somebody waits, or works."""
+    """A clock that advances only when a test waits or works."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -103,46 +226,46 @@ class Clock:
         self.now += seconds
 
 
-def test_keeps_to_the_rate_over_time() -> None:
+def test_keeps_the_rate_over_time() -> None:
     clock = Clock()
-    pace = RateLimiter(1000, clock)
+    limiter = RateLimiter(1000, clock)
     for _ in range(50):
-        pace.spend(200, clock.wait)
+        limiter.spend(200, clock.wait)
     assert clock.now == pytest.approx(110)
 
 
-def test_does_not_wait_when_the_work_is_slower_than_allowed() -> None:
+def test_does_not_wait_for_work_that_is_slower_than_the_rate() -> None:
     clock = Clock()
-    pace = RateLimiter(1000, clock)
+    limiter = RateLimiter(1000, clock)
     for _ in range(5):
         clock.now += 1
-        pace.spend(900, clock.wait)
-    assert sum(clock.waits) == pytest.approx(5 * 0.8)  # all but the credit of a tenth
+        limiter.spend(900, clock.wait)
+    assert sum(clock.waits) == pytest.approx(5 * 0.8)  # all but the credit of 0.1 s
 
 
-def test_does_not_catch_up_on_a_long_pause() -> None:
+def test_does_not_catch_up_after_a_long_pause() -> None:
     clock = Clock()
-    pace = RateLimiter(1000, clock)
+    limiter = RateLimiter(1000, clock)
     clock.now += 3600
     for _ in range(10):
-        pace.spend(1000, clock.wait)
+        limiter.spend(1000, clock.wait)
     assert sum(clock.waits) == pytest.approx(9.9)
 
 
 def test_threads_share_the_rate() -> None:
     clock = Clock()
-    pace = RateLimiter(1000, clock)
+    limiter = RateLimiter(1000, clock)
     waits: list[float] = []
-    threads = [threading.Thread(target=pace.spend, args=(500, waits.append)) for _ in range(8)]
+    threads = [threading.Thread(target=limiter.spend, args=(500, waits.append)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    # Each gets its turn after the others, the first of them a little at once.
+    # Each waits for those before it.
     assert sorted(waits) == pytest.approx([0.5 * turn for turn in range(1, 9)])
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
-def test_refuses_a_rate_that_is_not_above_zero(rate: float) -> None:
+def test_rejects_a_rate_that_is_not_above_0(rate: float) -> None:
     with pytest.raises(UsageError, match="a rate must be above 0"):
         RateLimiter(rate)
