@@ -66,8 +66,8 @@ def command(
         render.show_json(_as_json(usage, rows))
     elif usage.size:
         render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
-    elif not store.layout.root.exists():
-        render.show_note(f"there is no store at {store.layout.root} yet")
+    elif not store.root.exists():
+        render.show_note(f"there is no store at {store.root} yet")
     _tell_faults(ctx, usage)
 
 

@@ -48,8 +48,8 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
         render.show_json({"models": [_as_json(model) for model in models]})
     elif models:
         render.show(_as_table(models))
-    elif not store.layout.root.exists():
-        render.show_note(f"there is no store at {store.layout.root} yet")
+    elif not store.root.exists():
+        render.show_note(f"there is no store at {store.root} yet")
     errors = [model.error for model in models if model.error is not None]
     for error in errors:
         render.show_error(str(error))

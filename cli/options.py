@@ -91,7 +91,7 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
     if value == "":  # an unset variable of a script must not mean the current folder
         raise click.BadParameter("the store's folder is empty text", ctx, param)
     store = LocalStore(value)
-    store.locks.wait = ctx.meta.get(_WAIT_KEY, store.locks.wait)
+    store.lock_timeout = ctx.meta.get(_WAIT_KEY, store.lock_timeout)
     for concern in folder_warnings(store):
         show_note(concern)
     return store
@@ -102,7 +102,7 @@ def _wait_for_others(ctx: click.Context, param: click.Parameter, value: float | 
     if value is not None:
         ctx.meta[_WAIT_KEY] = value
         if "store" in ctx.params:  # else it is opened after this
-            ctx.params["store"].locks.wait = value
+            ctx.params["store"].lock_timeout = value
 
 
 store_option = click.option(

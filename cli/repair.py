@@ -83,8 +83,8 @@ def command(
     from blobstore.operations.maintenance.repair import repair_models
 
     store.check_root()
-    if not store.layout.root.exists():
-        raise NotFound(f"there is no store at {quote(store.layout.root)}")
+    if not store.root.exists():
+        raise NotFound(f"there is no store at {quote(store.root)}")
     with suggesting_names(store, names), render.progress_bar() as progress:
         repaired = repair_models(
             names,

@@ -66,6 +66,15 @@ class Reference:
         host, namespace = [DEFAULT_HOST, DEFAULT_NAMESPACE][: 2 - len(parts)] + parts
         return cls(host, namespace, model, tag or DEFAULT_TAG)
 
+    @classmethod
+    def of(cls, name: str | Reference) -> Reference:
+        """Return a reference unchanged, and parse a string.
+
+        Raises:
+            InvalidReference: as :meth:`parse`.
+        """
+        return name if isinstance(name, Reference) else cls.parse(name)
+
     @property
     def parts(self) -> tuple[str, str, str, str]:
         """Host, namespace, model and tag."""

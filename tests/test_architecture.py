@@ -56,6 +56,9 @@ SHORT: dict[str, str] = {
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
     "blobstore/store/permissions.py": "knows nothing of stores but their folders",
 }
+# The inside of a store: others use the methods of LocalStore.
+STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}
+STORE_CLASSES = {"Layout", "HotShelf", "ColdShelf", "BaseCache", "Locks"}
 needs_links = pytest.mark.skipif(
     (ROOT / "PKG-INFO").exists(), reason="a source distribution holds the folders and no links"
 )
@@ -196,6 +199,26 @@ def test_imports_are_absolute_and_without_pickle(path: str) -> None:
 
     assert [name for name, level in imported if level] == []
     assert [name for name, _ in imported if name.partition(".")[0] in PICKLES] == []
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "/store/" not in path])
+def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
+    used = [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in STORE_ATTRIBUTES
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
+    imported = {
+        alias.name
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blobstore.store")
+        for alias in node.names
+    }
+
+    assert used == []
+    assert imported & STORE_CLASSES == set()
 
 
 @pytest.mark.parametrize("path", MODULES)

@@ -107,7 +107,7 @@ def _check_digests(
     store: LocalStore, blobs: Sequence[Descriptor], *, anew: bool, progress: Progress | None
 ) -> None:
     """Hash blobs; unless ``anew``, not those whose files are as they were when found whole."""
-    verified = VerifiedBlobs(store.layout)
+    verified = VerifiedBlobs(store)
     if not anew:
         blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
     for blob, error in damaged_blobs(store, blobs, progress=progress, verified=verified):

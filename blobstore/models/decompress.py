@@ -147,7 +147,7 @@ class ParallelDecoder:
 
     def _ask_for(self, wanted: Sequence[Wanted]) -> None:
         for blob in wanted:
-            read_ahead(self._store.layout.cold_blob(blob.digest))
+            read_ahead(self._store.cold_path(blob.digest))
 
     def _decode_small(self, wanted: Sequence[Wanted], asking: Future[None]) -> list[int]:
         asking.result()
@@ -160,7 +160,7 @@ class ParallelDecoder:
             rooms = []
             for slot, digest, size in wanted:
                 try:
-                    blob = self._store.cold.open(digest, size)
+                    blob = self._store.open_cold(digest, size)
                 except BlobMissing:
                     missing.append(slot)
                     continue
@@ -199,7 +199,7 @@ class ParallelDecoder:
             return source
 
         try:
-            blob = self._store.cold.open(digest, size, read)
+            blob = self._store.open_cold(digest, size, read)
             self._ask_for_base(blob)
         except BaseException:
             self._free.put(memory)
@@ -212,7 +212,7 @@ class ParallelDecoder:
     def _ask_for_base(self, blob: ColdBlob) -> None:
         if blob.base is not None and blob.base not in self._bases:
             self._bases.add(blob.base)
-            read_ahead(self._store.layout.blob(blob.base))
+            read_ahead(self._store.blob_path(blob.base))
 
     def _decodings(
         self,

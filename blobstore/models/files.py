@@ -97,7 +97,7 @@ class ModelFiles:
         Raises as :meth:`read_file`.
         """
         self.read_file(name)
-        return Path(self._store.layout.blob(self.files[name].digest))
+        return Path(self._store.blob_path(self.files[name].digest))
 
     def _located(self, error: Damaged) -> BlobstoreError:
         """Return the error with the model and the damaged blob's layer in front of its message."""

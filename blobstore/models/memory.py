@@ -149,7 +149,7 @@ class ModelMemory:
         frozen = set()
         for slot in wanted:
             try:
-                self._store.hot.map(*self._blobs[slot], slot, region)
+                self._store.map_hot(*self._blobs[slot], slot, region)
             except BlobMissing:
                 frozen.add(slot)
             else:
@@ -175,7 +175,7 @@ class ModelMemory:
         cached: dict[int, bool] = {}
         for slot in wanted:
             with contextlib.suppress(BlobMissing):
-                cached[slot] = self._store.hot.is_cached(*self._blobs[slot])
+                cached[slot] = self._store.is_cached(*self._blobs[slot])
         self._read(cached, region)
         if frozen := wanted - cached.keys():
             self._decode(frozen, region)

@@ -86,7 +86,7 @@ def read_part(store: LocalStore, stored: Stored, part: Selection) -> tuple[memor
     buffer = _memory(spec.nbytes)
     digest, size = stored.blob
     try:
-        descriptor = store.hot.open(digest, size)
+        descriptor = store.open_hot(digest, size)
     except BlobMissing:
         _read_cold(store, stored, list(_requests(where, buffer)))
         return buffer, spec
@@ -94,11 +94,11 @@ def read_part(store: LocalStore, stored: Stored, part: Selection) -> tuple[memor
         _read_all(descriptor, stored.begin, list(_requests(where, buffer)))
     except EOFError:
         raise BlobDamaged(
-            f"blob {quote(store.layout.blob(digest))} ended before its last byte of {size}"
+            f"blob {quote(store.blob_path(digest))} ended before its last byte of {size}"
         ) from None
     except OSError as error:
         raise StoreError(
-            f"blob {quote(store.layout.blob(digest))} cannot be read: {error.strerror}"
+            f"blob {quote(store.blob_path(digest))} cannot be read: {error.strerror}"
         ) from None
     finally:
         os.close(descriptor)

@@ -13,8 +13,6 @@ from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
 
@@ -77,7 +75,7 @@ def open_model(
         for fault in thaw_models([reference], store=store, progress=progress).faults:
             raise fault.at(str(reference))
     with contextlib.ExitStack() as unlocking:
-        unlocking.enter_context(store.locks.reading())
+        unlocking.enter_context(store.reading_lock())
         model = Model(
             reference,
             store.read_manifest(reference),
@@ -93,19 +91,12 @@ def open_model(
         if verify == "size" and read == "mmap" and prefetch is None and model.map_hot():
             return model
         # What follows takes longer than others can wait for the lock; decoding does too.
-        with _leased(model, store) as leasing:
+        needed = (blob.digest for blob in model.manifest.blobs)
+        with contextlib.ExitStack() as leasing:
+            with contextlib.suppress(StoreError):  # a lease that cannot be written stops no reader
+                leasing.enter_context(store.lease_if_writable(needed))
             unlocking.close()
             model.check(verify)
             if not model.is_resident:
                 model.at_end(leasing.pop_all().close)
         return model
-
-
-@contextlib.contextmanager
-def _leased(model: Model, store: LocalStore) -> Iterator[contextlib.ExitStack]:
-    """Keep a model's blobs from being collected, if this process may write to the store."""
-    with contextlib.ExitStack() as leasing:
-        with contextlib.suppress(StoreError), store.writing():
-            lease = leasing.enter_context(store.locks.lease())
-            lease.hold(blob.digest for blob in model.manifest.blobs)
-        yield leasing

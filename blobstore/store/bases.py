@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import ColdBlob, State
-    from blobstore.store.layout import Layout
 
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
-def pin(layout: Layout, digest: Digest) -> bool:
+def pin(store: BlobReader, digest: Digest) -> bool:
     """Make sure that a blob by which others are coded outlives its file among the blobs.
 
     Programs that know nothing of cold blobs remove what no manifest reaches. So it is cold itself, or
@@ -44,11 +43,12 @@ def pin(layout: Layout, digest: Digest) -> bool:
     Raises:
         OSError: the system refused something.
     """
-    return os.path.lexists(layout.cold_blob(digest)) or link_base(layout, digest)
+    return store.has_cold(digest) or link_base(store, digest)
 
 
-def link_base(layout: Layout, digest: Digest) -> bool:
+def link_base(store: BlobReader, digest: Digest) -> bool:
     """Give a hot blob its second name, durably; an older file loses it. As :func:`pin`."""
+    layout = store._layout
     hot, second = layout.blob(digest), layout.base_blob(digest)
     if not os.path.lexists(hot):
         return os.path.lexists(second)
@@ -68,9 +68,9 @@ def link_base(layout: Layout, digest: Digest) -> bool:
     return True
 
 
-def states(layout: Layout, digest: Digest) -> tuple[State | None, State | None]:
+def states(store: BlobReader, digest: Digest) -> tuple[State | None, State | None]:
     """Return what tells the files of a blob, hot and cold, from others; None for what is no file."""
-    return file_state(layout.blob(digest)), file_state(layout.cold_blob(digest))
+    return file_state(store.blob_path(digest)), file_state(store.cold_path(digest))
 
 
 def which_are_whole(
@@ -89,9 +89,9 @@ def which_are_whole(
             return False
         return True
 
-    has_cold = store.cold.has(digest)
+    has_cold = store._cold.has(digest)
     is_cold_whole = not has_cold or is_whole(store.check_cold)
-    if store.hot.has(digest):
+    if store._hot.has(digest):
         return is_whole(store.check_digest), is_cold_whole
     return has_cold and is_cold_whole, is_cold_whole
 
@@ -126,7 +126,7 @@ def forms_of_base(store: BlobReader, digest: Digest, size: int) -> Iterator[Base
                 is_here = True
             left.remove(form)
     if not is_here:
-        path = quote(store.layout.blob(digest))
+        path = quote(store._layout.blob(digest))
         missing = f"blob {path}, by which others are coded, is missing{ADVICE}"
         raise faults[0] if faults else BlobDamaged(missing)
 
@@ -135,15 +135,15 @@ def _openers(store: BlobReader, digest: Digest, size: int) -> list[Callable[[], 
     from blobstore.compression.base import BaseBlob  # brings numpy
 
     def hot() -> BaseBlob:
-        return BaseBlob.hot(store.hot.whole(digest, size), digest)
+        return BaseBlob.hot(store._hot.whole(digest, size), digest)
 
     def cold() -> BaseBlob:
-        return _decoding(store.cold.open(digest, size))
+        return _decoding(store._cold.open(digest, size))
 
     def pinned() -> BaseBlob:
-        if is_one_file(store.layout, digest):  # which was tried before
+        if is_one_file(store, digest):  # which was tried before
             raise BlobMissing(f"blob {digest} has no second file")
-        return BaseBlob.hot(store.pinned.whole(digest, size), digest)
+        return BaseBlob.hot(store._pinned.whole(digest, size), digest)
 
     return [hot, cold, pinned]
 
@@ -161,10 +161,10 @@ def _decoding(blob: ColdBlob) -> BaseBlob:
     return base._replace(read_into=read_into)
 
 
-def is_one_file(layout: Layout, digest: Digest) -> bool:
+def is_one_file(store: BlobReader, digest: Digest) -> bool:
     """Tell whether the second name of a blob is that of its file."""
-    state = file_state(layout.blob(digest))
-    return state is not None and state == file_state(layout.base_blob(digest))
+    state = file_state(store.blob_path(digest))
+    return state is not None and state == file_state(store.base_path(digest))
 
 
 class WholeBases:
@@ -176,7 +176,7 @@ class WholeBases:
 
     def form(self, digest: Digest) -> tuple[str, State] | None:
         """Return the file that a base is read from, and what tells it from others; None if none."""
-        layout = self._store.layout
+        layout = self._store._layout
         for path in (layout.blob(digest), layout.cold_blob(digest), layout.base_blob(digest)):
             if os.path.lexists(path):
                 state = file_state(path)
@@ -207,9 +207,9 @@ class WholeBases:
         self._whole.setdefault(digest, set()).add(form)
 
     def _check(self, digest: Digest, size: int, path: str) -> None:
-        if path == self._store.layout.cold_blob(digest):
+        if path == self._store._layout.cold_blob(digest):
             self._store.check_cold(digest, size)
-        elif path == self._store.layout.base_blob(digest):
-            self._store.check_pinned(digest, size)
+        elif path == self._store._layout.base_blob(digest):
+            self._store.check_base_link(digest, size)
         else:
             self._store.check_digest(digest, size)

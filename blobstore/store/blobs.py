@@ -19,15 +19,17 @@ from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
 from blobstore.store.bases import forms_of_base
-from blobstore.store.cold import ColdShelf
+from blobstore.store.cold import BaseCache, ColdShelf
 from blobstore.store.hot import ADVICE, HotShelf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.mmap import MappedRegion
-    from blobstore.store.layout import Layout
+    from blobstore.store.cold import ColdBlob, Read
+    from blobstore.store.layout import Folder, Layout
 
 __all__ = ["ADVICE", "BlobReader"]
 
@@ -42,14 +44,40 @@ class BlobReader:
     """The blobs of a store, for reading."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.hot = HotShelf(layout)
+        self._layout = layout
+        self._hot = HotShelf(layout)
         """Blobs that are files of their own."""
-        self.pinned = HotShelf(layout, layout.base_blob)
-        """Second names of blobs by which cold ones are coded."""
-        # By a reader of its own: one that held itself would live until the collector comes by.
-        self.cold = ColdShelf(layout, partial(_forms_in, layout))
-        """Blobs that are coded."""
+        self._pinned = HotShelf(layout, layout.base_blob)
+        """Second hard links of blobs that serve as bases."""
+        # The shelf gets a reader of its own: one that referred to itself would live until the
+        # garbage collector runs.
+        self._cold = ColdShelf(layout, partial(_forms_in, layout))
+        """Compressed blobs."""
+        self._bases = BaseCache(self._cold)
+
+    @property
+    def root(self) -> Path:
+        """The absolute path of the store's folder."""
+        return self._layout.root
+
+    def folder(self, name: Folder) -> Path:
+        """Return the path of one of the store's folders, which may not exist yet."""
+        path: Path = getattr(self._layout, name)
+        return path
+
+    def blob_path(self, digest: Digest) -> str:
+        """Return the path of a hot blob; a string, because a model has thousands of blobs."""
+        return self._layout.blob(digest)
+
+    def cold_path(self, digest: Digest) -> str:
+        """Return the path of a cold blob, which is named by the digest of the decoded bytes."""
+        return self._layout.cold_blob(digest)
+
+    def base_path(self, digest: Digest) -> str:
+        """Return the path of the second hard link of a hot blob that is the base of cold ones."""
+        return self._layout.base_blob(digest)
+
+    # Which forms of a blob exist
 
     def exists(self, digest: Digest, size: int) -> bool:
         """Tell whether the blob is here, hot or cold, by its size; the digest is not computed.
@@ -65,11 +93,49 @@ class BlobReader:
 
     def has(self, digest: Digest) -> bool:
         """Tell whether there is a file in the place of a blob, hot or cold, whatever is in it."""
-        return any(self.hot.has(digest) or self.cold.has(digest) for _ in range(_LOOKS))
+        return any(self._hot.has(digest) or self._cold.has(digest) for _ in range(_LOOKS))
+
+    def has_hot(self, digest: Digest) -> bool:
+        """Return whether the blob has a file of its own, whatever its content."""
+        return self._hot.has(digest)
+
+    def has_cold(self, digest: Digest) -> bool:
+        """Return whether the blob has a cold form, whatever its content."""
+        return self._cold.has(digest)
+
+    def has_base_link(self, digest: Digest) -> bool:
+        """Return whether the blob has a second hard link that keeps it as a base."""
+        return self._pinned.has(digest)
+
+    def cold_files(self) -> dict[Digest, os.stat_result]:
+        """Return the status of every cold blob's file.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        return self._cold.files()
+
+    def cold_bases(
+        self, cold: Mapping[Digest, os.stat_result] | None = None
+    ) -> dict[Digest, Digest]:
+        """Return the bases of the delta-compressed blobs among ``cold``, by default all cold blobs.
+
+        Cold blobs that cannot be read are skipped.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        return self._bases.known(self.cold_files() if cold is None else cold)
+
+    def base_of(
+        self, digest: Digest, status: os.stat_result, *, must_be_known: bool = True
+    ) -> Digest | None:
+        """Return the base of a cold blob from :meth:`cold_files`; see :meth:`BaseCache.of`."""
+        return self._bases.of(digest, status, must_be_known=must_be_known)
 
     def is_cold(self, digest: Digest) -> bool:
         """Tell whether a blob is here cold only."""
-        return not self.hot.has(digest) and self.cold.has(digest)
+        return not self._hot.has(digest) and self._cold.has(digest)
 
     def frozen(self) -> set[Digest]:
         """Return the blobs that are here cold only.
@@ -77,20 +143,25 @@ class BlobReader:
         Raises:
             StoreError: the cold ones cannot be listed.
         """
-        return {digest for digest in self.cold.files() if not self.hot.has(digest)}
+        return {digest for digest in self._cold.files() if not self._hot.has(digest)}
 
-    def check_size(self, digest: Digest, size: int) -> None:
+    def check_size(self, digest: Digest, size: int, *, as_base: bool = False) -> None:
         """Check that the blob is here, hot or cold, and has ``size`` bytes.
+
+        A blob that is needed only ``as_base`` may be here by its second hard link alone.
 
         Raises:
             BlobMissing: it is not in the store.
             BlobDamaged: it has another size; or is cold, and what it is coded by is not here.
         """
+        if as_base and not self.has(digest):
+            self._pinned.check_size(digest, size)
+            return
         try:
-            self.hot.check_size(digest, size)
+            self._hot.check_size(digest, size)
         except BlobMissing:
             self._either(
-                lambda: self.hot.check_size(digest, size), lambda: self._check_cold(digest, size)
+                lambda: self._hot.check_size(digest, size), lambda: self._check_cold(digest, size)
             )
 
     def open_blob(self, digest: Digest, size: int) -> int:
@@ -103,11 +174,33 @@ class BlobReader:
             BlobDamaged: it has another size, is a symbolic link, or cannot be decoded.
         """
         try:
-            return self.hot.open(digest, size)
+            return self._hot.open(digest, size)
         except BlobMissing:
             return self._either(
-                lambda: self.hot.open(digest, size), lambda: self._open_decoded(digest, size)
+                lambda: self._hot.open(digest, size), lambda: self._open_decoded(digest, size)
             )
+
+    def open_hot(self, digest: Digest, size: int) -> int:
+        """Open the blob's own file as :meth:`open_blob` does.
+
+        Raises:
+            BlobMissing: also if the blob is only cold.
+        """
+        return self._hot.open(digest, size)
+
+    def open_cold(
+        self, digest: Digest, size: int | None = None, read: Read | None = None
+    ) -> ColdBlob:
+        """Open the cold form of a blob; see :meth:`ColdShelf.open`."""
+        return self._cold.open(digest, size, read)
+
+    def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
+        """Map the blob's own file into a slot of ``region``. Raises as :meth:`open_hot`."""
+        self._hot.map(digest, size, slot, region)
+
+    def mmap_hot(self, digest: Digest, size: int) -> memoryview:
+        """Return the mapped bytes of the blob's own file. Raises as :meth:`open_hot`."""
+        return self._hot.whole(digest, size)
 
     def map_blobs(
         self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: MappedRegion
@@ -119,7 +212,7 @@ class BlobReader:
         for slot in slots:
             digest, size = blobs[slot]
             try:
-                self.hot.map(digest, size, slot, region)
+                self._hot.map(digest, size, slot, region)
             except BlobMissing:
                 self.bring_blob(digest, size, slot, region)
             yield slot
@@ -127,7 +220,7 @@ class BlobReader:
     def bring_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`."""
         self._either(
-            lambda: self.hot.map(digest, size, slot, region),
+            lambda: self._hot.map(digest, size, slot, region),
             lambda: self._decode_into(digest, size, slot, region),
         )
 
@@ -136,7 +229,7 @@ class BlobReader:
 
         Raises as :meth:`open_blob`; BlobMissing also where a blob is cold only.
         """
-        return self.hot.is_cached(digest, size)
+        return self._hot.is_cached(digest, size)
 
     def read_into(
         self,
@@ -157,10 +250,10 @@ class BlobReader:
             BlobDamaged: also when the blob ends before. Otherwise as :meth:`open_blob`.
         """
         try:
-            self.hot.read_into(digest, size, offset, buffer, past_cache=past_cache)
+            self._hot.read_into(digest, size, offset, buffer, past_cache=past_cache)
         except BlobMissing:
             self._either(
-                lambda: self.hot.read_into(digest, size, offset, buffer, past_cache=past_cache),
+                lambda: self._hot.read_into(digest, size, offset, buffer, past_cache=past_cache),
                 lambda: self._read_cold(digest, size, offset, buffer),
             )
 
@@ -181,7 +274,7 @@ class BlobReader:
             os.close(descriptor)
         found = Digest.of(data)
         if found != digest:
-            raise _wrong_digest(self.layout.blob(digest), digest, found)
+            raise _wrong_digest(self._layout.blob(digest), digest, found)
         return data
 
     def read_blob_header(self, digest: Digest, size: int) -> Header:
@@ -205,16 +298,16 @@ class BlobReader:
         for slot, (digest, size) in enumerate(blobs):
             try:
                 try:
-                    header = self.hot.read_header(digest, size, slot, region)
+                    header = self._hot.read_header(digest, size, slot, region)
                 except BlobMissing:
                     header = self._cold_header(digest, size, slot, region)
             except InvalidHeader as error:
-                message = f"blob {quote(self.layout.blob(digest))}: {error}"
+                message = f"blob {quote(self._layout.blob(digest))}: {error}"
                 yield BlobDamaged(message)
             except (Damaged, StoreError) as error:
                 yield error
             except OSError as error:
-                yield self.hot.explained(digest, error)
+                yield self._hot.explained(digest, error)
             else:
                 yield header
 
@@ -228,14 +321,18 @@ class BlobReader:
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
         """
-        _check(self.read_pieces(digest, size), self.layout.blob(digest), digest, progress)
+        _check(self.read_pieces(digest, size), self._layout.blob(digest), digest, progress)
 
-    def check_pinned(
+    def read_base_link(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a base's second hard link as :meth:`read_pieces` does."""
+        return self._pinned.pieces(self._pinned.open(digest, size), digest, size)
+
+    def check_base_link(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Read the second name of a base and compare its digest. As :meth:`check_digest`."""
-        pieces = self.pinned.pieces(self.pinned.open(digest, size), digest, size)
-        _check(pieces, self.layout.base_blob(digest), digest, progress)
+        """Hash a base's second hard link as :meth:`check_digest` does."""
+        pieces = self.read_base_link(digest, size)
+        _check(pieces, self._layout.base_blob(digest), digest, progress)
 
     def check_cold(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -246,7 +343,7 @@ class BlobReader:
             BlobMissing: there is none.
             BlobDamaged: it cannot be decoded, or gives other bytes.
         """
-        self.cold.open(digest, size).check(progress)
+        self._cold.open(digest, size).check(progress)
 
     def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
         """Yield the bytes of a blob, unchecked, in pieces that are good until the next one.
@@ -255,11 +352,11 @@ class BlobReader:
             BlobDamaged: also when it cannot be read to its end. Otherwise as :meth:`open_blob`.
         """
         try:
-            pieces = self.hot.pieces(self.hot.open(digest, size), digest, size)
+            pieces = self._hot.pieces(self._hot.open(digest, size), digest, size)
         except BlobMissing:
             pieces = self._either(
-                lambda: self.hot.pieces(self.hot.open(digest, size), digest, size),
-                lambda: self.cold.open(digest, size).pieces(),
+                lambda: self._hot.pieces(self._hot.open(digest, size), digest, size),
+                lambda: self._cold.open(digest, size).pieces(),
             )
         with contextlib.closing(pieces):
             yield from pieces
@@ -273,7 +370,7 @@ class BlobReader:
 
     def blob_sizes(self) -> set[int]:
         """Return the sizes of all blobs that are not cold only."""
-        return self.hot.sizes()
+        return self._hot.sizes()
 
     def check_root(self) -> None:
         """Check that the store is a folder, if it is there at all.
@@ -281,7 +378,7 @@ class BlobReader:
         Raises:
             StoreError: something else is in its place, or a folder above it is closed.
         """
-        root = self.layout.root
+        root = self._layout.root
         try:
             is_other = root.exists() and not root.is_dir()
         except OSError as error:
@@ -292,9 +389,9 @@ class BlobReader:
     # Cold blobs
 
     def _check_cold(self, digest: Digest, size: int) -> None:
-        base = self.cold.open(digest, size).base
-        if base is not None and not (self.has(base) or self.pinned.has(base)):
-            path = quote(self.layout.cold_blob(digest))
+        base = self._cold.open(digest, size).base
+        if base is not None and not (self.has(base) or self._pinned.has(base)):
+            path = quote(self._layout.cold_blob(digest))
             raise BlobDamaged(
                 f"cold blob {path} cannot be decoded: its base {base} is missing{ADVICE}"
             )
@@ -303,12 +400,12 @@ class BlobReader:
         self, digest: Digest, size: int, slot: int, region: MappedRegion | None
     ) -> Header:
         return self._either(
-            lambda: self.hot.read_header(digest, size, slot, region),
-            lambda: self.cold.open(digest, size).read_header(),
+            lambda: self._hot.read_header(digest, size, slot, region),
+            lambda: self._cold.open(digest, size).read_header(),
         )
 
     def _open_decoded(self, digest: Digest, size: int) -> int:
-        blob = self.cold.open(digest, size)
+        blob = self._cold.open(digest, size)
         descriptor = _new_file()
         try:
             for piece in blob.pieces():
@@ -320,12 +417,12 @@ class BlobReader:
         return descriptor
 
     def _decode_into(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        blob = self.cold.open(digest, size)
+        blob = self._cold.open(digest, size)
         with region.making(slot, size) as room:
             blob.read_into(0, room)
 
     def _read_cold(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
-        self.cold.open(digest, size).read_into(offset, buffer[: max(size - offset, 0)])
+        self._cold.open(digest, size).read_into(offset, buffer[: max(size - offset, 0)])
 
     @staticmethod
     def _either(hot: Callable[[], _Found], cold: Callable[[], _Found]) -> _Found:

@@ -68,7 +68,7 @@ def read_entry(store: LocalStore, reference: Reference) -> CatalogEntry:
     Raises:
         ModelNotFound: the store has no such name.
     """
-    path = store.layout.manifest(reference)
+    path = store._layout.manifest(reference)
     modified = _modified(path)
     try:
         data = store.read_manifest(reference)

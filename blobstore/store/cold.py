@@ -275,7 +275,7 @@ class ColdShelf:
         return found
 
 
-class Bases:
+class BaseCache:
     """The bases of a store's cold blobs, each file read again only when it has changed."""
 
     def __init__(self, shelf: ColdShelf) -> None:

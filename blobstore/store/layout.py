@@ -8,7 +8,7 @@ among it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidReference
@@ -16,6 +16,11 @@ from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+Folder = Literal[
+    "blobs", "manifests", "temporary", "leases", "quarantine", "cold", "bases", "headers"
+]
+"""The folders of a store."""
 
 
 class Layout:

@@ -22,7 +22,7 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Exists, Ingest
 from blobstore.store.layout import Layout
-from blobstore.store.locks import WAIT, Locks
+from blobstore.store.locks import LOCK_TIMEOUT, Lease, Locks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
+
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def default_root() -> Path:
@@ -42,17 +44,88 @@ class LocalStore(BlobReader):
     """Blobs and manifests below one folder, in Ollama's layout.
 
     Reading needs no more than read permission; the folders are made by the first ingest. Any number
-    of processes may use a store at once; ``wait`` is how many seconds one waits for the others.
+    of processes may use a store at once. A process waits at most ``lock_timeout`` seconds for a lock
+    that others hold.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None, *, wait: float = WAIT) -> None:
-        # Absolute, for the program may change its working directory while a model is open.
-        super().__init__(Layout((default_root() if root is None else Path(root)).absolute()))
-        self.locks = Locks(self.layout, wait)
-        """Kept by who needs that nothing is removed meanwhile."""
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, lock_timeout: float = LOCK_TIMEOUT
+    ) -> None:
+        # Absolute, because the program may change its working directory while a model is open.
+        path = Path(os.path.expanduser(default_root() if root is None else root))  # noqa: PTH111 - leaves ~ alone where there is no home
+        super().__init__(Layout(path.absolute()))
+        self._locks = Locks(self._layout, lock_timeout)
+
+    @classmethod
+    def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
+        """Return ``store`` itself, the store in that folder, or by default :func:`default_root`'s."""
+        return store if isinstance(store, LocalStore) else cls(store)
 
     def __repr__(self) -> str:
-        return f"LocalStore({quote(self.layout.root)})"
+        return f"LocalStore({quote(self._layout.root)})"
+
+    @property
+    def lock_timeout(self) -> float:
+        """Seconds to wait for a lock that other processes hold."""
+        return self._locks.timeout
+
+    @lock_timeout.setter
+    def lock_timeout(self, seconds: float) -> None:
+        """Set how long to wait."""
+        self._locks.timeout = seconds
+
+    def manifest_path(self, reference: Reference) -> Path:
+        """Return the path of a manifest."""
+        return self._layout.manifest(reference)
+
+    # Locks and leases; see blobstore.store.locks
+
+    def shared_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Keep blobs and names from being removed while the block runs.
+
+        Raises:
+            StoreBusy: another process has held the exclusive lock for ``lock_timeout`` seconds.
+            StoreError: the file system has no locks.
+        """
+        return self._locks.shared()
+
+    def reading_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Take the shared lock if this process may; without it, a read-only store is read as it is.
+
+        Raises as :meth:`shared_lock`.
+        """
+        return self._locks.reading()
+
+    def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other processes from writing and from looking for blobs to use.
+
+        Raises as :meth:`shared_lock`.
+        """
+        return self._locks.alone()
+
+    def lease(self) -> Lease:
+        """Return a new lease, a context manager that keeps blobs from being collected.
+
+        Raises as :meth:`shared_lock`.
+        """
+        return self._locks.lease()
+
+    @contextlib.contextmanager
+    def lease_if_writable(self, digests: Iterable[Digest]) -> Iterator[None]:
+        """Lease blobs while the block runs, or run it without a lease if the store is read-only.
+
+        Raises:
+            StoreBusy: as :meth:`shared_lock`.
+            StoreError: the lease cannot be written for another reason.
+        """
+        with contextlib.ExitStack() as stack:
+            with self.writing():
+                try:
+                    stack.enter_context(self.lease()).hold(digests)
+                except OSError as error:
+                    if error.errno not in _READ_ONLY:
+                        raise
+            yield
 
     @contextlib.contextmanager
     def ingest(self, exists: Exists | None = None) -> Iterator[Ingest]:
@@ -65,11 +138,11 @@ class LocalStore(BlobReader):
             StoreBusy: others have kept the store's lock all the time.
         """
         with self.writing():
-            for folder in (self.layout.blobs, self.layout.manifests, self.layout.temporary):
-                make_folders(folder, self.layout.root)
+            for folder in (self._layout.blobs, self._layout.manifests, self._layout.temporary):
+                make_folders(folder, self._layout.root)
             with (
-                self.locks.lease() as lease,
-                Ingest(self.layout, lease, self.blob_sizes(), exists or self.exists) as ingest,
+                self.lease() as lease,
+                Ingest(self._layout, lease, self.blob_sizes(), exists or self.exists) as ingest,
             ):
                 yield ingest
 
@@ -88,7 +161,7 @@ class LocalStore(BlobReader):
         try:
             self.check_manifest(data, manifest)
         except InvalidManifest as error:
-            raise error.at(quote(self.layout.manifest(reference))) from None
+            raise error.at(quote(self.manifest_path(reference))) from None
         return manifest
 
     def parse(self, reference: Reference) -> tuple[bytes, Manifest]:
@@ -100,7 +173,7 @@ class LocalStore(BlobReader):
         try:
             return data, Manifest.from_bytes(data)
         except InvalidManifest as error:
-            raise error.at(quote(self.layout.manifest(reference))) from None
+            raise error.at(quote(self.manifest_path(reference))) from None
 
     def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
         """Check by its config that ``data``, the file of ``manifest``, is what was written.
@@ -115,7 +188,7 @@ class LocalStore(BlobReader):
         config = manifest.config
         try:
             # As large as it is, for the size may be what was changed in the manifest.
-            size = os.lstat(self.layout.blob(config.digest)).st_size
+            size = os.lstat(self._layout.blob(config.digest)).st_size
             content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
         except (BlobstoreError, OSError):
             return False
@@ -130,7 +203,7 @@ class LocalStore(BlobReader):
             InvalidManifest: it is too large or not a regular file.
             StoreError: the manifest or the store cannot be read.
         """
-        path = self.layout.manifest(reference)
+        path = self.manifest_path(reference)
         try:
             return read_regular(path, MAX_MANIFEST_SIZE)
         except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +217,7 @@ class LocalStore(BlobReader):
             raise InvalidManifest(str(error)) from None
 
     def _not_found(self, reference: Reference) -> ModelNotFound:
-        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self.layout.root)}")
+        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self._layout.root)}")
 
     def references(self) -> Iterator[Reference]:
         """Yield every name in the store, sorted. Files that spell no name are passed over.
@@ -153,7 +226,7 @@ class LocalStore(BlobReader):
             StoreError: the store is not a folder or cannot be read.
         """
         self.check_root()
-        paths = [self.layout.manifests]
+        paths = [self._layout.manifests]
         try:
             for _ in range(4):  # not by glob, which passes over folders that cannot be read
                 paths = [found for path in paths if path.is_dir() for found in _entries(path)]
@@ -162,7 +235,7 @@ class LocalStore(BlobReader):
         except OSError as error:
             raise StoreError(f"cannot list {quote(error.filename)}: {error.strerror}") from error
         for path in files:
-            reference = self.layout.reference(path)
+            reference = self._layout.reference(path)
             if reference is not None:
                 yield reference
 
@@ -174,13 +247,13 @@ class LocalStore(BlobReader):
         Raises:
             NameConflict: there is such a name.
         """
-        folder = self.layout.manifests
+        folder = self._layout.manifests
         for part in reference.parts:
             for found in _names(folder):
                 if found != part and found.casefold() == part.casefold():
                     raise NameConflict(
                         f"{quote(reference)} differs only in case from the existing "
-                        f"{quote((folder / found).relative_to(self.layout.manifests))}; "
+                        f"{quote((folder / found).relative_to(self._layout.manifests))}; "
                         "use that spelling or another name"
                     )
             folder /= part
@@ -193,7 +266,7 @@ class LocalStore(BlobReader):
             NameConflict: see :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        with self.writing(), self.locks.shared():
+        with self.writing(), self.shared_lock():
             self.place(reference, manifest.to_bytes(), manifest.blobs)
 
     def place(self, reference: Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
@@ -207,13 +280,13 @@ class LocalStore(BlobReader):
         Raises:
             OSError: the store cannot be written. Otherwise as :meth:`publish`.
         """
-        path = self.layout.manifest(reference)
+        path = self.manifest_path(reference)
         for blob in blobs:
             self.check_size(blob.digest, blob.size)
         self.check_name(reference)
-        for folder in (path.parent, self.layout.temporary):
-            make_folders(folder, self.layout.root)
-        write_file(path, [data], mode=0o644, temporary=self.layout.temporary)
+        for folder in (path.parent, self._layout.temporary):
+            make_folders(folder, self._layout.root)
+        write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
 
     def is_taken(self, reference: Reference, data: bytes) -> bool:
         """Tell whether a name is there and has another manifest than ``data``."""
@@ -234,7 +307,7 @@ class LocalStore(BlobReader):
             ModelNotFound: the store has no such name; nothing is changed.
             OSError: the store cannot be written.
         """
-        path = self.layout.manifest(reference)
+        path = self.manifest_path(reference)
         try:
             path.unlink()
         except (FileNotFoundError, NotADirectoryError):
@@ -249,13 +322,13 @@ class LocalStore(BlobReader):
     def read_index(self, key: Digest) -> bytes | None:
         """Return what :meth:`write_index` stored under ``key``, or None."""
         try:
-            return read_regular(self.layout.headers / key.hex, MAX_MANIFEST_SIZE)
+            return read_regular(self._layout.headers / key.hex, MAX_MANIFEST_SIZE)
         except (OSError, BlobstoreError):
             return None
 
     def write_index(self, key: Digest, data: bytes) -> None:
         """Store ``data`` under ``key`` if the store can be written; otherwise do nothing."""
-        folder = self.layout.headers
+        folder = self._layout.headers
         with contextlib.suppress(OSError):
             for missing in (folder.parent, folder):  # but never the store itself: it may be gone
                 missing.mkdir(exist_ok=True)
@@ -272,7 +345,7 @@ class LocalStore(BlobReader):
             yield
         except OSError as error:
             self.check_root()
-            root = quote(self.layout.root)
+            root = quote(self._layout.root)
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
                 errno.EACCES: f"no permission to write to the store {root}",

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from blobstore.store.blobs import BlobReader
     from blobstore.store.layout import Layout
 
-WAIT = 60.0
+LOCK_TIMEOUT = 60.0
 """Seconds to wait for a lock, where nothing else is said."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -41,11 +42,11 @@ _LINE = len(Digest("0" * 64).hex) + 1
 
 
 class Locks:
-    """The locks of a store. ``wait`` is how many seconds to wait for one at most."""
+    """The locks of a store. ``timeout`` is how many seconds to wait for one at most."""
 
-    def __init__(self, layout: Layout, wait: float = WAIT) -> None:
+    def __init__(self, layout: Layout, timeout: float = LOCK_TIMEOUT) -> None:
         self._layout = layout
-        self.wait = wait
+        self.timeout = timeout
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -77,14 +78,8 @@ class Locks:
                     raise
             yield
 
-    @contextlib.contextmanager
-    def lease(self) -> Iterator[Lease]:
-        """Give a lease, which ends with the block. Raises as :meth:`shared`."""
-        with self.new_lease() as lease:
-            yield lease
-
-    def new_lease(self) -> Lease:
-        """Return a lease, to be closed by the caller. Raises as :meth:`shared`."""
+    def lease(self) -> Lease:
+        """Return a new lease, which the caller closes. Raises as :meth:`shared`."""
         self._layout.leases.mkdir(parents=True, exist_ok=True)
         with self.shared():  # who is alone takes a lease that is not locked yet for a dead one's
             return Lease(self._layout, self)
@@ -101,14 +96,14 @@ class Locks:
             os.close(descriptor)
 
     def _take(self, descriptor: int, kind: int) -> None:
-        deadline = time.monotonic() + self.wait
+        deadline = time.monotonic() + self.timeout
         pause = _FIRST_PAUSE
         while not _is_taken(descriptor, kind, self._layout.root):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StoreBusy(
                     f"the store {quote(self._layout.root)} is in use: others have held its lock "
-                    f"for {self.wait:g} s; try again, or wait longer"
+                    f"for {self.timeout:g} s; try again, or wait longer"
                 )
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LAST_PAUSE)
@@ -168,7 +163,7 @@ class Leased(NamedTuple):
     """Leases of processes that have ended without a word."""
 
 
-def read_leases(layout: Layout, without: str = "") -> Leased:
+def read_leases(store: BlobReader, without: str = "") -> Leased:
     """Return what is leased. Only who has the store's lock alone may believe it.
 
     A lease of the name ``without`` is passed over: that of the caller.
@@ -176,6 +171,7 @@ def read_leases(layout: Layout, without: str = "") -> Leased:
     Raises:
         OSError: a lease cannot be read.
     """
+    layout = store._layout
     leased = Leased(set(), set(), [])
     paths: list[Path] = []
     with contextlib.suppress(FileNotFoundError):

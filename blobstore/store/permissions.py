@@ -21,10 +21,10 @@ _ROOT_USER = 0
 def folder_warnings(store: LocalStore) -> Iterator[str]:
     """Yield what a person should know before trusting a store."""
     for folder in (
-        store.layout.root,
-        store.layout.blobs,
-        store.layout.manifests,
-        store.layout.cold,
+        store._layout.root,
+        store._layout.blobs,
+        store._layout.manifests,
+        store._layout.cold,
     ):
         status = _status(folder)
         if status is not None and status.st_mode & stat.S_IWOTH:
@@ -37,7 +37,7 @@ def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterato
     Digests tell that blobs are those of a manifest, but not whose manifest it is.
     """
     for reference in references:
-        path = store.layout.manifest(reference)
+        path = store._layout.manifest(reference)
         status = _status(path)
         if status is not None and status.st_uid not in (os.getuid(), _ROOT_USER):
             yield (

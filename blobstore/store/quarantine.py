@@ -19,10 +19,11 @@ from blobstore.store.bases import link_base
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from blobstore.store.blobs import BlobReader
     from blobstore.store.layout import Layout
 
 
-def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
+def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:
     """Make ``ready``, which is durable and has been checked, the blob of ``digest``, durably.
 
     Only who has the store's lock alone may do this.
@@ -33,22 +34,24 @@ def put_in_place(layout: Layout, digest: Digest, ready: Path) -> Path | None:
     Raises:
         OSError: the system refused something; the blob is what it was, or the right one.
     """
+    layout = store._layout
     blob = layout.blob(digest)
     aside = put_aside(layout, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
     sync_folder(layout.blobs)
     if os.path.lexists(layout.base_blob(digest)):  # the second name of what is aside now
-        link_base(layout, digest)
+        link_base(store, digest)
     return aside
 
 
-def put_cold_aside(layout: Layout, digest: Digest) -> Path | None:
+def put_cold_aside(store: BlobReader, digest: Digest) -> Path | None:
     """Put a damaged cold blob aside, durably; its hot form must be there. Raises as :func:`put_in_place`."""
+    layout = store._layout
     cold = layout.cold_blob(digest)
     if not os.path.lexists(cold):
         return None
     aside = put_aside(layout, cold, digest)
-    link_base(layout, digest)  # others may be coded by it; a collection tells
+    link_base(store, digest)  # others may be coded by it; a collection tells
     if os.path.lexists(cold):
         os.unlink(cold)  # noqa: PTH108 - a blob's path is a text
     sync_folder(layout.cold)
@@ -76,12 +79,13 @@ def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
     return aside
 
 
-def keep_copy(layout: Layout, data: bytes) -> Path:
+def keep_copy(store: BlobReader, data: bytes) -> Path:
     """Write what a small file held into quarantine, durably, and return where.
 
     The file itself keeps its name until it is replaced, on any file system. Raises as
     :func:`put_in_place`.
     """
+    layout = store._layout
     for folder in (layout.quarantine, layout.temporary):
         make_folders(folder, layout.root)
     path = _free_name(layout.quarantine, Digest.of(data))

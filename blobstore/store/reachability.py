@@ -42,7 +42,7 @@ class ReachableBlobs:
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
-        self._layout = store.layout
+        self._layout = store._layout
         self._marked: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
 

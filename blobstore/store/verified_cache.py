@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.store.layout import Layout
+    from blobstore.store.blobs import BlobReader
 
 _FORM = b"verified blobs 1\n"
 _MAX_ENTRIES = 1 << 16
@@ -48,9 +48,9 @@ _STAMP_SIZE = 5
 class VerifiedBlobs:
     """What is noted about the blobs of a store. Use :meth:`save` to keep it."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._path = layout.verified(os.geteuid())
+    def __init__(self, store: BlobReader) -> None:
+        self._layout = store._layout
+        self._path = self._layout.verified(os.geteuid())
         self._known = _read(self._path)
         self._news: dict[str, _Stamp | None] = {}
 

@@ -29,9 +29,9 @@ def bases_of(store: LocalStore, blobs: Iterable[Descriptor]) -> dict[Digest, Des
     """
     bases = {}
     for blob in blobs:
-        if store.cold.has(blob.digest):
+        if store._cold.has(blob.digest):
             with contextlib.suppress(BlobstoreError):
-                found = store.cold.open(blob.digest)
+                found = store._cold.open(blob.digest)
                 if found.base is not None:
                     # By the same name it is planned from a source.
                     bases[blob.digest] = blob._replace(digest=found.base, size=found.base_size)
@@ -120,8 +120,8 @@ class _Checking:
             except BlobMissing:
                 if not self._as_bases:
                     raise
-                self._store.check_pinned(blob.digest, blob.size, count)
-        if self._both_forms and self._store.hot.has(blob.digest):
+                self._store.check_base_link(blob.digest, blob.size, count)
+        if self._both_forms and self._store._hot.has(blob.digest):
             with contextlib.suppress(BlobMissing):
                 self._store.check_cold(blob.digest, blob.size, self._go_on)
 

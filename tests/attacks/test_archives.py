@@ -55,7 +55,7 @@ def target(tmp_path: Path) -> Iterator[LocalStore]:
 
 def refused(data: bytes | bytearray, target: LocalStore) -> str:
     """Return why an archive is refused: whether it is unpacked or only checked."""
-    path = target.layout.root.parent / "hostile.bsar"
+    path = target.root.parent / "hostile.bsar"
     path.write_bytes(data)
     messages = []
     acts = partial(check_archive, path, jobs=1), partial(unpack_archive, path, store=target, jobs=1)

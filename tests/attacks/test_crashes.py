@@ -45,14 +45,14 @@ def model(folder: Path) -> Path:
 @pytest.mark.parametrize("when", [0, 0.5, 1])
 def test_a_killed_import_leaves_no_name_and_the_next_succeeds(tmp_path: Path, when: float) -> None:
     source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
-    with sandbox.start(CREATE, source, store.layout.root, when) as child:
+    with sandbox.start(CREATE, source, store.root, when) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "there\n"
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
     with pytest.raises(ModelNotFound):
         store.resolve(NAME)
-    for path in store.layout.blobs.iterdir():  # whatever has a name is what the name says
+    for path in store.folder("blobs").iterdir():  # whatever has a name is what the name says
         assert Digest.of(path.read_bytes()).file_name == path.name
     blobstore.create(source, "m", store=store)
     blobstore.open("m", store=store, verify="digest").close()
@@ -61,15 +61,15 @@ def test_a_killed_import_leaves_no_name_and_the_next_succeeds(tmp_path: Path, wh
 def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
     source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
     script = CREATE.replace("threading.Event().wait(30)", "__import__('time').sleep(0.1)")
-    with sandbox.start(script, source, store.layout.root, 0.3) as child:
+    with sandbox.start(script, source, store.root, 0.3) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "there\n"
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
     assert list(store.references()) == []
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("blobs").iterdir()) == []
 
 
 def test_a_full_disk_leaves_no_name_and_room_for_others(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_full_disk_leaves_no_name_and_room_for_others(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
             blobstore.create(source, "m", store=store)
         assert list(store.references()) == []
-        assert list(store.layout.temporary.iterdir()) == []
-        assert list(store.layout.blobs.iterdir()) == []
+        assert list(store.folder("temporary").iterdir()) == []
+        assert list(store.folder("blobs").iterdir()) == []
         blobstore.create(small, "m", store=store)
         with blobstore.open("m", store=store, verify="digest") as opened:
             assert set(opened) == set(dense_tensors())
@@ -92,11 +92,9 @@ def test_a_file_size_limit_is_an_error_and_no_crash(tmp_path: Path) -> None:
     outcome = sandbox.call(
         lambda: blobstore.create(source, "m", store=store), limits={resource.RLIMIT_FSIZE: 100_000}
     )
-    assert outcome.startswith(
-        f"StoreError: writing to the store '{store.layout.root}' failed: File"
-    )
+    assert outcome.startswith(f"StoreError: writing to the store '{store.root}' failed: File")
     assert list(store.references()) == []
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def test_a_store_without_permission_is_an_error() -> None:
@@ -116,9 +114,9 @@ def test_a_read_only_store_can_be_loaded_from() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
         blobstore.create(write_folder(folder / "model", dense_tensors()), "m", store=store)
-        for path in store.layout.headers.iterdir():
+        for path in store.folder("headers").iterdir():
             path.unlink()
-        for path in (store.layout.root, *store.layout.root.rglob("*")):
+        for path in (store.root, *store.root.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
 
         def load() -> int:
@@ -126,7 +124,7 @@ def test_a_read_only_store_can_be_loaded_from() -> None:
                 return int(opened["position_ids"].sum())
 
         assert sandbox.call(load, unprivileged=True) == "10"
-        assert list(store.layout.headers.iterdir()) == []
+        assert list(store.folder("headers").iterdir()) == []
 
 
 def test_thousands_of_blobs_need_few_descriptors(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_thousands_of_blobs_need_few_descriptors(tmp_path: Path) -> None:
             with blobstore.open("m", store=store, framework=framework) as opened:  # type: ignore[arg-type]
                 total += sum(int(tensor[0]) for tensor in opened.state_dict().values())
                 assert len(os.listdir("/dev/fd")) == before
-            for path in store.layout.headers.iterdir():
+            for path in store.folder("headers").iterdir():
                 path.unlink()
         return str(total)
 

@@ -46,7 +46,7 @@ def read_while_cut(store: LocalStore, how: str) -> tuple[int, list[str], str]:
     """Return the status, what was printed and the errors of a process whose blob is cut meanwhile."""
     path = blob_path(store, "w")
     path.chmod(0o600)
-    command = [sys.executable, "-c", _READER, str(store.layout.root), how]
+    command = [sys.executable, "-c", _READER, str(store.root), how]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -78,11 +78,11 @@ def test_it_is_not_opened(store: LocalStore, framework: Any) -> None:
     for dequantize in (False, True):
         with pytest.raises(BlobDamaged, match=r"m:latest: layer 'w\.weight': tensor 'w\.weight': "):
             blobstore.open("m", store=store, framework=framework, dequantize=dequantize)
-    assert not store.layout.headers.exists()
+    assert not store.folder("headers").exists()
 
 
 def test_it_is_shown_as_damaged(store: LocalStore) -> None:
-    shown = run("show", "m", "--store", store.layout.root)
+    shown = run("show", "m", "--store", store.root)
     assert shown.exit_code == 4
     assert "DAMAGED" in shown.stdout
     assert "tensor 'w.weight': " in shown.stderr
@@ -90,7 +90,7 @@ def test_it_is_shown_as_damaged(store: LocalStore) -> None:
 
 
 def test_it_is_found_by_verify(store: LocalStore) -> None:
-    verified = run("verify", "--store", store.layout.root)
+    verified = run("verify", "--store", store.root)
     assert verified.exit_code == 4
     assert "w.weight" in verified.stdout + verified.stderr
 

@@ -24,12 +24,12 @@ _MODELS, _LAYERS, _UNNAMED = 1000, 300, 10
 
 def fill(store: LocalStore, models: int) -> None:
     """Give a store models of tiny blobs, the last tenth without a name."""
-    for folder in (store.layout.blobs, store.layout.temporary):
+    for folder in (store.folder("blobs"), store.folder("temporary")):
         folder.mkdir(parents=True, exist_ok=True)
     for model in range(models):
         digests = [Digest(f"{model * 1000 + layer:064x}") for layer in range(_LAYERS)]
         for digest in digests:
-            with open(store.layout.blob(digest), "wb") as file:  # noqa: PTH123 - a text
+            with open(store.blob_path(digest), "wb") as file:  # noqa: PTH123 - a text
                 file.write(b"x")
         if model % _UNNAMED:
             layers = [
@@ -40,9 +40,9 @@ def fill(store: LocalStore, models: int) -> None:
             ]
             content = ModelConfig(layers_digest=layers_digest(layers)).to_bytes()
             digest = Digest.of(content)
-            Path(store.layout.blob(digest)).write_bytes(content)
+            Path(store.blob_path(digest)).write_bytes(content)
             config = Descriptor(media_type=media_types.CONFIG, digest=digest, size=len(content))
-            path = store.layout.manifest(Reference.parse(f"m{model}"))
+            path = store.manifest_path(Reference.parse(f"m{model}"))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(Manifest(config=config, layers=tuple(layers)).to_bytes())
 
@@ -50,11 +50,11 @@ def fill(store: LocalStore, models: int) -> None:
 def limit(store: LocalStore) -> object:
     """Find and remove garbage without asking anybody, as a script would."""
     reached: set[str] = set()
-    for path in store.layout.manifests.rglob("latest"):
+    for path in store.folder("manifests").rglob("latest"):
         manifest = json.loads(path.read_bytes())
         blobs = [manifest["config"], *manifest["layers"]]
         reached.update(blob["digest"].replace(":", "-") for blob in blobs)
-    garbage = [path for path in store.layout.blobs.iterdir() if path.name not in reached]
+    garbage = [path for path in store.folder("blobs").iterdir() if path.name not in reached]
     for path in garbage:
         path.stat()
         path.unlink()
@@ -75,7 +75,7 @@ def main() -> None:
             fill(store, models)
             work = (lambda: collect_garbage(store, older_than=0)) if number else None
             taken = timed(work or (lambda: limit(store)))
-            shutil.rmtree(store.layout.root)
+            shutil.rmtree(store.root)
             return taken
 
         print(f"{models:,} models of {_LAYERS} layers, {models // _UNNAMED:,} without a name\n")

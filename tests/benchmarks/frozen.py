@@ -121,16 +121,14 @@ def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count:
 
         return lambda: timed(work)
 
-    files = [
-        path for store in stores for path in store.layout.root.rglob("sha256-*") if path.is_file()
-    ]
-    nbytes = sum(path.stat().st_size for path in stores[0].layout.blobs.iterdir())
+    files = [path for store in stores for path in store.root.rglob("sha256-*") if path.is_file()]
+    nbytes = sum(path.stat().st_size for path in stores[0].folder("blobs").iterdir())
 
     def chill() -> None:
         drop(files)
         borrow_memory(nbytes * 9 // 4)
 
-    blobs = [path for path in stores[0].layout.blobs.iterdir() if path.stat().st_size > _TENSORS]
+    blobs = [path for path in stores[0].folder("blobs").iterdir() if path.stat().st_size > _TENSORS]
     limit = "8 requests of 4 MiB, past the page cache"
     cases: dict[str, Callable[[], Any]] = {
         "hot": load(stores[0]),

@@ -146,7 +146,7 @@ def copied(case: str, file: Path, store: blobstore.LocalStore) -> float:
         "print(timed(lambda: COPIES[case](Path(file), store)))"
     )
     at_hand = file.stat().st_size * 9 // 4
-    arguments = [sys.executable, "-c", code, case, str(file), str(store.layout.root), str(at_hand)]
+    arguments = [sys.executable, "-c", code, case, str(file), str(store.root), str(at_hand)]
     result = subprocess.run(arguments, check=True, capture_output=True, text=True)
     return float(result.stdout)
 
@@ -162,7 +162,7 @@ def main() -> None:
         blobstore.create(source, "m", store=store)
         blobs = [
             path
-            for path in store.layout.blobs.iterdir()
+            for path in store.folder("blobs").iterdir()
             if path.stat().st_size > nbytes // _TENSORS // 2
         ]
         assert len(blobs) == _TENSORS

@@ -57,7 +57,7 @@ def compare(folder: Path, source: Path, count: int) -> None:
 
     def view_all(*, index: bool) -> float:
         if not index:
-            shutil.rmtree(store.layout.headers, ignore_errors=True)
+            shutil.rmtree(store.folder("headers"), ignore_errors=True)
         return timed(open_all)
 
     warm(folder)

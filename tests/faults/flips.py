@@ -116,11 +116,11 @@ def _freeze(store: Path, models: Sequence[Known]) -> dict[Path, str]:
     files = {}
     for layer in layers(store, model):
         digest = Digest.parse(layer["digest"])
-        if shelf.cold.has(digest):
-            files[Path(shelf.layout.cold_blob(digest))] = layer["name"]
-            coded_by = shelf.cold.open(digest).base
+        if shelf.has_cold(digest):
+            files[Path(shelf.cold_path(digest))] = layer["name"]
+            coded_by = shelf.open_cold(digest).base
             if coded_by is not None:
-                files[Path(shelf.layout.base_blob(coded_by))] = layer["name"]
+                files[Path(shelf.base_path(coded_by))] = layer["name"]
     assert any(path.parent.name == "bases" for path in files)
     return files
 

@@ -141,7 +141,7 @@ def bases_of(root: Path, reached: Iterable[str]) -> set[str]:
 
 def _check_names(root: Path, expected: Expected, found: Findings, *, again: bool = False) -> None:
     when = ", after gc" if again else ""
-    store = LocalStore(root, wait=5)
+    store = LocalStore(root, lock_timeout=5)
     names = _names(root)
     known = by_parts([*expected.present, *expected.possible])
     for parts in names - known.keys():

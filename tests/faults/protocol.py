@@ -150,8 +150,8 @@ class StoreProtocol(RuleBasedStateMachine):
     @rule(blobs=st.sets(st.integers(0, 20), max_size=5), is_dead=st.booleans())
     def lease(self, blobs: set[int], is_dead: bool) -> None:
         """Hold blobs as another process does that lives, or that has been killed."""
-        LocalStore(self.root).locks._layout.leases.mkdir(parents=True, exist_ok=True)
-        lease = Lease(LocalStore(self.root).layout, LocalStore(self.root).locks)
+        LocalStore(self.root).folder("leases").mkdir(parents=True, exist_ok=True)
+        lease = Lease(LocalStore(self.root)._layout, LocalStore(self.root)._locks)
         found = sorted(self._blobs())
         held = {found[number] for number in blobs if number < len(found)}
         lease.hold([Digest(name.removeprefix("sha256-")) for name in held])

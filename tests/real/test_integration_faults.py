@@ -61,7 +61,7 @@ def saved(kind: str, folder: Path) -> Path:
 
 def blob_of(store: LocalStore, name: str) -> Path:
     layers = store.resolve(NAME).layers
-    path = Path(store.layout.blob(next(layer for layer in layers if layer.name == name).digest))
+    path = Path(store.blob_path(next(layer for layer in layers if layer.name == name).digest))
     path.chmod(0o644)
     return path
 
@@ -106,7 +106,7 @@ def test_a_broken_header_is_named_where_no_index_tells_what_it_was(
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    shutil.rmtree(store.layout.headers)
+    shutil.rmtree(store.folder("headers"))
 
     error = refused(library, store)
 
@@ -281,7 +281,7 @@ def test_absurd_numbers_in_a_config_take_no_memory(
                 blobstore.create(source, name, store=store, quantize=quantize)
 
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, library, str(store.layout.root), *names],
+        [sys.executable, "-c", PROGRAM, library, str(store.root), *names],
         capture_output=True,
         cwd=ROOT,
         check=False,

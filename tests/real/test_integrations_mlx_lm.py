@@ -442,7 +442,7 @@ def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: P
 
 def damage(store: LocalStore, *, cut: bool) -> None:
     layer = max(store.resolve(NAME).layers, key=lambda item: item.size)
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -521,7 +521,7 @@ def test_the_program_says_in_one_line_why_it_does_not_start(
     damage(store, cut=True)
     capsys.readouterr()
 
-    found = run_program(*arguments, "--store", str(store.layout.root))
+    found = run_program(*arguments, "--store", str(store.root))
 
     error = capsys.readouterr().err
     assert found == code
@@ -540,7 +540,7 @@ def test_the_program_says_that_a_port_is_taken(
         port = taken.getsockname()[1]
         capsys.readouterr()
 
-        code = run_program("m", "--store", str(store.layout.root), "--port", str(port))
+        code = run_program("m", "--store", str(store.root), "--port", str(port))
 
     assert code == 1
     assert f"error: cannot listen at '127.0.0.1', port {port}: " in capsys.readouterr().err
@@ -568,7 +568,7 @@ def served(store: LocalStore, log: Path, *options: str) -> Iterator[str]:
     """Give the address of a server of the model ``m``, when it answers."""
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "blobstore.integrations.mlx_lm.server", "m"]
-    command += ["--store", str(store.layout.root), "--port", str(port), *options]
+    command += ["--store", str(store.root), "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

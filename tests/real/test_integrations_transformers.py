@@ -61,7 +61,7 @@ def mapped(model: Any, store: LocalStore) -> set[str]:
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in lines
-        if str(store.layout.root) in line
+        if str(store.root) in line
     ]
     return {
         name
@@ -265,7 +265,7 @@ def test_a_model_outlives_its_store(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(source, "m", store=store)
     model = from_store("m", store=store)
 
-    shutil.rmtree(store.layout.root)
+    shutil.rmtree(store.root)
     gc.collect()
 
     assert torch.equal(logits(model), logits(from_folder(source)))
@@ -408,7 +408,7 @@ def test_a_missing_model_and_a_damaged_blob_are_told_apart(
         from_store("other", store=store)
 
     layer = next(item for item in store.resolve(Reference.parse("m")).layers if item.name)
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -51,7 +51,7 @@ class Models(NamedTuple):
     nbytes: dict[str, int]
 
     def blobs(self, name: str) -> set[str]:
-        return {self.store.layout.blob(layer.digest) for layer in weights(self.store, name)}
+        return {self.store.blob_path(layer.digest) for layer in weights(self.store, name)}
 
 
 class Server(NamedTuple):
@@ -144,7 +144,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for name, (dtype, seed) in kinds.items():
         blobstore.create(make(folder / name, dtype, seed), name, store=store)
     layer = max(weights(store, "damaged"), key=lambda item: item.size)
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -192,7 +192,7 @@ def environment(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def shared(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server") / "shared"
-    store = str(models.store.layout.root)
+    store = str(models.store.root)
     names = ("a", "b", "damaged", "missing")
     with running(folder, *names, "--store", store, "--verify", "digest") as server:
         yield server
@@ -394,8 +394,8 @@ def test_a_prompt_of_the_longest_length_is_answered(server: Server) -> None:
 @needs_maps
 def test_ends_when_told_to_after_what_it_was_asked(models: Models, tmp_path: Path) -> None:
     folder = tmp_path / "server"
-    store = str(models.store.layout.root)
-    before = sorted(models.store.layout.root.rglob("*"))
+    store = str(models.store.root)
+    before = sorted(models.store.root.rglob("*"))
     with running(folder, "a", "b", "--store", store) as server:
         asked = {"prompt": PROMPT, "max_tokens": 200, "stream": True}
         connection = server.begin("POST", COMPLETIONS, asked)
@@ -410,7 +410,7 @@ def test_ends_when_told_to_after_what_it_was_asked(models: Models, tmp_path: Pat
         assert done == b"data: [DONE]\n"
         assert server.process.wait() == 0
     assert list((folder / "temporary").iterdir()) == []
-    assert sorted(models.store.layout.root.rglob("*")) == before
+    assert sorted(models.store.root.rglob("*")) == before
 
 
 @needs_maps
@@ -418,8 +418,8 @@ def test_a_second_process_shares_the_memory_of_the_model(tmp_path: Path) -> None
     store = LocalStore(tmp_path / "store")
     source = make(tmp_path / "large", torch.float32, 4, hidden_size=1024)
     size = blobstore.create(source, "large", store=store).bytes_written
-    blobs = {store.layout.blob(layer.digest) for layer in weights(store, "large")}
-    where = ("large", "--store", str(store.layout.root))
+    blobs = {store.blob_path(layer.digest) for layer in weights(store, "large")}
+    where = ("large", "--store", str(store.root))
     with (
         running(tmp_path / "first", *where) as first,
         running(tmp_path / "second", *where) as second,
@@ -436,7 +436,7 @@ def test_a_second_process_shares_the_memory_of_the_model(tmp_path: Path) -> None
 
 def test_a_first_model_that_is_missing_is_one_line(models: Models, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
-    store = str(models.store.layout.root)
+    store = str(models.store.root)
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "missing", "--store", store, "--port", "0"],
         capture_output=True,

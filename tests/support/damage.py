@@ -18,7 +18,7 @@ def blob_path(store: LocalStore, layer: str, name: str = "m") -> Path:
     """Return the file of a layer by its name, or of the config by an empty one."""
     manifest = store.resolve(Reference.parse(name))
     found = {item.name: item for item in manifest.layers} | {"": manifest.config}
-    return Path(store.layout.blob(found[layer].digest))
+    return Path(store.blob_path(found[layer].digest))
 
 
 def flip(path: Path, offset: int = -1) -> None:

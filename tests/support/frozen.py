@@ -54,8 +54,8 @@ def layers(store: LocalStore, name: str) -> dict[str, Descriptor]:
 
 def forms(store: LocalStore, digest: Digest) -> str:
     """Return ``hot``, ``cold``, ``both`` or ``neither``."""
-    hot = store.hot.has(digest)
-    cold = store.cold.has(digest)
+    hot = store.has_hot(digest)
+    cold = store.has_cold(digest)
     return "both" if hot and cold else "hot" if hot else "cold" if cold else "neither"
 
 

@@ -29,7 +29,7 @@ def add_gguf_model(store: LocalStore, name: str) -> Manifest:
         _add_blob(store, media_types.PARAMS, b'{"stop":["<|end|>"]}\n'),
     ]
     manifest = Manifest(config=_add_blob(store, media_types.CONFIG, _CONFIG), layers=tuple(layers))
-    path = store.layout.manifest(Reference.parse(name))
+    path = store.manifest_path(Reference.parse(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(manifest.to_bytes())
     return manifest
@@ -37,6 +37,6 @@ def add_gguf_model(store: LocalStore, name: str) -> Manifest:
 
 def _add_blob(store: LocalStore, media_type: str, data: bytes) -> Descriptor:
     digest = Digest.of(data)
-    store.layout.blobs.mkdir(parents=True, exist_ok=True)
-    (store.layout.blobs / digest.file_name).write_bytes(data)
+    store.folder("blobs").mkdir(parents=True, exist_ok=True)
+    (store.folder("blobs") / digest.file_name).write_bytes(data)
     return Descriptor(media_type=media_type, digest=digest, size=len(data))

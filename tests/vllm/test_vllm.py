@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
     """Return what vLLM is told to take config and tokenizer from a folder and the rest from us."""
-    extra = {"name": "m", "store": str(store.layout.root), **settings}
+    extra = {"name": "m", "store": str(store.root), **settings}
     return {
         "model": str(folder),
         "load_format": "blobstore",
@@ -272,7 +272,7 @@ def test_what_is_not_whole_is_refused_before_memory_is_taken(
         for layer in blobstore.open("m", store=store).manifest.layers
         if layer.name == "model.norm.weight"
     )
-    path = Path(store.layout.blob(blob.digest))
+    path = Path(store.blob_path(blob.digest))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.chmod(0o644)

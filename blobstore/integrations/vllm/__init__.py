@@ -163,7 +163,7 @@ def engine_options(
     """
     reference = Reference.parse(name) if isinstance(name, str) else name
     store = store or LocalStore()
-    checked = Settings(name=str(reference), store=str(store.layout.root), verify=verify)
+    checked = Settings(name=str(reference), store=str(store.root), verify=verify)
     settings = replace(
         checked,
         manifest=str(Digest.of(store.read_manifest(reference))),

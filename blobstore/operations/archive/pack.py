@@ -8,7 +8,6 @@ durable.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import tempfile
 import time
@@ -45,13 +44,12 @@ from blobstore.operations.freeze.blob_encoder import BlobEncoder, Level
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.operations.archive.plan import GatheredModel, PlannedMember
 
 _PIECE = 16 << 20
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,8 @@ def pack_models(
     store = store or LocalStore()
     store.check_root()
     models = gather_models(store, names)
-    with _held(store, models):
+    needed = [blob.digest for model in models for blob in model.manifest.blobs]
+    with store.lease_if_writable(needed):
         blobs = gather_blobs(store, models, level)
         try:
             with replacing(target) as descriptor:
@@ -142,20 +141,6 @@ def _check_free(target: Path, *, overwrite: bool) -> None:
             f"{quote(target)} exists already"
             + (", and is not a regular file" if overwrite else "; replace it with --force")
         )
-
-
-@contextlib.contextmanager
-def _held(store: LocalStore, models: Iterable[GatheredModel]) -> Iterator[None]:
-    """Keep blobs from being collected meanwhile, where this process may: a store can be read-only."""
-    with contextlib.ExitStack() as stack, store.writing():
-        try:
-            lease = stack.enter_context(store.locks.lease())
-        except OSError as error:
-            if error.errno not in _READ_ONLY:
-                raise
-        else:
-            lease.hold(blob.digest for model in models for blob in model.manifest.blobs)
-        yield
 
 
 class _ArchiveWriter:
@@ -225,10 +210,10 @@ class _ArchiveWriter:
 
     def _is_best(self, blob: PlannedMember) -> bool:
         """Tell whether to take the cold form of a blob: one that is damaged only if there is no hot one."""
-        if not self._store.hot.has(blob.digest):
+        if not self._store.has_hot(blob.digest):
             return True
         try:
-            cold = self._store.cold.open(blob.digest, blob.size)
+            cold = self._store.open_cold(blob.digest, blob.size)
             cold.check(lambda _: self._crew.report(0, blob.where))
         except (BlobMissing, BlobDamaged):
             return False
@@ -237,7 +222,7 @@ class _ArchiveWriter:
     def _code(self, blob: PlannedMember, entry: OrderedSlot) -> None:
         """Write the cold form of a blob."""
         found = BlobId(blob.digest, blob.size)
-        if self._store.hot.has(blob.digest):
+        if self._store.has_hot(blob.digest):
             coding = BlobEncoder(self._store, found, self._level, blob.base)
             if coding.has_base:
                 alone = BlobEncoder(self._store, found, self._level)

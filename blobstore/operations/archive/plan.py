@@ -128,7 +128,7 @@ class _ArchivePlanner:
         equals.look_at(())
         for digest, base in equals.joined(self._likely()).items():
             blob, other = self._blobs[digest], self._blobs[base.digest]
-            is_free = blob.cold is None and digest not in bases and self._store.hot.has(digest)
+            is_free = blob.cold is None and digest not in bases and self._store.has_hot(digest)
             if is_free and other.base is None and blob.size > SMALLEST:
                 self._blobs[digest] = blob._replace(base=base)
                 bases.add(base.digest)
@@ -152,11 +152,11 @@ class _ArchivePlanner:
     def _with_cold(self, blob: PlannedMember) -> PlannedMember:
         """Return a blob with its cold form, if it has one that can be read."""
         try:
-            found = self._store.cold.open(blob.digest, blob.size)
+            found = self._store.open_cold(blob.digest, blob.size)
         except BlobMissing:
             return blob
         except BlobDamaged as error:
-            if self._store.hot.has(blob.digest):
+            if self._store.has_hot(blob.digest):
                 return blob
             raise error.at(blob.where) from None
         if found.stored >= blob.size:  # of which freezing makes none

@@ -102,7 +102,7 @@ def unpack_archive(
             work = _Unpacking(bundle, models, ingest)
             ingested = work.run(store, jobs, progress)
             ingest.publish()
-            with store.locks.alone():
+            with store.exclusive_lock():
                 _check_names(store, models, force=force)
                 _place(store, models)
     return Unpacked(
@@ -174,11 +174,11 @@ class _Unpacking:
             else:
                 found.append(present)
         size = sum(self._members[number].size for number in missing)
-        free = shutil.disk_usage(store.layout.temporary).free
+        free = shutil.disk_usage(store.folder("temporary")).free
         needed = size + self._manifests
         if needed > free:
             raise StoreError(
-                f"not enough space for the store {quote(store.layout.root)}: {needed} bytes are "
+                f"not enough space for the store {quote(store.root)}: {needed} bytes are "
                 f"needed, and {free} are free"
             )
         crew = WorkerPool(jobs, progress, size)
@@ -240,7 +240,7 @@ def _put_back(store: LocalStore, model: ArchivedModel, before: bytes | None) -> 
         if before is None:
             store.remove(model.reference)
         else:
-            path, temporary = store.layout.manifest(model.reference), store.layout.temporary
+            path, temporary = store.manifest_path(model.reference), store.folder("temporary")
             write_file(path, [before], mode=0o644, temporary=temporary)
 
 

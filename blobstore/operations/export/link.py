@@ -137,7 +137,7 @@ def _with_old_keys(content: bytes) -> bytes:
 
 def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool) -> None:
     # Resolved, so that a link says where its blob is whatever names led to the store.
-    blobs = f"{os.path.realpath(store.layout.blobs)}{os.sep}"
+    blobs = f"{os.path.realpath(store.folder('blobs'))}{os.sep}"
     for parent in {os.path.dirname(name) for name, _ in links}:  # noqa: PTH120 - there are thousands
         (folder / parent).mkdir(parents=True, exist_ok=True)
     base = f"{folder}{os.sep}"
@@ -160,7 +160,7 @@ def _explained(store: LocalStore, blob: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        root = quote(store.layout.root)
+        root = quote(store.root)
         reasons = {
             errno.EXDEV: f"the folder and the store {root} are on different file systems",
             errno.EPERM: f"the blobs of the store {root} belong to someone else, or its file "

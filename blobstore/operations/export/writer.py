@@ -121,7 +121,7 @@ class _Copying:
                 self._write(tensor.spec, blob.read(tensor.spec.nbytes), layer.name)
         if blob.digester.digest() != layer.digest:
             raise BlobDamaged(
-                f"blob {quote(self._store.layout.blob(layer.digest))} is damaged: its bytes "
+                f"blob {quote(self._store.blob_path(layer.digest))} is damaged: its bytes "
                 f"have digest {blob.digester.digest()}{ADVICE}"
             )
 

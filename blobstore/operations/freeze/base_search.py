@@ -120,7 +120,7 @@ class BaseFinder:
             for name, layer in mine.items()
             if name in theirs
             and theirs[name].digest != layer.digest
-            and self._store.hot.has(layer.digest)
+            and self._store.has_hot(layer.digest)
         ]
         alone = beside = 0
         for layer, other in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLES]:

@@ -46,20 +46,23 @@ class BatchRunner:
 
     def __init__(self, store: LocalStore, progress: Progress | None, total: int) -> None:
         self.store = store
-        self._layout = store.layout
         self._meter = Meter(progress, total)
         self._numbers = itertools.count()
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        for folder in (self._layout.blobs, self._layout.cold, self._layout.temporary):
-            make_folders(folder, self._layout.root)
-        self._lease = self.store.locks.new_lease()
+        for folder in (
+            self.store.folder("blobs"),
+            self.store.folder("cold"),
+            self.store.folder("temporary"),
+        ):
+            make_folders(folder, self.store.root)
+        self._lease = self.store.lease()
         self.lease = self._lease.name
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self._layout.temporary.glob(f"{self.lease}-*"):
+        for path in self.store.folder("temporary").glob(f"{self.lease}-*"):
             path.unlink(missing_ok=True)
         self._lease.close()
 
@@ -83,7 +86,7 @@ class BatchRunner:
 
         On an error it is removed.
         """
-        path = self._layout.temporary / f"{self.lease}-{next(self._numbers)}"
+        path = self.store.folder("temporary") / f"{self.lease}-{next(self._numbers)}"
         # Read-only from the start: a descriptor opened for writing stays usable.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:

@@ -46,7 +46,7 @@ class BlobEncoder:
 
         self._digest = blob.digest
         self._level = Effort(level)
-        self._data = store.hot.whole(blob.digest, blob.size)
+        self._data = store.mmap_hot(blob.digest, blob.size)
         self._runs = spans_of(self._data, blob.size)
         self._compared = self._runs
         self._base: BaseBlob | None = None

@@ -55,7 +55,6 @@ class ColdBlobBuilder:
     def __init__(self, store: LocalStore, level: Level, bases: Mapping[Digest, BlobId]) -> None:
         """Take the store, how hard to try, and by what blobs may be coded."""
         self._store = store
-        self._layout = store.layout
         self._level = level
         self._bases = bases
         self._whole = WholeBases(store)
@@ -68,7 +67,7 @@ class ColdBlobBuilder:
         Raises as :class:`BlobEncoder`.
         """
         base = self._bases.get(blob.digest)
-        if base is None or not (self.has_links or self._store.cold.has(base.digest)):
+        if base is None or not (self.has_links or self._store.has_cold(base.digest)):
             return self._alone(blob)
         coding = BlobEncoder(self._store, blob.id, self._level, base)
         if coding.has_base:
@@ -101,7 +100,7 @@ class ColdBlobBuilder:
     def settled(self, made: EncodedBlob) -> None:
         """Note that what was made has its name."""
         if made.base is None and made.state is not None:
-            cold = self._layout.cold_blob(made.blob.digest)
+            cold = self._store.cold_path(made.blob.digest)
             self._whole.add(made.blob.digest, (cold, made.state))
 
     def _alone(self, blob: Descriptor) -> BlobEncoder:
@@ -109,11 +108,11 @@ class ColdBlobBuilder:
 
     def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> EncodedBlob | None:
         """Return the cold form beside the hot one, kept or left by a killed freeze, if it is whole."""
-        if not self._store.cold.has(blob.digest):
+        if not self._store.has_cold(blob.digest):
             return None
         with contextlib.suppress(BlobMissing, BlobDamaged):  # the hot one is there to make it anew
-            self._store.cold.open(blob.digest, blob.size)
-            return self._checked(blob, self._layout.cold_blob(blob.digest), None, tell)
+            self._store.open_cold(blob.digest, blob.size)
+            return self._checked(blob, self._store.cold_path(blob.digest), None, tell)
         return None
 
     def _made(

@@ -229,7 +229,7 @@ class DuplicateFinder:
                 if len(having[item]) < _MOST_BASES:
                     having[item].append(digest)
         for digest in self._frozen:
-            if digest in self._bases or not self._store.hot.has(digest):
+            if digest in self._bases or not self._store.has_hot(digest):
                 continue
             for base in {base for item in prints.get(digest, ()) for base in having[item]}:
                 saved = sum(item.found_in(prints[base]) for item in self._tensors[digest])

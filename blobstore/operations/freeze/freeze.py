@@ -23,7 +23,7 @@ from blobstore.operations.freeze.blob_encoder import Level
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, blocks
 from blobstore.operations.freeze.plan import FreezePlan, Need
 from blobstore.store.bases import pin
-from blobstore.store.cold import Bases, file_state
+from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 
@@ -158,10 +158,8 @@ class _Freezing:
         self, store: LocalStore, chosen: FreezePlan, level: Level, *, keep_hot: bool
     ) -> None:
         self._store = store
-        self._layout = store.layout
         self._maker = ColdBlobBuilder(store, level, chosen.base_blobs)
         self._keeps_hot = keep_hot
-        self._bases = Bases(store.cold)
         self._chosen = chosen
         self.blobs = chosen.blobs
         self.results: dict[Digest, FrozenBlob] = {}
@@ -175,8 +173,8 @@ class _Freezing:
 
         total = sum(blob.size for blob in self.blobs.values())
         meter = Meter(progress, total)
-        with self._store.locks.reading():
-            needed = self._chosen.needed_hot(read_leases(self._layout).digests)
+        with self._store.reading_lock():
+            needed = self._chosen.needed_hot(read_leases(self._store).digests)
         for digest, blob in self.blobs.items():
             outcome = self._outcome_before(blob, needed)
             try:
@@ -228,8 +226,8 @@ class _Freezing:
 
     def _outcome_before(self, blob: Descriptor, needed: Mapping[str, Need]) -> Outcome | None:
         """Return what becomes of a blob that need not be coded."""
-        if not self._store.hot.has(blob.digest):
-            return "cold" if self._store.cold.has(blob.digest) else None
+        if not self._store.has_hot(blob.digest):
+            return "cold" if self._store.has_cold(blob.digest) else None
         if not self._keeps_hot and blob.digest.hex in needed:
             return needed[blob.digest.hex]
         # The name of a cold blob takes room too, and its table some hundred bytes.
@@ -239,12 +237,12 @@ class _Freezing:
 
     def _settle(self, made: Sequence[EncodedBlob], lease: str) -> None:
         """Give cold blobs their names, and remove the hot ones that nobody needs."""
-        with self._store.locks.alone():
-            leased = read_leases(self._layout, without=lease).digests
+        with self._store.exclusive_lock():
+            leased = read_leases(self._store, without=lease).digests
             self._chosen.update()
             needed = {} if self._keeps_hot else self._chosen.needed_hot(leased)
-            cold = self._store.cold.files()
-            bases = set(self._bases.known(cold).values())
+            cold = self._store.cold_files()
+            bases = set(self._store.cold_bases(cold).values())
             kept: list[EncodedBlob] = []
             for item in made:
                 outcome = self._unsettled(item, needed, bases)
@@ -257,8 +255,8 @@ class _Freezing:
             kept = [item for item in kept if self._is_pinned(item)]
             for item in kept:
                 if item.path is not None:
-                    item.path.replace(self._layout.cold_blob(item.blob.digest))
-            sync_folder(self._layout.cold)
+                    item.path.replace(self._store.cold_path(item.blob.digest))
+            sync_folder(self._store.folder("cold"))
             if not self._keeps_hot:
                 self._remove_hot(kept)
             for item in kept:
@@ -267,7 +265,7 @@ class _Freezing:
 
     def _is_pinned(self, item: EncodedBlob) -> bool:
         """Make sure of the blob by which another is coded; if that fails, that one is to be made anew."""
-        if item.base is None or pin(self._layout, item.base):
+        if item.base is None or pin(self._store, item.base):
             return True
         if item.path is not None:
             item.path.unlink(missing_ok=True)
@@ -289,35 +287,35 @@ class _Freezing:
             return needed[digest.hex]
         if item.base is not None and (digest in bases or self._is_delta(item.base)):
             return "in use"  # edges are one deep
-        where = self._layout.cold_blob(digest) if item.path is None else str(item.path)
+        where = self._store.cold_path(digest) if item.path is None else str(item.path)
         if file_state(where) != item.state:  # thawed, or frozen otherwise, by another process
             return "in use"
         return None
 
     def _is_delta(self, digest: Digest) -> bool:
         """Tell whether a base could not serve as one: it is coded by another, gone or damaged."""
-        if not self._store.cold.has(digest):
-            return not self._store.hot.has(digest)
+        if not self._store.has_cold(digest):
+            return not self._store.has_hot(digest)
         try:
-            return self._store.cold.open(digest).base is not None
+            return self._store.open_cold(digest).base is not None
         except (BlobMissing, BlobDamaged):
             return True
 
     def _remove_hot(self, made: Sequence[EncodedBlob]) -> None:
         for item in made:
             # The rename has kept the file: what was checked is what has the name now.
-            if file_state(self._layout.cold_blob(item.blob.digest)) == item.state:
-                Path(self._layout.blob(item.blob.digest)).unlink(missing_ok=True)
+            if file_state(self._store.cold_path(item.blob.digest)) == item.state:
+                Path(self._store.blob_path(item.blob.digest)).unlink(missing_ok=True)
                 # What is cold outlives its file without a second name.
-                Path(self._layout.base_blob(item.blob.digest)).unlink(missing_ok=True)
-        sync_folder(self._layout.blobs)
+                Path(self._store.base_path(item.blob.digest)).unlink(missing_ok=True)
+        sync_folder(self._store.folder("blobs"))
 
     def _note(
         self, blob: Descriptor, outcome: Outcome, stored: int = -1, base: Digest | None = None
     ) -> None:
         if outcome == "cold":
             try:
-                found = self._store.cold.open(blob.digest, blob.size)
+                found = self._store.open_cold(blob.digest, blob.size)
                 stored, base = found.stored, found.base
             except BlobMissing:  # thawed since it was looked for
                 outcome = "in use"

@@ -12,7 +12,6 @@ from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.operations.freeze.base_search import BaseFinder
 from blobstore.operations.freeze.duplicates import DuplicateFinder
-from blobstore.store.cold import Bases
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ class FreezePlan:
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
-        self._layout = store.layout
         self._marks = ReachableBlobs(store)
         self._frozen: dict[str, tuple[int, ...]] = {}
         """The manifests of what is frozen now, or was before: their blobs need not be hot."""
@@ -49,7 +47,7 @@ class FreezePlan:
         self, names: Sequence[Reference], older_than: float | None, *, must_exist: bool
     ) -> None:
         """Find the blobs of the models, and the names that are frozen already."""
-        if not self._layout.root.exists() and not must_exist:
+        if not self._store.root.exists() and not must_exist:
             return
         self._marks.update()
         marked = self._marks.by_path()
@@ -60,7 +58,7 @@ class FreezePlan:
                 if must_exist:
                     raise
                 continue  # removed since it was listed
-            path = str(self._layout.manifest(reference))
+            path = str(self._store.manifest_path(reference))
             layers = manifest.layers_of(media_types.TENSOR)
             if not layers and not must_exist:
                 continue  # a model of Ollama's own
@@ -71,7 +69,7 @@ class FreezePlan:
             if path in marked:
                 self._frozen[path] = marked[path].state
         cold_only = {
-            digest.hex for digest in self._store.cold.files() if not self._store.hot.has(digest)
+            digest.hex for digest in self._store.cold_files() if not self._store.has_hot(digest)
         }
         for path, item in marked.items():
             if path not in self._frozen and not cold_only.isdisjoint(item.blobs):
@@ -102,7 +100,7 @@ class FreezePlan:
 
     def _join_equals(self, relatives: BaseFinder, level: Level) -> None:
         """Let blobs be coded by those whose tensors they have under other names."""
-        coded = Bases(self._store.cold).known(self._store.cold.files())
+        coded = self._store.cold_bases()
         equals = DuplicateFinder(self._store, level, self.blobs, coded)
         others = [item for item in relatives.references if item not in self.references]
         equals.look_at([relatives.layers(reference) for reference in others])
@@ -110,7 +108,7 @@ class FreezePlan:
 
     def _drop_chains(self) -> None:
         """Leave no base that is coded by another itself."""
-        cold = Bases(self._store.cold).known(self._store.cold.files())
+        cold = self._store.cold_bases()
         for digest in {blob.digest for blob in self.base_blobs.values()} | {*cold.values()}:
             self.base_blobs.pop(digest, None)  # edges are one deep
         for digest, blob in list(self.base_blobs.items()):
@@ -119,11 +117,14 @@ class FreezePlan:
 
     def _is_any_hot(self, relatives: BaseFinder, reference: Reference) -> bool:
         layers = relatives.layers(reference).values()
-        return any(self._store.hot.has(layer.digest) for layer in layers)
+        return any(self._store.has_hot(layer.digest) for layer in layers)
 
     def _age(self, path: str, layers: Sequence[Descriptor]) -> float:
         """Return the seconds since a model was created, copied or thawed."""
-        times = [_modified(path), *(_modified(self._layout.blob(item.digest)) for item in layers)]
+        times = [
+            _modified(path),
+            *(_modified(self._store.blob_path(item.digest)) for item in layers),
+        ]
         return time.time() - max(times)
 
     def update(self) -> None:

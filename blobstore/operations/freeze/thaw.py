@@ -21,7 +21,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import BatchRunner
 from blobstore.store.bases import link_base
-from blobstore.store.cold import Bases, file_state
+from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
@@ -89,7 +89,7 @@ def thaw_models(
         for layer in store.resolve(reference).layers_of(media_types.TENSOR)
     }
     work = _Thawing(store, keeps_cold=keep_cold)
-    cold = [blob for blob in blobs.values() if store.cold.has(blob.digest)]
+    cold = [blob for blob in blobs.values() if store.has_cold(blob.digest)]
     if cold:
         with store.writing():
             work.run(cold, jobs, progress)
@@ -107,7 +107,7 @@ def thaw_models(
 
 
 def _missing(store: LocalStore, blob: Descriptor) -> BlobMissing:
-    path = quote(store.layout.blob(blob.digest))
+    path = quote(store.blob_path(blob.digest))
     return BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing")
 
 
@@ -127,7 +127,6 @@ class _Made(NamedTuple):
 class _Thawing:
     def __init__(self, store: LocalStore, *, keeps_cold: bool) -> None:
         self._store = store
-        self._layout = store.layout
         self._keeps_cold = keeps_cold
         self.count = 0
         self.size = 0
@@ -144,7 +143,7 @@ class _Thawing:
                 try:
                     return self._make(blob, moving)
                 except (BlobMissing, BlobDamaged) as error:
-                    if self._store.cold.has(blob.digest):  # not removed by another process
+                    if self._store.has_cold(blob.digest):  # not removed by another process
                         self.faults.append(error.at(f"layer {quote(blob.name)}"))
                     return None
 
@@ -155,8 +154,8 @@ class _Thawing:
 
     def _make(self, blob: Descriptor, moving: BatchRunner) -> _Made:
         """Write a blob as it was, or find that it is there."""
-        cold = self._store.cold.open(blob.digest, blob.size)
-        hot = self._layout.blob(blob.digest)
+        cold = self._store.open_cold(blob.digest, blob.size)
+        hot = self._store.blob_path(blob.digest)
 
         def tell(count: int) -> None:
             moving.tell(count, blob.name)
@@ -180,7 +179,7 @@ class _Thawing:
         """Tell whether the hot blob is whole, and make that durable: whoever wrote it may not have."""
         try:
             self._store.check_digest(blob.digest, blob.size, tell)
-            descriptor = self._store.hot.open(blob.digest, blob.size)
+            descriptor = self._store.open_hot(blob.digest, blob.size)
         except (BlobMissing, BlobDamaged):
             return False
         try:
@@ -191,25 +190,25 @@ class _Thawing:
 
     def _settle(self, made: Sequence[_Made]) -> None:
         """Give blobs their names, and remove the cold ones."""
-        with self._store.locks.alone():
+        with self._store.exclusive_lock():
             placed = [item for item in made if self._is_placed(item)]
-            sync_folder(self._layout.blobs)
+            sync_folder(self._store.folder("blobs"))
             # A blob by which others are coded needs a second name, or stays cold too.
-            bases = set(Bases(self._store.cold).known(self._store.cold.files()).values())
+            bases = set(self._store.cold_bases().values())
             for item in placed:
                 self.count += 1
                 self.size += item.blob.size
                 self.stored += item.stored
                 if not self._keeps_cold:
                     self._remove_cold(item, is_base=item.blob.digest in bases)
-            sync_folder(self._layout.cold)
+            sync_folder(self._store.folder("cold"))
 
     def _is_placed(self, item: _Made) -> bool:
         """Put a blob in its place; tell whether what is there is what was checked."""
-        hot = self._layout.blob(item.blob.digest)
+        hot = self._store.blob_path(item.blob.digest)
         if item.path is not None and file_state(hot) == item.seen:
             if os.path.lexists(hot):
-                put_in_place(self._layout, item.blob.digest, item.path)
+                put_in_place(self._store, item.blob.digest, item.path)
             else:
                 item.path.replace(hot)
         # Otherwise others have put something there meanwhile: then it stays cold too.
@@ -217,10 +216,10 @@ class _Thawing:
 
     def _remove_cold(self, item: _Made, *, is_base: bool) -> None:
         hot, cold = (
-            self._layout.blob(item.blob.digest),
-            self._layout.cold_blob(item.blob.digest),
+            self._store.blob_path(item.blob.digest),
+            self._store.cold_path(item.blob.digest),
         )
         if file_state(hot) != item.state or not os.path.lexists(cold):
             return
-        if not is_base or link_base(self._layout, item.blob.digest):
+        if not is_base or link_base(self._store, item.blob.digest):
             os.unlink(cold)  # noqa: PTH108 - a blob's path is a text

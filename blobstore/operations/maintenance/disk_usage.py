@@ -149,14 +149,14 @@ class _Measuring:
         self._uses = Counter(digest for entry in entries for digest in entry.blobs)
         self._sizes: dict[Digest, int] = {}
         self._foreign: list[int] = []
-        for path, status in _files(store.layout.blobs):
+        for path, status in _files(store.folder("blobs")):
             digest = _digest_of(path, status)
             if digest is None:
                 self._foreign.append(status.st_size)
             else:
                 self._sizes[digest] = status.st_size
-        self._cold = {digest: found.st_size for digest, found in store.cold.files().items()}
-        for path, status in _files(store.layout.bases):
+        self._cold = {digest: found.st_size for digest, found in store.cold_files().items()}
+        for path, status in _files(store.folder("bases")):
             digest = _digest_of(path, status)
             if digest is not None and digest not in self._sizes:  # else it is the same file
                 self._cold[digest] = self._cold.get(digest, 0) + status.st_size
@@ -170,7 +170,7 @@ class _Measuring:
     def _look_at(self, digest: Digest) -> None:
         """Note what a cold blob saves, and what it needs."""
         try:
-            blob = self._store.cold.open(digest)
+            blob = self._store.open_cold(digest)
         except BlobstoreError:  # told of a model that needs it
             return
         if digest not in self._sizes:
@@ -179,11 +179,10 @@ class _Measuring:
             self._bases.add(blob.base)
 
     def result(self, chosen: Sequence[CatalogEntry]) -> StoreUsage:
-        layout = self._store.layout
+        folder = self._store.folder
         together = Counter(digest for entry in chosen for digest in entry.blobs)
         alone = [digest for digest, count in together.items() if count == self._uses[digest]]
         models = tuple(map(self._model, chosen))
-        ours = layout.lock.parent
         return StoreUsage(
             models=models,
             together=self._space(together),
@@ -199,11 +198,17 @@ class _Measuring:
             bases=self._space(self._bases - self._uses.keys()),
             unreferenced=self._space(self._sizes.keys() - self._uses.keys() - self._bases),
             foreign=_total(self._foreign),
-            manifests=_space_of(layout.manifests),
-            temporary=_space_of(layout.temporary),
-            quarantine=_space_of(layout.quarantine),
+            manifests=_space_of(folder("manifests")),
+            temporary=_space_of(folder("temporary")),
+            quarantine=_space_of(folder("quarantine")),
             caches=_space_of(
-                ours, without=(layout.temporary, layout.quarantine, layout.cold, layout.bases)
+                folder("headers").parent,
+                without=(
+                    folder("temporary"),
+                    folder("quarantine"),
+                    folder("cold"),
+                    folder("bases"),
+                ),
             ),
         )
 

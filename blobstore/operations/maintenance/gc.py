@@ -24,7 +24,6 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import read_regular, sync_folder
 from blobstore.errors import BlobstoreError, InvalidDigest, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
-from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 from blobstore.store.reachability import ReachableBlobs
@@ -96,7 +95,7 @@ def collect_garbage(
         raise UsageError(f"older_than must be 0 seconds or more, got {older_than}")
     store = store or LocalStore()
     store.check_root()
-    if not store.layout.root.exists():
+    if not store.root.exists():
         return Collected(blobs=(), leftovers=(), folders=(), kept=0, kept_size=0)
     with store.writing():
         return _Collection(store, older_than, dry_run=dry_run).run()
@@ -122,11 +121,9 @@ class _Needed(NamedTuple):
 class _Collection:
     def __init__(self, store: LocalStore, older_than: float, *, dry_run: bool) -> None:
         self._store = store
-        self._layout = store.layout
         self._older_than = older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
-        self._bases = Bases(store.cold)
         self._kept: list[int] = []
         self._kept_bases: list[int] = []
         self._gone: set[str] = set()
@@ -154,22 +151,22 @@ class _Collection:
 
     def _is_any_missing(self) -> bool:
         """Tell whether a blob that is needed is not there, as where a disk is not mounted."""
-        if not _names(self._layout.bases):
+        if not _names(self._store.folder("bases")):
             return False  # and if so, no base would be lost
-        there = {*_names(self._layout.blobs), *_names(self._layout.cold)}
+        there = {*_names(self._store.folder("blobs")), *_names(self._store.folder("cold"))}
         return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
 
     def _unreached(self) -> tuple[list[Path], list[Path]]:
         """Return the files of blobs that no manifest reaches: those coded by others, and the rest."""
         reached = self._marks.reached()
-        deltas = self._bases.known(self._store.cold.files())
+        deltas = self._store.cold_bases()
         found: tuple[list[Path], list[Path]] = ([], [])
-        for folder in (self._layout.cold, self._layout.blobs):
+        for folder in (self._store.folder("cold"), self._store.folder("blobs")):
             for name in sorted(_names(folder)):
                 if name.removeprefix(_PREFIX) not in reached:
                     with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
                         digest = Digest.parse(name.replace("-", ":", 1))
-                        is_delta = folder == self._layout.cold and digest in deltas
+                        is_delta = folder == self._store.folder("cold") and digest in deltas
                         found[not is_delta].append(folder / name)
         return found
 
@@ -182,14 +179,14 @@ class _Collection:
     def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
         """Yield the blobs by which others are coded that are there, be they needed or too young."""
         if self._keeps_bases:
-            for name in _names(self._layout.bases):
+            for name in _names(self._store.folder("bases")):
                 with contextlib.suppress(InvalidDigest):
                     yield Digest.parse(name.replace("-", ":", 1))
-        for digest, status in self._store.cold.files().items():
+        for digest, status in self._store.cold_files().items():
             if digest.file_name not in self._gone:
                 # What is hot too does without its base, a base has none, and the rest is no loss.
-                must_be_known = needed.names(digest.hex) and not self._store.hot.has(digest)
-                base = self._bases.of(digest, status, must_be_known=must_be_known)
+                must_be_known = needed.names(digest.hex) and not self._store.has_hot(digest)
+                base = self._store.base_of(digest, status, must_be_known=must_be_known)
                 if base is not None:
                     yield base
 
@@ -197,7 +194,7 @@ class _Collection:
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
             with self._alone():
-                leased = read_leases(self._layout).digests
+                leased = read_leases(self._store).digests
                 self._marks.update()
                 needed = self._needed(leased)
                 lost = self._marks.lost()
@@ -211,8 +208,7 @@ class _Collection:
                         sync_folder(folder)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        locks = self._store.locks
-        return locks.reading() if self._is_dry else locks.alone()
+        return self._store.reading_lock() if self._is_dry else self._store.exclusive_lock()
 
     def _remove_blob(self, path: Path, *, is_needed: bool, is_base: bool) -> Iterator[Removed]:
         try:
@@ -224,25 +220,29 @@ class _Collection:
         if is_needed or _age(status) < self._older_than:
             (self._kept_bases if is_base else self._kept).append(status.st_size)
         else:
-            if self._is_dry and path.parent == self._layout.cold:
+            if self._is_dry and path.parent == self._store.folder("cold"):
                 self._gone.add(path.name)
             yield self._remove(path, status.st_size)
 
     def _leftovers(self) -> Iterator[Removed]:
         """Remove what only living processes need. No name is being published meanwhile."""
-        leased = read_leases(self._layout)
+        leased = read_leases(self._store)
         self._marks.update()
         temporary = [
             entry
-            for entry in _scan(self._layout.temporary)
+            for entry in _scan(self._store.folder("temporary"))
             if entry.name.rpartition("-")[0] not in leased.names
         ]
         known = {digest.hex for digest in self._marks.manifests()}
-        caches = [entry for entry in _scan(self._layout.headers) if entry.name not in known]
-        caches += [entry for entry in _scan(self._layout.headers.parent) if entry.name[0] == "."]
+        caches = [
+            entry for entry in _scan(self._store.folder("headers")) if entry.name not in known
+        ]
+        caches += [
+            entry for entry in _scan(self._store.folder("headers").parent) if entry.name[0] == "."
+        ]
         caches = [entry for entry in caches if self._is_old(entry)]
         bases = {base.file_name for base in self._needed_bases(self._needed(leased.digests))}
-        pins = [entry for entry in _scan(self._layout.bases) if entry.name not in bases]
+        pins = [entry for entry in _scan(self._store.folder("bases")) if entry.name not in bases]
         for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches, *pins))):
             with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
                 yield self._remove(path, path.lstat().st_size)
@@ -255,20 +255,20 @@ class _Collection:
 
     def _empty_folders(self) -> Iterator[Path]:
         empty: set[str] = set()
-        for folder, inner, files in os.walk(self._layout.manifests, topdown=False):
+        for folder, inner, files in os.walk(self._store.folder("manifests"), topdown=False):
             full = [name for name in inner if str(Path(folder, name)) not in empty]
-            if full or files or folder == str(self._layout.manifests):
+            if full or files or folder == str(self._store.folder("manifests")):
                 continue
             empty.add(folder)
             with contextlib.suppress(OSError):  # Ollama has just put something there
                 if not self._is_dry:
                     Path(folder).rmdir()
-                yield Path(folder).relative_to(self._layout.root)
+                yield Path(folder).relative_to(self._store.root)
 
     def _remove(self, path: Path, size: int) -> Removed:
         if not self._is_dry:
             path.unlink(missing_ok=True)
-        return Removed(path.relative_to(self._layout.root), size)
+        return Removed(path.relative_to(self._store.root), size)
 
 
 def _promise_of(path: Path) -> str | None:

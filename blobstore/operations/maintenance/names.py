@@ -24,7 +24,6 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
-from blobstore.store.cold import Bases
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def remove_models(
     entries = _removable(store, names)
     left = _left_behind(store, entries)
     if entries and not dry_run:
-        with store.writing(), store.locks.alone():
+        with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
             for entry in entries:
                 store.remove(entry.reference)
@@ -156,7 +155,7 @@ def _rename(
     if source == target:
         raise UsageError(f"{quote(source)} and {quote(target)} are the same name")
     store.read_manifest(source)  # before a lock is made where nothing is
-    with store.writing(), store.locks.alone():
+    with store.writing(), store.exclusive_lock():
         data = store.read_manifest(source)
         manifest = _checked(store, source, data)
         _check_case(source, target, keeps_source=keeps_source)
@@ -174,7 +173,7 @@ def _checked(store: LocalStore, reference: Reference, data: bytes) -> Manifest:
     try:
         return Manifest.from_bytes(data)
     except InvalidManifest as error:
-        raise error.at(quote(store.layout.manifest(reference))) from None
+        raise error.at(quote(store.manifest_path(reference))) from None
 
 
 def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> None:
@@ -191,7 +190,7 @@ def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> 
 def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
     entries = read_entries(store, references)
     for entry in entries:
-        if entry.error is not None and store.layout.manifest(entry.reference).is_dir():
+        if entry.error is not None and store.manifest_path(entry.reference).is_dir():
             raise entry.error
     return entries
 
@@ -203,10 +202,10 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
     others = [other for other in read_catalog(store) if other.reference not in gone]
     for other in others:
         garbage -= other.blobs.keys()
-    cold = store.cold.files()
+    cold = store.cold_files()
     # What is cold and left is coded by them.
     left = {digest: status for digest, status in cold.items() if digest not in garbage}
-    coded = Bases(store.cold).known(left) if garbage else {}
+    coded = store.cold_bases(left) if garbage else {}
     coded = {digest: base for digest, base in coded.items() if base in garbage}
     bases = set(coded.values())
     sizes = [size for digest in garbage - bases if (size := _size(store, digest)) is not None]
@@ -227,7 +226,7 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
 def _size(store: LocalStore, digest: Digest) -> int | None:
     """Return the bytes that a blob takes, hot and cold; None if it is missing."""
     sizes = []
-    for path in (store.layout.blob(digest), store.layout.cold_blob(digest)):
+    for path in (store.blob_path(digest), store.cold_path(digest)):
         with contextlib.suppress(OSError):
             sizes.append(os.lstat(path).st_size)
     return sum(sizes) if sizes else None

@@ -203,7 +203,6 @@ class _Repair:
         is_dry: bool,
     ) -> None:
         self._store = store
-        self._layout = store.layout
         self._own = OwnOrigin(store)
         self._wanted: dict[BlobId, Descriptor] = {blob.id: blob for blob in damaged}
         self._origin_name = origin_name
@@ -228,26 +227,26 @@ class _Repair:
             self._try_rounds(origin)
             return
         with self._store.writing():
-            for folder in (self._layout.blobs, self._layout.temporary):
-                make_folders(folder, self._layout.root)
+            for folder in (self._store.folder("blobs"), self._store.folder("temporary")):
+                make_folders(folder, self._store.root)
             # For its name alone, that temporary files are of a living process: manifests reach them.
-            with self._store.locks.lease() as lease:
+            with self._store.lease() as lease:
                 self._prefix = f"{lease.name}-"
                 self._put_cold_aside()
                 self._try_rounds(origin)
         # What was coded by a damaged blob is whole again with that one.
-        cold = {key: it for key, it in self._wanted.items() if self._store.cold.has(it.digest)}
+        cold = {key: it for key, it in self._wanted.items() if self._store.has_cold(it.digest)}
         self.whole |= {key for key, blob in cold.items() if self._judge(blob) == (True, True)}
         self._renew_indexes()
 
     def _put_cold_aside(self) -> None:
         """Put cold blobs aside that are damaged, but whole in their hot form."""
         for key, blob in list(self._wanted.items()):
-            seen = states(self._layout, blob.digest)
-            if self._store.hot.has(blob.digest) and self._judge(blob) == (True, False):
-                with self._store.locks.alone():
-                    if states(self._layout, blob.digest) == seen:
-                        self._note(blob, put_cold_aside(self._layout, blob.digest), is_right=True)
+            seen = states(self._store, blob.digest)
+            if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
+                with self._store.exclusive_lock():
+                    if states(self._store, blob.digest) == seen:
+                        self._note(blob, put_cold_aside(self._store, blob.digest), is_right=True)
                         del self._wanted[key]
 
     def _try_rounds(self, origin: BlobProvider | None) -> None:
@@ -298,7 +297,7 @@ class _Repair:
             self.reasons[str(digest)] = str(error)
 
     def _mend(self, candidate: Candidate, meter: Meter) -> None:
-        path = self._layout.temporary / f"{self._prefix}{next(self._numbers)}"
+        path = self._store.folder("temporary") / f"{self._prefix}{next(self._numbers)}"
         # Read-only from the start: a descriptor opened for writing stays usable.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
@@ -343,18 +342,18 @@ class _Repair:
     def _place(self, blob: Descriptor, ready: Path) -> None:
         """Put a file in a blob's place, unless that has become whole meanwhile."""
         while True:
-            seen = states(self._layout, blob.digest)
+            seen = states(self._store, blob.digest)
             is_whole, is_cold_whole = self._judge(blob)
             if is_whole and is_cold_whole:
                 self.whole.add(blob.id)
                 return
             # Threads of one process would keep each other from the store's lock.
-            with self._placing, self._store.locks.alone():
-                if states(self._layout, blob.digest) != seen:
+            with self._placing, self._store.exclusive_lock():
+                if states(self._store, blob.digest) != seen:
                     continue
-                aside = None if is_whole else put_in_place(self._layout, blob.digest, ready)
+                aside = None if is_whole else put_in_place(self._store, blob.digest, ready)
                 if not is_cold_whole:
-                    aside = put_cold_aside(self._layout, blob.digest) or aside
+                    aside = put_cold_aside(self._store, blob.digest) or aside
                 break
         self._note(blob, aside, is_right=True)
 

@@ -52,14 +52,14 @@ def restore_manifests(
         if is_dry:
             yield Restored(reference, manifest, None)
             continue
-        with store.writing(), store.locks.alone():
+        with store.writing(), store.exclusive_lock():
             if _damaged(store, reference) != damaged:
                 continue
-            path = store.layout.manifest(reference)
-            aside = keep_copy(store.layout, damaged)
+            path = store.manifest_path(reference)
+            aside = keep_copy(store, damaged)
             # Whatever is wrong with the blobs: they are mended when it is known which they are. And
             # whatever other names there are: this one has been among them.
-            write_file(path, [whole], mode=0o644, temporary=store.layout.temporary)
+            write_file(path, [whole], mode=0o644, temporary=store.folder("temporary"))
         yield Restored(reference, manifest, aside)
 
 

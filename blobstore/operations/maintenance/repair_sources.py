@@ -107,27 +107,26 @@ class OwnOrigin:
     ) -> Iterator[Sequence[Candidate]]:
         """Yield what there is of all; see :class:`BlobProvider`."""
         del lists
-        cold, pinned = self._store.cold, self._store.pinned
-        for shelf, pieces in ((cold, self._decoded), (pinned, self._linked)):
-            there = [blob for blob in wanted.values() if shelf.has(blob.digest)]
-            yield [Candidate(blob, partial(pieces, blob)) for blob in there]
+        store = self._store
+        for has, pieces in (
+            (store.has_cold, self._decoded),
+            (store.has_base_link, store.read_base_link),
+        ):
+            there = [blob for blob in wanted.values() if has(blob.digest)]
+            yield [Candidate(blob, partial(pieces, blob.digest, blob.size)) for blob in there]
 
     def has_any(self, wanted: Wanted) -> bool:
         """Tell whether there is another form of any."""
         return any(
-            self._store.cold.has(blob.digest) or self._store.pinned.has(blob.digest)
+            self._store.has_cold(blob.digest) or self._store.has_base_link(blob.digest)
             for blob in wanted.values()
         )
 
     def close(self) -> None:
         """Do nothing."""
 
-    def _decoded(self, blob: Descriptor) -> Iterator[Buffer]:
-        return self._store.cold.open(blob.digest, blob.size).pieces()
-
-    def _linked(self, blob: Descriptor) -> Iterator[Buffer]:
-        pinned = self._store.pinned
-        return pinned.pieces(pinned.open(blob.digest, blob.size), blob.digest, blob.size)
+    def _decoded(self, digest: Digest, size: int) -> Iterator[Buffer]:
+        return self._store.open_cold(digest, size).pieces()
 
 
 class SourceOrigin:
@@ -222,7 +221,7 @@ def open_origin(
     """
     path = Path(source)
     if all((path / part).is_dir() for part in ("blobs", "manifests")):
-        if store.layout.root.exists() and path.samefile(store.layout.root):
+        if store.root.exists() and path.samefile(store.root):
             raise UsageError(
                 f"{quote(source)} is the store itself, which cannot be repaired from itself"
             )

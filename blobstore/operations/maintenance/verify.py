@@ -218,7 +218,7 @@ class _Check:
             blobs,
             jobs=self._jobs,
             progress=count,
-            verified=VerifiedBlobs(self._store.layout),
+            verified=VerifiedBlobs(self._store),
             pace=self._pace,
             both_forms=True,
             as_bases=as_bases,
@@ -229,12 +229,9 @@ class _Check:
     ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
         for blob in blobs:
             try:
-                if not as_bases or self._store.has(blob.digest):
-                    self._store.check_size(blob.digest, blob.size)
-                else:
-                    self._store.pinned.check_size(blob.digest, blob.size)
+                self._store.check_size(blob.digest, blob.size, as_base=as_bases)
                 with contextlib.suppress(BlobMissing):  # most are not cold
-                    self._store.cold.open(blob.digest, blob.size)
+                    self._store.open_cold(blob.digest, blob.size)
             except BlobstoreError as error:
                 yield blob, error
 
@@ -280,7 +277,7 @@ def _manifest_faults(
     try:
         store.check_manifest(data, manifest)
     except InvalidManifest as error:
-        path = quote(store.layout.manifest(reference))
+        path = quote(store.manifest_path(reference))
         yield Fault(str(reference), "", "", str(error.at(path)))
 
 

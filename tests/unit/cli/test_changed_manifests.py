@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def changed(stored: LocalStore, dense: Path) -> LocalStore:
     """Return a store with the model ``dense``, of whose manifest a bit was changed, and ``whole``."""
     assert run("create", dense, "whole").exit_code == 0
-    path = stored.layout.manifest(Reference.parse("dense"))
+    path = stored.manifest_path(Reference.parse("dense"))
     data = path.read_bytes()
     path.write_bytes(data.replace(b"ollama.image.json", b"ollama.image.jsoo", 1))
     assert path.read_bytes() != data
@@ -73,7 +73,7 @@ def test_stops_gc_until_the_name_is_gone(changed: LocalStore) -> None:
 def test_is_cured_as_the_message_says(changed: LocalStore, dense: Path) -> None:
     assert run("cp", "whole", "dense", "--force").exit_code == 0
     assert run("verify").exit_code == 0
-    path = changed.layout.manifest(Reference.parse("dense"))
+    path = changed.manifest_path(Reference.parse("dense"))
     path.write_bytes(path.read_bytes().replace(b'"name"', b'"nbme"', 1))
     assert run("create", dense, "dense").exit_code == 0
     assert run("verify").exit_code == 0

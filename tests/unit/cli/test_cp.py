@@ -54,7 +54,7 @@ def test_names_that_are_nearly_right_are_told(stored: LocalStore, command: str) 
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
 def test_waits_as_long_as_told(stored: LocalStore, command: str) -> None:
-    with stored.locks.shared():
+    with stored.shared_lock():
         found = run_json(command, "dense", "x", "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def blob_bytes(store: LocalStore) -> int:
-    return sum(path.stat().st_size for path in store.layout.blobs.iterdir())
+    return sum(path.stat().st_size for path in store.folder("blobs").iterdir())
 
 
 def test_tells_what_was_written(store: LocalStore, dense: Path) -> None:
@@ -26,7 +26,7 @@ def test_tells_what_was_written(store: LocalStore, dense: Path) -> None:
 
     assert created["name"] == "dense:latest"
     assert created["tensors"] == len(dense_tensors())
-    assert created["blobs"] == len(list(store.layout.blobs.iterdir()))
+    assert created["blobs"] == len(list(store.folder("blobs").iterdir()))
     assert created["bytes_written"] == blob_bytes(store)
     assert created["bytes_present"] == 0
     assert created["seconds"] >= 0
@@ -53,7 +53,7 @@ def test_makes_the_store_that_is_named(tmp_path: Path, store: LocalStore, dense:
     assert run("create", dense, "dense", "--store", tmp_path / "other" / "deep").exit_code == 0
 
     assert run_json("list", "--store", tmp_path / "other" / "deep")["models"]
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
@@ -101,7 +101,7 @@ def test_leaves_out_what_no_index_names_when_asked(store: LocalStore, moe: Path)
 def test_a_dry_run_prints_what_would_be_made(store: LocalStore, moe: Path, form: str) -> None:
     planned = run_json("create", moe, "moe", "--experts", form, "--dry-run")
     text = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
     assert run("create", moe, "moe", "--experts", form).exit_code == 0
     layers = [
@@ -125,7 +125,7 @@ def test_a_missing_source_is_not_found(store: LocalStore, more: list[str]) -> No
 
     assert result.exit_code == 3
     assert result.stderr == ("blobstore: error: no such folder or file: '/nowhere/mo\\x1bdel'\n")
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "dense")
 
     assert result.exit_code == 4
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
@@ -147,11 +147,11 @@ def test_a_name_that_differs_in_case_only_is_refused(
 
 
 def test_a_file_in_the_place_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
-    store.layout.root.write_bytes(b"")
+    store.root.write_bytes(b"")
 
     assert run("create", dense, "dense").exit_code == 1
     assert run("list").exit_code == 1
-    assert store.layout.root.read_bytes() == b""
+    assert store.root.read_bytes() == b""
 
 
 # Quantization
@@ -187,7 +187,7 @@ def test_a_dry_run_prints_every_decision_with_its_reason(store: LocalStore, bf16
     assert " ".join(rows["model.embed_tokens.weight"].split()).endswith(" embedding")
     assert printed[-2].endswith(" bits a weight")
     assert printed[-1].endswith("; nothing was written")
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_dry_run_s_decisions_are_what_is_then_made(store: LocalStore, bf16: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_request_that_means_nothing_is_a_usage_error(
 
     assert result.exit_code == 2
     assert what in result.stderr
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_numbers_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_numbers_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path
     assert result.exit_code == 4
     assert "tensor 'lm_head.weight': element [3, 5] is nan" in result.stderr
     assert run("show", "m").exit_code == 3
-    assert not list(store.layout.blobs.iterdir())
+    assert not list(store.folder("blobs").iterdir())
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
     ]
     lines = run("create", checkpoint, "m", "--list").stdout.splitlines()
     assert [line.split() for line in lines[1:]] == [[".", "3"], ["model", "1"], ["ema", "2"]]
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_part_is_of_a_checkpoint_only(store: LocalStore, dense: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_
     assert result.exit_code == 4
     assert result.stderr.count("\n") == 1
     assert "it asks for 'posix.getcwd', which no checkpoint of tensors needs" in result.stderr
-    assert not store.layout.blobs.exists()
+    assert not store.folder("blobs").exists()
 
 
 def test_a_paranoid_import_reads_again_what_is_there(stored: LocalStore, dense: Path) -> None:

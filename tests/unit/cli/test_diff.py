@@ -90,7 +90,7 @@ def test_what_fails_is_told_apart(other: LocalStore) -> None:
     assert result.exit_code == 3
     assert "did you mean 'dense'?" in result.stderr
     digest = other.resolve(Reference.parse("other")).layers[0].digest
-    (other.layout.blobs / digest.file_name).unlink()
+    (other.folder("blobs") / digest.file_name).unlink()
     assert run("diff", "dense", "other").exit_code == 4
     assert run("diff", "dense").exit_code == 2
 

@@ -32,7 +32,7 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
     run("cp", "dense", "copy")
     run("cp", "moe", "garbage")
     run("rm", "garbage", "moe")
-    (stored.layout.temporary / "1-a-0").write_bytes(b"12")
+    (stored.folder("temporary") / "1-a-0").write_bytes(b"12")
     result = run("du")
 
     assert (result.exit_code, result.stderr) == (0, "")
@@ -53,7 +53,7 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
 def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
     (moe / "tokenizer.json").write_bytes(b"{}")
     assert run("create", moe, "moe").exit_code == 0
-    (stored.layout.blobs / "sha256-partial").write_bytes(b"123")
+    (stored.folder("blobs") / "sha256-partial").write_bytes(b"123")
     manifests = [stored.resolve(Reference.parse(name)) for name in ("dense", "moe")]
     sizes = [sum(item.size for item in manifest.blobs) for manifest in manifests]
     shared = len(b"{}")
@@ -68,7 +68,7 @@ def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
         "faults": [],
         "error": None,
     }
-    in_all = [path.stat().st_size for path in stored.layout.root.rglob("*") if path.is_file()]
+    in_all = [path.stat().st_size for path in stored.root.rglob("*") if path.is_file()]
     assert found["store"] == {
         "models": 2,
         "blobs": len(manifests[0].blobs) + len(manifests[1].blobs) - 1,
@@ -113,20 +113,20 @@ def test_sorts(stored: LocalStore, moe: Path) -> None:
 
 def test_a_blob_that_is_missing_or_damaged_is_told(stored: LocalStore) -> None:
     layers = stored.resolve(Reference.parse("dense")).layers
-    Path(stored.layout.blob(layers[0].digest)).unlink()
+    Path(stored.blob_path(layers[0].digest)).unlink()
     result = run("du")
     assert result.exit_code == 4
     assert result.stderr == (
-        f"blobstore: error: model dense:latest: blob '{stored.layout.blob(layers[0].digest)}' "
+        f"blobstore: error: model dense:latest: blob '{stored.blob_path(layers[0].digest)}' "
         "is missing\n"
     )
-    (stored.layout.root / "blobs" / layers[1].digest.file_name).unlink()
+    (stored.root / "blobs" / layers[1].digest.file_name).unlink()
     assert run("du").stderr.endswith("is missing; and 1 more of its blobs\n")
     assert len(run_json("du", exit_code=4)["models"][0]["faults"]) == 2
 
 
 def test_a_manifest_that_cannot_be_read_is_told(stored: LocalStore) -> None:
-    stored.layout.manifest(Reference.parse("dense")).write_bytes(b"{\x1b[2J")
+    stored.manifest_path(Reference.parse("dense")).write_bytes(b"{\x1b[2J")
     result = run("du")
     assert result.exit_code == 4
     assert result.stdout.splitlines()[1].split() == ["dense:latest", "UNREADABLE", "-", "-", "-"]

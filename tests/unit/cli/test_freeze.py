@@ -73,8 +73,8 @@ def test_keeps_hot_files_if_asked(pair: LocalStore) -> None:
 def test_freezes_what_is_old(pair: LocalStore) -> None:
     then = time.time() - 40 * 86400
     for path in (
-        str(pair.layout.manifest(Reference.parse("a"))),
-        *(pair.layout.blob(item.digest) for item in layers(pair, "a").values()),
+        str(pair.manifest_path(Reference.parse("a"))),
+        *(pair.blob_path(item.digest) for item in layers(pair, "a").values()),
     ):
         os.utime(path, (then, then))
     assert run_json("freeze", "--older-than", "30d", "--dry-run")["names"] == ["a:latest"]
@@ -123,7 +123,7 @@ def test_a_base_can_be_named_or_not(store: LocalStore) -> None:
 
 
 def test_damage_is_told_and_is_exit_code_4(pair: LocalStore) -> None:
-    flip(pair.layout.blob(layers(pair, "a")["y"].digest))
+    flip(pair.blob_path(layers(pair, "a")["y"].digest))
     result = run("freeze", "a")
     assert result.exit_code == 4
     assert "blobstore: error: layer 'y': blob" in result.stderr
@@ -159,7 +159,7 @@ def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path)
 def test_du_tells_what_is_saved(pair: LocalStore) -> None:
     run("freeze", "a", "b")
     found = run_json("du")
-    cold = sum(path.stat().st_size for path in pair.layout.cold.iterdir())
+    cold = sum(path.stat().st_size for path in pair.folder("cold").iterdir())
     whole = 3 * len(layer("x", weights(1)))
     assert found["cold"]["files"] == 3
     assert found["cold"]["bytes"] == cold
@@ -175,7 +175,7 @@ def test_du_tells_what_is_saved(pair: LocalStore) -> None:
 
 def test_du_and_verify_tell_of_damage(pair: LocalStore) -> None:
     run("freeze", "a", "b")
-    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), -1)
+    flip(pair.cold_path(layers(pair, "a")["y"].digest), -1)
     result = run("du")
     assert result.exit_code == 4
     assert "model a:latest: cold blob" in result.stderr
@@ -188,7 +188,7 @@ def test_du_and_verify_tell_of_damage(pair: LocalStore) -> None:
 
 def test_verify_finds_every_bit_of_data(pair: LocalStore) -> None:
     run("freeze", "a")
-    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), 30_000)
+    flip(pair.cold_path(layers(pair, "a")["y"].digest), 30_000)
     assert run("verify", "--quick").exit_code == 0
     (fault,) = run_json("verify", exit_code=4)["faults"]
     assert (fault["model"] if "model" in fault else fault["reference"]) == "a:latest"
@@ -197,7 +197,7 @@ def test_verify_finds_every_bit_of_data(pair: LocalStore) -> None:
 
 def test_verify_looks_at_both_forms(pair: LocalStore) -> None:
     run("freeze", "a", "--keep-hot")
-    flip(pair.layout.cold_blob(layers(pair, "a")["y"].digest), 30_000)
+    flip(pair.cold_path(layers(pair, "a")["y"].digest), 30_000)
     (fault,) = run_json("verify", exit_code=4)["faults"]
     assert "cold blob" in fault["message"]
 
@@ -209,18 +209,18 @@ def test_an_interrupt_is_exit_code_130(store: LocalStore) -> None:
     put(store, "a", {f"x{number}": number for number in range(40)})
     with subprocess.Popen(
         command_line("freeze", "a", "-j", "1", "--level", "small"),
-        env=environment(BLOBSTORE_HOME=str(store.layout.root)),
+        env=environment(BLOBSTORE_HOME=str(store.root)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as child:
-        while not list(store.layout.temporary.iterdir()):
+        while not list(store.folder("temporary").iterdir()):
             assert child.poll() is None
             time.sleep(0.001)
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
     assert b"interrupted" in errors
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
     assert "neither" not in forms_of(store, "a").values()
 
 

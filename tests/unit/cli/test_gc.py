@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 @pytest.fixture
 def emptied(stored: LocalStore) -> LocalStore:
     """Give a store whose one model has lost its name."""
-    stored.layout.manifest(Reference.parse("dense")).unlink()
+    stored.manifest_path(Reference.parse("dense")).unlink()
     return stored
 
 
 def test_removes_what_no_model_reaches_and_tells_it(emptied: LocalStore) -> None:
-    blobs = {path.name: path.stat().st_size for path in emptied.layout.blobs.iterdir()}
+    blobs = {path.name: path.stat().st_size for path in emptied.folder("blobs").iterdir()}
     result = run("gc", "--older-than", "0s")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -29,26 +29,26 @@ def test_removes_what_no_model_reaches_and_tells_it(emptied: LocalStore) -> None
         f"blobs/{name}" for name in blobs
     }
     assert lines[-1].startswith(f"removed {len(blobs)} blobs, ")
-    assert list(emptied.layout.blobs.iterdir()) == []
+    assert list(emptied.folder("blobs").iterdir()) == []
 
 
 def test_young_blobs_are_kept_by_default(emptied: LocalStore) -> None:
-    count = len(list(emptied.layout.blobs.iterdir()))
+    count = len(list(emptied.folder("blobs").iterdir()))
     result = run("gc")
     assert f"removed 0 blobs, 0 B in all; kept {count} blobs in use or too young" in result.stdout
-    assert len(list(emptied.layout.blobs.iterdir())) == count
+    assert len(list(emptied.folder("blobs").iterdir())) == count
 
 
 def test_a_dry_run_says_what_would_be_removed(emptied: LocalStore) -> None:
     found = run_json("gc", "--dry-run", "--older-than=0s")
     assert found["dry_run"] is True
     assert {Path(item["path"]).name for item in found["blobs"]} == {
-        path.name for path in emptied.layout.blobs.iterdir()
+        path.name for path in emptied.folder("blobs").iterdir()
     }
     assert found["bytes"] == sum(item["bytes"] for item in [*found["blobs"], *found["leftovers"]])
     again = run_json("gc", "--older-than=0s")
     assert again == found | {"dry_run": False}
-    assert list(emptied.layout.blobs.iterdir()) == []
+    assert list(emptied.folder("blobs").iterdir()) == []
 
 
 def test_nothing_to_remove_is_said(stored: LocalStore) -> None:
@@ -68,20 +68,20 @@ def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
 
 
 def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) -> None:
-    path = emptied.layout.manifest(Reference.parse("torn"))
+    path = emptied.manifest_path(Reference.parse("torn"))
     path.parent.mkdir(parents=True)
     path.write_bytes(b"{")
-    count = len(list(emptied.layout.blobs.iterdir()))
+    count = len(list(emptied.folder("blobs").iterdir()))
     result = run("gc", "--older-than=0s")
     assert result.exit_code == 4
     assert "torn/latest' needs" in result.stderr
-    assert len(list(emptied.layout.blobs.iterdir())) == count
+    assert len(list(emptied.folder("blobs").iterdir())) == count
 
 
 @pytest.mark.parametrize("options", [("--wait", "0.1"), ("--wait=0",)])
 def test_waits_no_longer_than_it_is_told(stored: LocalStore, options: tuple[str, ...]) -> None:
-    with stored.locks.shared():
-        for arguments in (("gc", *options), ("gc", *options, "--store", stored.layout.root)):
+    with stored.shared_lock():
+        for arguments in (("gc", *options), ("gc", *options, "--store", stored.root)):
             command = command_line(*arguments)
             done = subprocess.run(
                 command, env=environment(), capture_output=True, text=True, check=False
@@ -92,4 +92,4 @@ def test_waits_no_longer_than_it_is_told(stored: LocalStore, options: tuple[str,
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
     assert run("gc").exit_code == 0
-    assert not store.layout.root.exists()
+    assert not store.root.exists()

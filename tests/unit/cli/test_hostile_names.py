@@ -117,7 +117,7 @@ def test_json_has_the_names_unchanged(hostile: Path) -> None:
 
 def test_damage_is_reported_on_clean_lines(hostile: Path, store: LocalStore) -> None:
     for layer in store.resolve(Reference.parse("hostile")).layers:
-        (store.layout.blobs / layer.digest.file_name).unlink()
+        (store.folder("blobs") / layer.digest.file_name).unlink()
     for command in (["show", "hostile"], ["show", "hostile", "--layers"], ["verify"]):
         done = run_process(*command)
         assert done.returncode == 4
@@ -150,7 +150,7 @@ def test_whatever_the_library_says_is_escaped(
     fault = Fault(text, text, text, text)
     verified = Verified(models=1, blobs=1, bytes_read=1, seconds=1, faults=(fault,), damaged=())
     monkeypatch.setattr(verify, "verify_models", lambda *_, **__: verified)
-    store.layout.root.mkdir()
+    store.root.mkdir()
     result = run("verify")
     assert result.exit_code == 4
     assert_clean(result.stdout_bytes)

@@ -19,11 +19,11 @@ def test_an_absent_store_lists_nothing(store: LocalStore) -> None:
     assert result.stdout == ""
     assert result.stderr.startswith("note: there is no store at ")
     assert run_json("list") == {"models": []}
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_an_empty_store_lists_nothing(store: LocalStore) -> None:
-    store.layout.root.mkdir()
+    store.root.mkdir()
     result = run("list")
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
@@ -44,7 +44,7 @@ def test_lists_sizes_and_shared_bytes(stored: LocalStore, dense: Path, moe: Path
 
 
 def test_prints_aligned_rows(stored: LocalStore) -> None:
-    path = stored.layout.manifest(next(iter(stored.references())))
+    path = stored.manifest_path(next(iter(stored.references())))
     os.utime(path, (0, path.stat().st_mtime - 3 * 86400 - 60))
     heading, row = run("list").stdout.splitlines()
 
@@ -65,7 +65,7 @@ def test_prints_aligned_rows(stored: LocalStore) -> None:
 
 
 def test_lists_what_cannot_be_read_and_exits_with_4(stored: LocalStore) -> None:
-    broken = stored.layout.manifests / "registry.ollama.ai/library/broken/latest"
+    broken = stored.folder("manifests") / "registry.ollama.ai/library/broken/latest"
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b'{"schemaVersion": 2, \x1b')
     result = run("list")
@@ -86,7 +86,7 @@ def test_lists_a_model_of_ollama_and_leaves_it_alone(stored: LocalStore, dense: 
     manifest = add_gguf_model(stored, "llama3:8b")
     before = {
         path: (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in stored.layout.root.rglob("*")
+        for path in stored.root.rglob("*")
         if path.is_file()
     }
     models = {model["name"]: model for model in run_json("list")["models"]}
@@ -97,14 +97,14 @@ def test_lists_a_model_of_ollama_and_leaves_it_alone(stored: LocalStore, dense: 
 
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before}
     changed = [path for path in before if before[path] != after[path]]
-    assert changed == [stored.layout.manifests / "registry.ollama.ai/library/dense/latest"]
+    assert changed == [stored.folder("manifests") / "registry.ollama.ai/library/dense/latest"]
 
 
 def test_sorts(stored: LocalStore, moe: Path) -> None:
     assert run("create", moe, "moe").exit_code == 0
     assert run("cp", "dense", "a").exit_code == 0
     for age, name in enumerate(("moe", "a", "dense")):
-        path = stored.layout.manifests / "registry.ollama.ai/library" / name / "latest"
+        path = stored.folder("manifests") / "registry.ollama.ai/library" / name / "latest"
         os.utime(path, (0, 1_000_000 - age))
 
     def names(*options: str) -> list[str]:
@@ -113,5 +113,5 @@ def test_sorts(stored: LocalStore, moe: Path) -> None:
     assert names() == names("--sort", "name") == ["a", "dense", "moe"]
     assert names("--sort", "size") == ["moe", "a", "dense"]
     assert names("--sort", "modified") == ["moe", "a", "dense"]
-    os.utime(stored.layout.manifests / "registry.ollama.ai/library/dense/latest")
+    os.utime(stored.folder("manifests") / "registry.ollama.ai/library/dense/latest")
     assert names("--sort", "modified") == ["dense", "moe", "a"]

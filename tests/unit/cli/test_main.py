@@ -131,7 +131,7 @@ def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> No
 
     assert result.exit_code == 2
     assert result.stderr
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_full_disk_under_the_output_is_an_error(stored: LocalStore) -> None:
 def test_a_full_disk_under_the_errors_leaves_the_exit_code(
     stored: LocalStore, command: list[str]
 ) -> None:
-    (manifest,) = (path for path in stored.layout.manifests.rglob("*") if path.is_file())
+    (manifest,) = (path for path in stored.folder("manifests").rglob("*") if path.is_file())
     manifest.write_bytes(b"garbage")
     with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
         done = subprocess.run(
@@ -328,7 +328,7 @@ def test_an_interrupted_create_leaves_nothing(
         env=environment(),
     )
     deadline = time.monotonic() + 60
-    while not (store.layout.temporary.is_dir() and os.listdir(store.layout.temporary)):
+    while not (store.folder("temporary").is_dir() and os.listdir(store.folder("temporary"))):
         assert process.poll() is None
         assert time.monotonic() < deadline
     for number in signals:
@@ -338,10 +338,10 @@ def test_an_interrupted_create_leaves_nothing(
     assert process.returncode == exit_code
     assert output == b""
     assert errors == b"blobstore: interrupted\n"
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("blobs").iterdir()) == []
     assert list(store.references()) == []
-    assert [path for path in store.layout.manifests.rglob("*") if path.is_file()] == []
+    assert [path for path in store.folder("manifests").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_refuses_what_is_no_size(text: str) -> None:
 
 
 def test_a_store_that_everybody_may_write_to_is_told(stored: LocalStore) -> None:
-    stored.layout.root.chmod(0o777)
+    stored.root.chmod(0o777)
     result = run("show", "dense")
     assert result.exit_code == 0
     assert result.stderr.startswith("note: every user may write to '")
@@ -49,6 +49,6 @@ def test_a_store_that_everybody_may_write_to_is_told(stored: LocalStore) -> None
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_a_name_that_another_user_gave_is_told(stored: LocalStore) -> None:
-    os.chown(stored.layout.manifest(Reference.parse("dense")), NOBODY, NOBODY)
+    os.chown(stored.manifest_path(Reference.parse("dense")), NOBODY, NOBODY)
     assert "was put into the store by another user" in run("show", "dense").stderr
     assert run("list").stderr == ""

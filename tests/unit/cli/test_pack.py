@@ -70,7 +70,7 @@ def test_a_name_that_is_nearly_right_is_suggested(family: LocalStore, tmp_path: 
 
 
 def test_damage_is_exit_code_4(family: LocalStore, tmp_path: Path) -> None:
-    flip(family.layout.blob(layers(family, "tuned")["l1"].digest))
+    flip(family.blob_path(layers(family, "tuned")["l1"].digest))
     result = run("pack", "tuned", tmp_path / "x.bsar")
     assert result.exit_code == 4
     assert "blobstore: error: tuned:latest: layer 'l1': blob" in result.stderr

@@ -166,7 +166,7 @@ def test_progress_is_escaped_and_fits_the_line() -> None:
 
 def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
     layer = stored.resolve(Reference.parse("dense")).layers[0]
-    (stored.layout.blobs / layer.digest.file_name).unlink()
+    (stored.folder("blobs") / layer.digest.file_name).unlink()
 
     shown = on_terminal(LAUNCHER, "show", "dense").splitlines()
     assert [line.startswith(RED) for line in shown].count(True) == 1
@@ -175,7 +175,7 @@ def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
 
 
 def test_a_terminal_gets_the_manifest_escaped(stored: LocalStore) -> None:
-    path = stored.layout.manifest(Reference.parse("dense"))
+    path = stored.manifest_path(Reference.parse("dense"))
     path.write_bytes(b'{"\x1b]0;x\x07": "\xe2\x80\xae\xff"}\n')
 
     shown = on_terminal(LAUNCHER, "show", "dense", "--manifest")

@@ -27,7 +27,7 @@ def test_writes_anew_what_is_damaged(stored: LocalStore, dense: Path) -> None:
 
     assert result.exit_code == 0
     lines = sorted(result.stdout.splitlines())
-    (aside,) = stored.layout.quarantine.iterdir()
+    (aside,) = stored.folder("quarantine").iterdir()
     digest = path.name.replace("-", ":")
     assert lines[0].startswith("wrote anew 2 blobs; all is whole: 1 model, ")
     assert lines[1].startswith("wrote anew layer merges.txt, blob sha256:")
@@ -47,7 +47,7 @@ def test_prints_json(stored: LocalStore, dense: Path) -> None:
 
     repaired = run_json("repair", "--from", dense, exit_code=4)
 
-    (aside,) = stored.layout.quarantine.iterdir()
+    (aside,) = stored.folder("quarantine").iterdir()
     assert repaired["repaired"] == [
         {
             "blob": path.name.replace("-", ":"),
@@ -101,7 +101,7 @@ def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
 def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert run("create", dense, "any-name", "--store", other).exit_code == 0
-    for path in stored.layout.blobs.iterdir():
+    for path in stored.folder("blobs").iterdir():
         flip(path)
     assert run("repair", "--from", other).exit_code == 0
     assert run("verify").exit_code == 0
@@ -112,10 +112,10 @@ def test_puts_back_a_damaged_manifest_from_another_store(
 ) -> None:
     other = tmp_path / "other"
     assert run("create", dense, "any-name", "--store", other).exit_code == 0
-    path = stored.layout.manifest(Reference.parse("dense"))
+    path = stored.manifest_path(Reference.parse("dense"))
     wrong = path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"')
     path.write_bytes(wrong)
-    flip(Path(stored.layout.blob(stored.parse(Reference.parse("dense"))[1].layers[0].digest)))
+    flip(Path(stored.blob_path(stored.parse(Reference.parse("dense"))[1].layers[0].digest)))
     told = run("repair", "--from", other, "--dry-run")
     assert told.exit_code == 0
     assert "would write anew 1 manifest and 1 blob; all would be whole: 1 model, " in told.stdout
@@ -126,7 +126,7 @@ def test_puts_back_a_damaged_manifest_from_another_store(
 
     result = run("repair", "--from", other)
     assert result.exit_code == 0
-    (aside,) = stored.layout.quarantine.glob(f"{Digest.of(wrong).file_name}.*")
+    (aside,) = stored.folder("quarantine").glob(f"{Digest.of(wrong).file_name}.*")
     assert result.stdout.startswith(
         f"wrote anew the manifest of model dense:latest; what was there is '{aside}'\n"
         "wrote anew 1 manifest; all is whole: 1 model, "
@@ -137,12 +137,12 @@ def test_puts_back_a_damaged_manifest_from_another_store(
 def test_json_tells_of_manifests(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert run("create", dense, "dense", "--store", other).exit_code == 0
-    path = stored.layout.manifest(Reference.parse("dense"))
+    path = stored.manifest_path(Reference.parse("dense"))
     path.write_bytes(path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"'))
     told = run_json("repair", "--from", other, "--dry-run")
     assert told["manifests"] == [{"model": "dense:latest", "quarantined": None}]
     told = run_json("repair", "--from", other)
-    (aside,) = stored.layout.quarantine.iterdir()
+    (aside,) = stored.folder("quarantine").iterdir()
     assert told["manifests"] == [{"model": "dense:latest", "quarantined": str(aside)}]
     assert run_json("repair", "--from", other)["manifests"] == []
 
@@ -151,7 +151,7 @@ def test_a_quantized_model_needs_only_its_overrides(store: LocalStore, tmp_path:
     source = write_folder(tmp_path / "source", quantizable_tensors())
     override = ("--quantize-override", "*.experts.1.up_proj.weight=int8")
     assert run("create", source, "m", "--quantize", "int4", *override).exit_code == 0
-    for path in store.layout.blobs.iterdir():
+    for path in store.folder("blobs").iterdir():
         path.unlink()
     assert run("repair", "--from", source, "--dry-run").exit_code == 4
     assert run("repair", "--from", source, *override).exit_code == 0
@@ -179,7 +179,7 @@ def test_a_missing_source_is_not_found(stored: LocalStore) -> None:
 
 
 def test_the_store_itself_is_no_source(stored: LocalStore) -> None:
-    result = run("repair", "--from", stored.layout.root)
+    result = run("repair", "--from", stored.root)
     assert result.exit_code == 2
     assert "is the store itself" in result.stderr
 
@@ -192,7 +192,7 @@ def test_an_absent_store_is_not_found(store: LocalStore, dense: Path) -> None:
 
 def test_others_that_keep_the_lock_are_waited_for(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
-    with stored.locks.shared():
+    with stored.shared_lock():
         result = run("repair", "--from", dense, "--wait", "0.01")
     assert result.exit_code == 1
     assert "others have held its lock" in result.stderr
@@ -204,7 +204,7 @@ def test_names_never_reach_the_terminal_as_they_are(
 ) -> None:
     source = write_folder(tmp_path / "source", {name: dense_tensors()["mask"]})
     assert run("create", source, "m").exit_code == 0
-    flip(Path(store.layout.blob(store.resolve(Reference.parse("m")).layers[0].digest)))
+    flip(Path(store.blob_path(store.resolve(Reference.parse("m")).layers[0].digest)))
     result = run("repair", "--from", source)
     assert result.exit_code == 0
     assert result.stdout.count("\n") == 2

@@ -25,18 +25,18 @@ def test_removes_names_and_tells_what_gc_frees(stored: LocalStore) -> None:
         'that leaves nothing for "blobstore gc" to free',
     ]
     assert listed(stored) == ["copy:latest"]
-    blobs = [path.stat().st_size for path in stored.layout.blobs.iterdir()]
+    blobs = [path.stat().st_size for path in stored.folder("blobs").iterdir()]
     result = run("rm", "copy")
     assert result.stdout.splitlines() == [
         "removed copy:latest",
         f'"blobstore gc" frees 1.6 kB: {len(blobs)} blobs that no other model needs',
     ]
     assert listed(stored) == []
-    assert len(list(stored.layout.blobs.iterdir())) == len(blobs)
+    assert len(list(stored.folder("blobs").iterdir())) == len(blobs)
 
 
 def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
-    blobs = [path.stat().st_size for path in stored.layout.blobs.iterdir()]
+    blobs = [path.stat().st_size for path in stored.folder("blobs").iterdir()]
     result = run("rm", "dense", "--dry-run")
     assert result.stdout.startswith('would remove dense:latest\n"blobstore gc" would then free')
     found = run_json("rm", "dense", "--dry-run")
@@ -67,7 +67,7 @@ def test_all_or_none_and_near_names(stored: LocalStore) -> None:
 
 def test_a_manifest_that_cannot_be_read_is_removed_with_a_note(stored: LocalStore) -> None:
     run("cp", "dense", "other")
-    stored.layout.manifest(DENSE).write_bytes(b"{\x1b[2J")
+    stored.manifest_path(DENSE).write_bytes(b"{\x1b[2J")
     found = run_json("rm", "other")
     assert found["unreadable"] == ["dense:latest"]
     run("cp", "dense", "other")
@@ -81,7 +81,7 @@ def test_a_manifest_that_cannot_be_read_is_removed_with_a_note(stored: LocalStor
 
 def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
     run("cp", "dense", "other")
-    stored.layout.manifest(DENSE).write_bytes(b"{")
+    stored.manifest_path(DENSE).write_bytes(b"{")
     result = run("rm", "other")
     assert result.exit_code == 0
     assert 'note: "blobstore gc" frees nothing before dense:latest is repaired' in result.stderr
@@ -89,7 +89,7 @@ def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
 
 
 def test_does_not_wait_longer_than_told(stored: LocalStore) -> None:
-    with stored.locks.shared():
+    with stored.shared_lock():
         found = run_json("rm", "dense", "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
     assert listed(stored) == ["dense:latest"]
@@ -97,4 +97,4 @@ def test_does_not_wait_longer_than_told(stored: LocalStore) -> None:
 
 def test_a_store_that_is_not_there_is_not_made(store: LocalStore) -> None:
     assert run("rm", "a").exit_code == 3
-    assert not Path(store.layout.root).exists()
+    assert not Path(store.root).exists()

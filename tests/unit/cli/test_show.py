@@ -40,11 +40,11 @@ def layer_named(store: LocalStore, name: str, model: str = "dense") -> Descripto
 
 
 def remove_blob(store: LocalStore, layer: Descriptor) -> None:
-    (store.layout.blobs / layer.digest.file_name).unlink()
+    (store.folder("blobs") / layer.digest.file_name).unlink()
 
 
 def damage_blob(store: LocalStore, layer: Descriptor) -> None:
-    path = store.layout.blobs / layer.digest.file_name
+    path = store.folder("blobs") / layer.digest.file_name
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data + b"!")
@@ -161,7 +161,7 @@ def test_lists_files(stored: LocalStore) -> None:
 
 
 def test_prints_the_manifest_byte_for_byte(stored: LocalStore) -> None:
-    path = stored.layout.manifest(Reference.parse("dense"))
+    path = stored.manifest_path(Reference.parse("dense"))
     data = path.read_bytes().replace(b'{"schema', b' {\t"x":"\xe2\x80\xae\\u0000",\r\n"schema')
     path.write_bytes(data)
 
@@ -239,7 +239,7 @@ def test_shows_that_the_config_blob_is_missing(stored: LocalStore) -> None:
 
 def test_a_config_with_a_wrong_digest_is_damaged(stored: LocalStore) -> None:
     layer = layer_named(stored, "config.json")
-    path = stored.layout.blobs / layer.digest.file_name
+    path = stored.folder("blobs") / layer.digest.file_name
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data.replace(b"Tiny", b"tINY"))
@@ -260,7 +260,7 @@ def test_a_pattern_that_only_damage_can_explain_is_damage(store: LocalStore, moe
 
 
 def test_a_damaged_manifest_is_damage(stored: LocalStore) -> None:
-    stored.layout.manifest(Reference.parse("dense")).write_bytes(b"{}")
+    stored.manifest_path(Reference.parse("dense")).write_bytes(b"{}")
 
     assert run("show", "dense").exit_code == 4
     assert run("show", "dense", "--manifest").stdout == "{}"

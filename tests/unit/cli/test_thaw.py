@@ -30,7 +30,7 @@ def test_tells_what_became_of_it(frozen: LocalStore) -> None:
 
 
 def test_json_has_exact_numbers(frozen: LocalStore) -> None:
-    stored = sum(path.stat().st_size for path in frozen.layout.cold.iterdir())
+    stored = sum(path.stat().st_size for path in frozen.folder("cold").iterdir())
     found = run_json("thaw", "a", "--keep-cold")
     assert found.pop("seconds") >= 0
     size = 2 * len(layer("x", weights(1)))
@@ -45,7 +45,7 @@ def test_json_has_exact_numbers(frozen: LocalStore) -> None:
 
 
 def test_damage_is_told_and_is_exit_code_4(frozen: LocalStore) -> None:
-    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 500)
+    flip(frozen.cold_path(layers(frozen, "a")["x"].digest), 500)
     result = run("thaw", "a")
     assert result.exit_code == 4
     assert result.stdout.startswith("thawed 1 blob of 1 model")
@@ -70,7 +70,7 @@ def test_links_need_files(frozen: LocalStore, tmp_path: Path) -> None:
 
 
 def test_links_tell_what_cannot_be_thawed(frozen: LocalStore, tmp_path: Path) -> None:
-    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 500)
+    flip(frozen.cold_path(layers(frozen, "a")["x"].digest), 500)
     assert run("link", "a", tmp_path / "links", "--thaw").exit_code == 4
 
 
@@ -78,15 +78,15 @@ def test_a_frozen_model_is_repaired(frozen: LocalStore, tmp_path: Path) -> None:
     digest = layers(frozen, "a")["x"].digest
     run("thaw", "a", "--keep-cold")
     run("export", "a", tmp_path / "source")
-    Path(frozen.layout.blob(digest)).unlink()
-    flip(frozen.layout.cold_blob(digest), 30_000)
+    Path(frozen.blob_path(digest)).unlink()
+    flip(frozen.cold_path(digest), 30_000)
     assert run("repair", "a").exit_code == 4
     assert run("repair", "a", "--from", tmp_path / "source", "--dry-run").exit_code == 0
     assert forms_of(frozen, "a") == {"x": "cold", "y": "both"}
     result = run("repair", "a", "--from", tmp_path / "source")
     assert result.exit_code == 0, result.output
     assert forms_of(frozen, "a") == {"x": "hot", "y": "both"}
-    assert [path.name[:71] for path in frozen.layout.quarantine.iterdir()] == [digest.file_name]
+    assert [path.name[:71] for path in frozen.folder("quarantine").iterdir()] == [digest.file_name]
     assert run("verify").exit_code == 0
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_cold_form_is_put_aside_whatever_the_source_has(
     run("thaw", "a", "--keep-cold")
     (tmp_path / "other" / "blobs").mkdir(parents=True)
     (tmp_path / "other" / "manifests").mkdir()
-    flip(frozen.layout.cold_blob(layers(frozen, "a")["x"].digest), 30_000)
+    flip(frozen.cold_path(layers(frozen, "a")["x"].digest), 30_000)
     assert run("repair", "a", "--from", tmp_path / "other").exit_code == 0
     assert forms_of(frozen, "a") == {"x": "hot", "y": "both"}
     assert run("verify").exit_code == 0
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_repaired_from_its_cold_form(frozen: LocalStore, tmp_p
     run("thaw", "a", "--keep-cold")
     (tmp_path / "other" / "blobs").mkdir(parents=True)
     (tmp_path / "other" / "manifests").mkdir()
-    path = frozen.layout.blob(layers(frozen, "a")["x"].digest)
+    path = frozen.blob_path(layers(frozen, "a")["x"].digest)
     flip(path)
     assert run("repair", "a", "--from", tmp_path / "other").exit_code == 0
     assert Path(path).read_bytes() == layer("x", weights(1))

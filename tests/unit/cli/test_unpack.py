@@ -39,7 +39,7 @@ def test_tells_what_came_out(store: LocalStore, path: Path) -> None:
 def test_json_has_exact_numbers(store: LocalStore, path: Path) -> None:
     found = run_json("unpack", path, "tuned")
     assert found.pop("seconds") >= 0
-    written = sum(file.stat().st_size for file in store.layout.blobs.iterdir())
+    written = sum(file.stat().st_size for file in store.folder("blobs").iterdir())
     assert found == {
         "file": str(path),
         "names": ["tuned:latest"],
@@ -59,7 +59,7 @@ def test_an_archive_can_be_verified_alone(store: LocalStore, path: Path) -> None
     assert found["names"] == ["base:latest", "tuned:latest"]
     assert 0 < found["stored_bytes"] < found["bytes"]
     assert set(found) == {"file", "names", "blobs", "bytes", "stored_bytes"}
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("options", [(), ("--verify-only",)])

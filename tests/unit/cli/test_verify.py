@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def flip_last_byte(store: LocalStore, layer_name: str) -> None:
     manifest = store.resolve(Reference.parse("dense"))
     layer = next(layer for layer in manifest.layers if layer.name == layer_name)
-    path = store.layout.blobs / layer.digest.file_name
+    path = store.folder("blobs") / layer.digest.file_name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.unlink()
@@ -33,7 +33,7 @@ def test_says_that_all_is_well(stored: LocalStore) -> None:
     assert result.stdout.count("\n") == 1
     verified = run_json("verify", "dense", "--jobs", 1)
     assert verified["models"] == 1
-    assert verified["bytes_read"] == sum(p.stat().st_size for p in stored.layout.blobs.iterdir())
+    assert verified["bytes_read"] == sum(p.stat().st_size for p in stored.folder("blobs").iterdir())
     assert verified["faults"] == []
 
 
@@ -64,7 +64,7 @@ def test_verifies_only_what_is_named(stored: LocalStore, moe: Path) -> None:
 
 
 def test_a_damaged_manifest_is_a_fault(stored: LocalStore) -> None:
-    stored.layout.manifest(Reference.parse("dense")).write_bytes(b"{}")
+    stored.manifest_path(Reference.parse("dense")).write_bytes(b"{}")
     result = run("verify")
 
     assert result.exit_code == 4
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
     # A byte a second: without the interrupt it would take an hour.
     process = subprocess.Popen(
         command_line("verify", "--watch-rate", "1"),
-        env=environment(BLOBSTORE_HOME=str(stored.layout.root)),
+        env=environment(BLOBSTORE_HOME=str(stored.root)),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

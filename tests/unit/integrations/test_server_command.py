@@ -20,7 +20,7 @@ def test_gives_the_model_the_store_and_the_server_s_own_options(tmp_path: Path) 
     assert serve(asked, "m:1", *options, "--port", "80", "--prefetch", "read") == 0
     (one,) = asked
     assert one.name == "m:1"
-    assert one.store.layout.root == tmp_path
+    assert one.store.root == tmp_path
     assert one.opening == {"verify": "digest", "read": "pread", "prefetch": "read"}
     assert one.rest == ["--port", "80"]
 

@@ -57,11 +57,11 @@ def settled(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
 
 def path_of(store: LocalStore, layer: str) -> Path:
     (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
-    return Path(store.layout.blob(found.digest))
+    return Path(store.blob_path(found.digest))
 
 
 def index_file(store: LocalStore) -> Path:
-    (path,) = store.layout.headers.iterdir()
+    (path,) = store.folder("headers").iterdir()
     return path
 
 
@@ -350,7 +350,7 @@ def test_the_command_hashes_all_and_spares_those_who_open_models(settled: LocalS
     found = verify_models(store=settled)
     assert found.faults == ()
     assert found.bytes_read == sum(blob.size for blob in settled.resolve(NAME).blobs)
-    settled.layout.verified(os.geteuid()).unlink()
+    settled._layout.verified(os.geteuid()).unlink()
     verify_models(store=settled)
     assert hashed(settled, "digest") == set()
 
@@ -371,10 +371,10 @@ def test_a_contradicting_size_is_told_whatever_is_known(settled: LocalStore) -> 
     hashed(settled, "digest")
     manifest = settled.resolve(NAME)
     (layer,) = [item for item in manifest.layers if item.name == NORM]
-    assert VerifiedBlobs(settled.layout).has(layer.digest, layer.size)
+    assert VerifiedBlobs(settled).has(layer.digest, layer.size)
     wrong = layer._replace(size=layer.size + 1)
     layers = [wrong if item == layer else item for item in manifest.layers]
     changed = with_layers(settled, manifest, layers)
-    settled.layout.manifest(NAME).write_bytes(changed.to_bytes())
+    settled.manifest_path(NAME).write_bytes(changed.to_bytes())
     with pytest.raises(BlobDamaged, match="expected"):
         blobstore.open("m", store=settled, verify="digest")

@@ -45,13 +45,13 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     add_blobs(store, "base", {"fine": layer("fine", weights(5, 2 << 20))})
     add_blobs(store, "m", BLOBS)
     freeze_models(["m"], store=store, base="base")
-    assert store.cold.open(layers(store, "m")["fine"].digest).base is not None
+    assert store.open_cold(layers(store, "m")["fine"].digest).base is not None
     return store
 
 
 def chill(store: LocalStore, names: list[str]) -> None:
     for name in names:
-        dropped(store.layout.cold_blob(layers(store, "m")[name].digest))
+        dropped(store.cold_path(layers(store, "m")[name].digest))
 
 
 def decode(
@@ -89,7 +89,7 @@ def test_blobs_of_every_size_come_back(
 
 
 def test_large_blobs_leave_the_page_cache_alone_if_they_are_to(frozen: LocalStore) -> None:
-    path = frozen.layout.cold_blob(layers(frozen, "m")["large"].digest)
+    path = frozen.cold_path(layers(frozen, "m")["large"].digest)
     for past_cache in (True, False):
         if not dropped(path):
             pytest.skip("the file system keeps its files in memory")
@@ -125,7 +125,7 @@ def test_blobs_that_were_thawed_are_told(tmp_path: Path) -> None:
     freeze_models(["m"], store=store)
     names = ["whole", "small", "tiny"]
     for name in ("whole", "tiny"):
-        Path(store.layout.cold_blob(layers(store, "m")[name].digest)).unlink()
+        Path(store.cold_path(layers(store, "m")[name].digest)).unlink()
     region, missing, _ = decode(store, names)
     assert sorted(missing) == [0, 2]
     assert content(region, 1, len(BLOBS["small"])) == BLOBS["small"]
@@ -138,7 +138,7 @@ def test_damage_is_told_and_ends_the_work(tmp_path: Path, name: str, is_cached: 
     names = ["small", "whole", "large"]
     add_blobs(store, "m", {name: BLOBS[name] for name in names})
     freeze_models(["m"], store=store)
-    path = store.layout.cold_blob(layers(store, "m")[name].digest)
+    path = store.cold_path(layers(store, "m")[name].digest)
     flip(path, 20_000)
     if not is_cached:
         chill(store, names)
@@ -196,9 +196,9 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
         @contextlib.contextmanager
         def making(self, slot: int, size: int) -> Iterator[memoryview]:
             """Give memory for a blob that was opened by now, whose base goes."""
-            assert store.cold.open(fine.digest).base == base.digest
+            assert store.open_cold(fine.digest).base == base.digest
             thaw_models(["m"], store=store)
-            for path in (store.layout.blob(base.digest), store.layout.base_blob(base.digest)):
+            for path in (store.blob_path(base.digest), store.base_path(base.digest)):
                 Path(path).unlink(missing_ok=True)
             if is_frozen_again:
                 freeze_models(["m"], store=store, find_base=False)

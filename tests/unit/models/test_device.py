@@ -469,7 +469,7 @@ def test_whoever_has_enough_may_stop() -> None:
 
 def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    store.layout.blobs.mkdir(parents=True)
+    store.folder("blobs").mkdir(parents=True)
     data = os.urandom(100 * 64)
     digest = Digest.of(data)
     path = tmp_path / "blobs" / f"sha256-{digest.hex}"
@@ -531,7 +531,7 @@ def open_on(device: str, store: LocalStore, name: str = "m", **how: Any) -> blob
 def path_of(store: LocalStore, layer: str) -> Path:
     layers = store.resolve(Reference.parse("m")).layers
     (found,) = [item for item in layers if item.name == layer]
-    return Path(store.layout.blob(found.digest))
+    return Path(store.blob_path(found.digest))
 
 
 def of_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -31,7 +31,7 @@ def test_gives_the_manifest_of_a_name(store: LocalStore) -> None:
 
 def test_refuses_a_manifest_that_was_changed(store: LocalStore) -> None:
     for name in ("m", "old"):
-        path = store.layout.manifest(Reference.parse(name))
+        path = store.manifest_path(Reference.parse(name))
         path.write_bytes(path.read_bytes().replace(b'"name":"w"', b'"name":"v"'))
     with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
         ModelFiles.of("m", store)

@@ -37,7 +37,7 @@ def manifest(store: LocalStore) -> bytes:
 
 
 def index_file(store: LocalStore) -> Path:
-    return Path(store.layout.headers / Digest.of(manifest(store)).hex)
+    return Path(store.folder("headers") / Digest.of(manifest(store)).hex)
 
 
 def test_create_leaves_the_index_for_the_first_open(store: LocalStore) -> None:
@@ -62,13 +62,13 @@ def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None
     for name, array in (dense_tensors() | moe_tensors()).items():
         _, _, slot, begin = places.tensors[name]
         digest, _ = places.blobs[slot]
-        blob = Path(store.layout.blob(digest)).read_bytes()
+        blob = Path(store.blob_path(digest)).read_bytes()
         assert blob[begin : begin + array.nbytes] == array.tobytes()
 
 
 def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
     before = index_file(store).read_bytes()
-    shutil.rmtree(store.layout.headers)
+    shutil.rmtree(store.folder("headers"))
     write_index(store, manifest(store), load_index(store, manifest(store)))
     assert index_file(store).read_bytes() == before
 
@@ -76,9 +76,9 @@ def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
 def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalStore) -> None:
     data = manifest(store)
     places = load_index(store, data)
-    shutil.rmtree(store.layout.root)
+    shutil.rmtree(store.root)
     write_index(store, data, places)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
@@ -89,7 +89,7 @@ def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
 
 def test_there_is_no_index_of_what_is_not_proven(store: LocalStore) -> None:
     index_file(store).unlink()
-    Path(store.layout.blob(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
+    Path(store.blob_path(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
     places = load_index(store, manifest(store))
     assert not places.is_proven
     write_index(store, manifest(store), places)
@@ -160,15 +160,15 @@ def test_an_index_that_makes_no_sense_is_ignored_though_sealed(
 def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
     places = load_index(store, manifest(store))
     digest, _ = places.blobs[0]
-    Path(store.layout.blob(digest)).unlink()
+    Path(store.blob_path(digest)).unlink()
     with pytest.raises(BlobMissing, match=digest.hex):
         blobstore.open("tiny", store=store)
 
 
 def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> None:
     index_file(store).unlink()
-    store.layout.headers.rmdir()
-    store.layout.headers.write_text("in the way")
+    store.folder("headers").rmdir()
+    store.folder("headers").write_text("in the way")
     places = load_index(store, manifest(store))
     write_index(store, manifest(store), places)
     assert set(places.tensors) >= set(dense_tensors())

@@ -31,10 +31,10 @@ def contents() -> list[bytes]:
 
 @pytest.fixture
 def blobs(store: LocalStore, contents: list[bytes]) -> Blobs:
-    store.layout.blobs.mkdir(parents=True)
+    store.folder("blobs").mkdir(parents=True)
     found = [(Digest.of(data), len(data)) for data in contents]
     for (digest, _), data in zip(found, contents, strict=True):
-        Path(store.layout.blob(digest)).write_bytes(data)
+        Path(store.blob_path(digest)).write_bytes(data)
     return found
 
 
@@ -81,7 +81,7 @@ def test_a_blob_comes_in_once_and_keeps_what_was_written_to_it(
     memoryview(region.memory)[:1] = b"!"
     residence.bring([0, 1])
     assert bytes(region.memory[:5]) == b"!" + contents[0][1:]
-    assert Path(store.layout.blob(blobs[0][0])).read_bytes() == contents[0]
+    assert Path(store.blob_path(blobs[0][0])).read_bytes() == contents[0]
 
 
 @pytest.mark.parametrize(("read", "prefetch"), WAYS)
@@ -89,7 +89,7 @@ def test_a_missing_blob_is_an_error(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
     for slot in (1, 3):
-        Path(store.layout.blob(blobs[slot][0])).unlink()
+        Path(store.blob_path(blobs[slot][0])).unlink()
         residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
         with pytest.raises(BlobMissing):
             residence.bring([slot])
@@ -99,7 +99,7 @@ def test_a_missing_blob_is_an_error(
 def test_a_blob_of_another_size_is_an_error(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
-    os.truncate(store.layout.blob(blobs[3][0]), _REQUEST)
+    os.truncate(store.blob_path(blobs[3][0]), _REQUEST)
     residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
     with pytest.raises(BlobDamaged, match=f"it has {_REQUEST} bytes, expected {_REQUEST + 3}"):
         residence.bring(range(len(blobs)))
@@ -110,7 +110,7 @@ def test_what_was_read_survives_a_blob_that_is_cut_short(
 ) -> None:
     residence = ModelMemory("m", store, blobs, read="pread")
     region = residence.bring(range(len(blobs)))
-    os.truncate(store.layout.blob(blobs[4][0]), 0)
+    os.truncate(store.blob_path(blobs[4][0]), 0)
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
 
 
@@ -152,7 +152,7 @@ def test_brings_what_is_not_in_the_page_cache(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str, prefetch: str | None
 ) -> None:
     for digest, _ in blobs:
-        dropped(store.layout.blob(digest))
+        dropped(store.blob_path(digest))
     region = ModelMemory("m", store, blobs, read=read, prefetch=prefetch).bring(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
@@ -161,7 +161,7 @@ def test_brings_what_is_not_in_the_page_cache(
 def test_what_is_read_for_this_process_alone_does_not_fill_the_page_cache(
     store: LocalStore, blobs: Blobs, contents: list[bytes]
 ) -> None:
-    if not all(dropped(store.layout.blob(digest)) for digest, size in blobs if size):
+    if not all(dropped(store.blob_path(digest)) for digest, size in blobs if size):
         pytest.skip("the file system keeps its files in memory")
     ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
     assert not store.is_cached(*blobs[3])
@@ -174,7 +174,7 @@ def test_reads_where_the_page_cache_cannot_be_passed(
 ) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     for digest, _ in blobs:
-        dropped(store.layout.blob(digest))
+        dropped(store.blob_path(digest))
     region = ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
     assert bytes(memoryview(region.memory)[region.offsets[3] :][: SIZES[3]]) == contents[3]
 
@@ -183,7 +183,7 @@ def test_a_mapped_blob_that_was_cut_short_is_an_error_when_prefetched(
     store: LocalStore, blobs: Blobs
 ) -> None:
     region = ModelMemory("m", store, blobs).bring(range(len(blobs)))
-    os.truncate(store.layout.blob(blobs[3][0]), 4096)
+    os.truncate(store.blob_path(blobs[3][0]), 4096)
     residence = ModelMemory("m", store, blobs, region=region, prefetch="read")
     with pytest.raises(BlobDamaged, match="it has 4096 bytes, expected"):
         residence.bring(range(len(blobs)))

@@ -99,7 +99,7 @@ def as_numpy(array: Any) -> Any:
 
 def blob_of(store: LocalStore, layer: str) -> Path:
     (found,) = [item for item in store.resolve(Reference.parse("m")).layers if item.name == layer]
-    return Path(store.layout.blob(found.digest))
+    return Path(store.blob_path(found.digest))
 
 
 # Slices
@@ -376,7 +376,7 @@ def test_a_weight_that_does_not_say_how_is_cut_as_it_is_stored(tmp_path: Path) -
 
 
 def test_types_and_group_sizes_are_told_without_a_header(quantized: LocalStore) -> None:
-    for path in quantized.layout.blobs.iterdir():
+    for path in quantized.folder("blobs").iterdir():
         path.unlink()
     for tag, group_size in (("int4", 32), ("int8", 64), ("nvfp4", 16)):
         with blobstore.open(f"m:{tag}", store=quantized, verify="none") as model:
@@ -474,7 +474,7 @@ Reads = list[tuple[int, int]]
 @pytest.fixture
 def store_from_file(tmp_path: Path) -> Iterator[LocalStore]:
     store_from_file = LocalStore(tmp_path / "store_from_file")
-    store_from_file.layout.blobs.mkdir(parents=True)
+    store_from_file.folder("blobs").mkdir(parents=True)
     descriptors = len(os.listdir("/dev/fd"))
     yield store_from_file
     assert len(os.listdir("/dev/fd")) == descriptors
@@ -499,7 +499,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def store_array(store_from_file: LocalStore, array: Any) -> Stored:
     data = bytes(range(BEGIN)) + array.tobytes() + b"rest"
     digest = Digest.of(data)
-    Path(store_from_file.layout.blob(digest)).write_bytes(data)
+    Path(store_from_file.blob_path(digest)).write_bytes(data)
     spec = TensorSpec("x", DType.U8, array.shape)
     return Stored(spec, (digest, len(data)), BEGIN)
 
@@ -601,16 +601,16 @@ def test_requests_that_are_answered_in_part_are_gone_on_with(
 def test_memory_of_a_part_is_its_own(store_from_file: LocalStore) -> None:
     for rows in (1, 3):
         stored = store_array(store_from_file, random(3, slices._OWN_MAP))
-        before = Path(store_from_file.layout.blob(stored.blob[0])).read_bytes()
+        before = Path(store_from_file.blob_path(stored.blob[0])).read_bytes()
         data, _ = read_part(store_from_file, stored, select(stored.spec, slice(0, rows)))
         data[0] ^= 1
-        assert Path(store_from_file.layout.blob(stored.blob[0])).read_bytes() == before
+        assert Path(store_from_file.blob_path(stored.blob[0])).read_bytes() == before
 
 
 def test_a_blob_that_is_not_whole_is_told(store_from_file: LocalStore) -> None:
     stored = store_array(store_from_file, random(4, 4))
     part = select(stored.spec, 0)
-    path = Path(store_from_file.layout.blob(stored.blob[0]))
+    path = Path(store_from_file.blob_path(stored.blob[0]))
     os.truncate(path, 50)
     with pytest.raises(BlobDamaged, match="has 50 bytes, expected"):
         read_part(store_from_file, stored, part)
@@ -623,14 +623,14 @@ def test_a_blob_that_shrinks_while_it_is_read_is_told(
     store_from_file: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = store_array(store_from_file, random(4, 4))
-    real = store_from_file.hot.open
+    real = store_from_file._hot.open
 
     def shrinking(digest: Digest, size: int) -> int:
         descriptor = real(digest, size)
-        os.truncate(store_from_file.layout.blob(digest), 50)
+        os.truncate(store_from_file.blob_path(digest), 50)
         return descriptor
 
-    monkeypatch.setattr(store_from_file.hot, "open", shrinking)
+    monkeypatch.setattr(store_from_file._hot, "open", shrinking)
     with pytest.raises(BlobDamaged, match=r"blob '.*' ended before its last byte of 120"):
         read_part(store_from_file, stored, select(stored.spec, 0))
 
@@ -651,7 +651,7 @@ def test_a_disk_that_fails_is_told(
 
 def test_a_blob_that_must_not_be_read_is_told(store_from_file: LocalStore) -> None:
     stored = store_array(store_from_file, random(4, 4))
-    Path(store_from_file.layout.blob(stored.blob[0])).chmod(0)
+    Path(store_from_file.blob_path(stored.blob[0])).chmod(0)
     part = select(stored.spec, 0)
     outcome = sandbox.call(lambda: read_part(store_from_file, stored, part), unprivileged=True)
     assert outcome.startswith("StoreError: blob ")
@@ -689,7 +689,7 @@ def test_a_part_of_a_cold_blob_is_decoded(tmp_path: Path) -> None:
         assert np.array_equal(part[199:, 299:], array[199:, 299:])
         assert part[5:5].shape == (0, 300)
     (layer,) = store.resolve(Reference.parse("a")).layers
-    Path(store.layout.cold_blob(layer.digest)).unlink()
+    Path(store.cold_path(layer.digest)).unlink()
     with (
         blobstore.open("a", store=store, read="pread", verify="none") as model,
         pytest.raises(BlobMissing),

@@ -142,7 +142,7 @@ def test_a_tensor_in_two_layers_is_an_error(store: LocalStore) -> None:
 def test_an_error_names_the_layer(store: LocalStore) -> None:
     data = blob(("a", "U8", (3,), b"abc"))
     contents(store, **{"bad\x1b": data})
-    path = Path(store.layout.blob(store.resolve(NAME).layers[0].digest))
+    path = Path(store.blob_path(store.resolve(NAME).layers[0].digest))
     path.unlink()
     with pytest.raises(BlobMissing, match=r"^layer 'bad\\x1b': blob '.*' is missing"):
         read_tensors(store, store.resolve(NAME))
@@ -155,7 +155,7 @@ def test_faults_are_collected_on_request(store: LocalStore) -> None:
     names = ("whole", "missing", "short", "folder")
     contents(store, **{name: blob((name, "U8", (1,), b"x")) for name in names})
     manifest = store.resolve(NAME)
-    paths = {layer.name: Path(store.layout.blob(layer.digest)) for layer in manifest.layers}
+    paths = {layer.name: Path(store.blob_path(layer.digest)) for layer in manifest.layers}
     paths["missing"].unlink()
     paths["short"].chmod(0o600)
     os.truncate(paths["short"], 1)

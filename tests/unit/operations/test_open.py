@@ -75,17 +75,17 @@ def either(request: pytest.FixtureRequest, store: LocalStore) -> LocalStore:
 
 
 def drop_index(store: LocalStore) -> None:
-    for path in store.layout.headers.iterdir():
+    for path in store.folder("headers").iterdir():
         path.unlink()
 
 
 def path_of(store: LocalStore, layer: str) -> Path:
     (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
-    return Path(store.layout.blob(found.digest))
+    return Path(store.blob_path(found.digest))
 
 
 def contents(store: LocalStore) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    return {path: path.read_bytes() for path in store.folder("blobs").iterdir()}
 
 
 # Tensors
@@ -397,10 +397,10 @@ def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, 
 
 def test_an_open_model_needs_the_store_no_more(either: LocalStore) -> None:
     with blobstore.open("m", store=either) as model:
-        shutil.rmtree(either.layout.root)
+        shutil.rmtree(either.root)
         for name, expected in TENSORS.items():
             np.testing.assert_array_equal(model[name], expected, strict=True)
-    assert not either.layout.root.exists()
+    assert not either.root.exists()
 
 
 def test_a_blob_that_goes_before_it_is_used_is_told(store: LocalStore) -> None:
@@ -451,7 +451,7 @@ def test_a_claimed_size_reserves_no_memory(tmp_path: Path, size: int) -> None:
     manifest = store.resolve(NAME)
     wrong = manifest.layers[1]._replace(size=size)
     changed = with_layers(store, manifest, (manifest.layers[0], wrong))
-    store.layout.manifest(NAME).write_bytes(changed.to_bytes())
+    store.manifest_path(NAME).write_bytes(changed.to_bytes())
     for framework in ("numpy", "torch"):
         with pytest.raises(BlobDamaged, match=f"m:latest: layer 'b': .*expected {size}"):
             blobstore.open("m", store=store, framework=framework)  # type: ignore[arg-type]
@@ -463,31 +463,31 @@ def test_an_unknown_model_is_not_found(store: LocalStore) -> None:
 
 
 def test_a_broken_manifest_is_told(store: LocalStore) -> None:
-    store.layout.manifest(NAME).write_text('{"schemaVersion":1}')
+    store.manifest_path(NAME).write_text('{"schemaVersion":1}')
     with pytest.raises(InvalidManifest, match=r"^m:latest: \$\.schemaVersion: expected 2"):
         blobstore.open("m", store=store)
 
 
 @pytest.mark.parametrize("verify", ["none", "size", "header", "digest", "rehash"])
 def test_a_manifest_that_was_changed_is_told(store: LocalStore, verify: Verify) -> None:
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     path.write_bytes(path.read_bytes().replace(b"image.json", b"image.jsoo", 1))
-    indexes = sorted(store.layout.headers.iterdir())
+    indexes = sorted(store.folder("headers").iterdir())
     for _ in range(2):
         with pytest.raises(InvalidManifest, match="^m:latest: the manifest was changed since"):
             blobstore.open("m", store=store, verify=verify)
     gc.collect()
-    assert sorted(store.layout.headers.iterdir()) == indexes
+    assert sorted(store.folder("headers").iterdir()) == indexes
 
 
 def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: LocalStore) -> None:
     blob_path(store, "").unlink()
     blobstore.open("m", store=store).close()  # by the index
-    shutil.rmtree(store.layout.headers)
+    shutil.rmtree(store.folder("headers"))
     for _ in range(2):
         with blobstore.open("m", store=store) as model:
             assert len(model) > 0
-        assert not store.layout.headers.exists()
+        assert not store.folder("headers").exists()
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_an_argument_that_means_nothing_is_told(
 
 
 def index_file(store: LocalStore) -> Path:
-    (path,) = store.layout.headers.iterdir()
+    (path,) = store.folder("headers").iterdir()
     return path
 
 
@@ -540,7 +540,7 @@ def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path:
     mine = index_file(store)
     swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
     blobstore.create(write_folder(tmp_path / "other", swapped), "other", store=store)
-    (other,) = [path for path in store.layout.headers.iterdir() if path != mine]
+    (other,) = [path for path in store.folder("headers").iterdir() if path != mine]
     whole = mine.read_bytes()
     mine.write_bytes(other.read_bytes())
     with blobstore.open("m", store=store) as model:
@@ -586,7 +586,7 @@ def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm
 def test_tensors_outlive_the_store(store: LocalStore, framework: Any) -> None:
     with blobstore.open("m", store=store, framework=framework) as model:
         tensors = model.state_dict()
-    shutil.rmtree(store.layout.root)
+    shutil.rmtree(store.root)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(np.asarray(tensor), TENSORS[name], strict=True)
 
@@ -832,7 +832,7 @@ def test_deals_tensors_out_to_ranks(store: LocalStore) -> None:
 def test_a_model_goes_to_another_process_by_what_it_was_opened_from(store: LocalStore) -> None:
     model = blobstore.open("m", store=store, framework="torch", read="pread")
     again = pickle.loads(pickle.dumps(model))
-    blobstore.create(store.layout.root.parent / "model" / "model.safetensors", "m", store=store)
+    blobstore.create(store.root.parent / "model" / "model.safetensors", "m", store=store)
     assert again.manifest == model.manifest
     assert torch.equal(again["model.layers.0.norm.weight"], model["model.layers.0.norm.weight"])
 
@@ -842,7 +842,7 @@ import pickle, sys
 
 model = pickle.load(sys.stdin.buffer)
 total = sum(int(array.sum(dtype="u8")) for array in model.values())
-blobs = str(model._store.layout.blobs)
+blobs = str(model._store.folder("blobs"))
 own = shared = 0
 is_blob = False
 for line in open("/proc/self/smaps"):
@@ -896,7 +896,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     for number in range(3000):
         data = blob((f"w{number}", "U32", (), number.to_bytes(4, "little")))
         digest = Digest.of(data)
-        Path(store.layout.blob(digest)).write_bytes(data)
+        Path(store.blob_path(digest)).write_bytes(data)
         layers.append(
             Descriptor(
                 media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"

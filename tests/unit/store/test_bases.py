@@ -26,7 +26,7 @@ CHILD = layer("x", tuned(10, 1))
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """A store with ``child``, coded by ``base``, which is hot, cold and has a second name."""
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "base", {"x": 1})
     add_blobs(store, "child", {"x": CHILD})
     freeze_models(["child"], store=store, base="base")
@@ -44,7 +44,7 @@ def read(store: LocalStore) -> bytes:
 
 
 def paths(store: LocalStore, base: Descriptor) -> dict[str, str]:
-    layout = store.layout
+    layout = store._layout
     return {
         "hot": layout.blob(base.digest),
         "cold": layout.cold_blob(base.digest),
@@ -100,7 +100,7 @@ def test_forms_that_are_damaged_at_different_places_help_each_other(tmp_path: Pa
     Path(found["pinned"]).unlink()
     flip(found["hot"], -10)
     flip(found["cold"], 1000)
-    blob = store.cold.open(layers(store, "child")["x"].digest)
+    blob = store.open_cold(layers(store, "child")["x"].digest)
     buffer = memoryview(bytearray(100))
     for begin in (len(child) - 100, 1000, len(child) - 100):
         blob.read_into(begin, buffer)
@@ -117,7 +117,7 @@ def read_all(read_into: Callable[[int, memoryview], None]) -> bytes:
 
 def test_threads_share_the_forms(store: LocalStore, base: Descriptor) -> None:
     flip(paths(store, base)["hot"])
-    blob = store.cold.open(layers(store, "child")["x"].digest)
+    blob = store.open_cold(layers(store, "child")["x"].digest)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(read_all, [blob.read_into] * 20)) == {CHILD}
 
@@ -130,7 +130,7 @@ def test_a_form_is_opened_when_it_is_wanted(store: LocalStore, base: Descriptor)
 
 
 def test_a_base_that_is_put_back_serves_again(store: LocalStore, base: Descriptor) -> None:
-    blob = store.cold.open(layers(store, "child")["x"].digest)
+    blob = store.open_cold(layers(store, "child")["x"].digest)
     found = paths(store, base)
     data = Path(found["hot"]).read_bytes()
     for path in found.values():
@@ -191,13 +191,13 @@ def test_tells_which_forms_are_whole(
     thaw_models(["a"], store=store, keep_cold=True)
     item = layers(store, "a")["x"]
     for state, path in (
-        (hot, store.layout.blob(item.digest)),
-        (cold, store.layout.cold_blob(item.digest)),
+        (hot, store.blob_path(item.digest)),
+        (cold, store.cold_path(item.digest)),
     ):
         if state is None:
             Path(path).unlink()
         elif state == "damaged":
             flip(path, 30_000)
     assert which_are_whole(store, item.digest, item.size, lambda _: None) == expected
-    there = states(store.layout, item.digest)
+    there = states(store, item.digest)
     assert [state is None for state in there] == [hot is None, cold is None]

@@ -25,7 +25,7 @@ SIZE = len(DATA)
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
     store = LocalStore(tmp_path / "store")
-    store.layout.blobs.mkdir(parents=True)
+    store.folder("blobs").mkdir(parents=True)
     descriptors = len(os.listdir("/dev/fd"))
     yield store
     assert len(os.listdir("/dev/fd")) == descriptors
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 
 @pytest.fixture
 def path(store: LocalStore) -> Path:
-    path = Path(store.layout.blob(DIGEST))
+    path = Path(store.blob_path(DIGEST))
     path.write_bytes(DATA)
     return path
 
@@ -135,7 +135,7 @@ def test_one_flipped_bit_is_found(store: LocalStore, path: Path, place: int) -> 
 
 def test_checking_reports_every_byte(store: LocalStore) -> None:
     data = bytes(3 * 2**20 + 5)
-    Path(store.layout.blob(Digest.of(data))).write_bytes(data)
+    Path(store.blob_path(Digest.of(data))).write_bytes(data)
     counts: list[int] = []
     store.check_digest(Digest.of(data), len(data), counts.append)
     assert sum(counts) == len(data)
@@ -143,7 +143,7 @@ def test_checking_reports_every_byte(store: LocalStore) -> None:
 
 
 def test_an_empty_blob_has_a_digest(store: LocalStore) -> None:
-    Path(store.layout.blob(Digest.of(b""))).touch()
+    Path(store.blob_path(Digest.of(b""))).touch()
     store.check_digest(Digest.of(b""), 0)
     assert store.read_blob(Digest.of(b""), 0) == b""
 
@@ -151,7 +151,7 @@ def test_an_empty_blob_has_a_digest(store: LocalStore) -> None:
 @pytest.mark.parametrize("data", [b"", b"not a header", bytes(100), b"\xff" * 50])
 def test_a_blob_that_is_no_safetensors_file_is_damaged(store: LocalStore, data: bytes) -> None:
     digest = Digest.of(data)
-    Path(store.layout.blob(digest)).write_bytes(data)
+    Path(store.blob_path(digest)).write_bytes(data)
     with pytest.raises(BlobDamaged, match=rf"^blob '.*{digest.hex}': "):
         store.read_blob_header(digest, len(data))
 
@@ -171,8 +171,8 @@ def test_headers_are_read_and_the_blobs_mapped_in_one_go(store: LocalStore) -> N
 def test_unreadable_blobs_are_no_damage() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
-        store.layout.blobs.mkdir()
-        path = Path(store.layout.blob(DIGEST))
+        store.folder("blobs").mkdir()
+        path = Path(store.blob_path(DIGEST))
         path.write_bytes(DATA)
         path.chmod(0)
         outcome = sandbox.call(lambda: store.read_blob(DIGEST, SIZE), unprivileged=True)
@@ -188,4 +188,4 @@ def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
 def test_lists_the_sizes_of_all_blobs(store: LocalStore, path: Path) -> None:
     path.with_name("foreign").write_bytes(b"abc")
     assert store.blob_sizes() == {SIZE, 3}
-    assert LocalStore(store.layout.root / "none").blob_sizes() == set()
+    assert LocalStore(store.root / "none").blob_sizes() == set()

@@ -31,24 +31,24 @@ def test_reads_every_name_in_order(store: LocalStore) -> None:
     assert (a.reference, b.reference) == (A, B)
     assert a.manifest == store.resolve(A)
     assert a.digest == Digest.of(store.read_manifest(A))
-    assert a.modified == store.layout.manifest(A).stat().st_mtime
+    assert a.modified == store.manifest_path(A).stat().st_mtime
     assert a.error is None
     assert a.blobs == {item.digest: item.size for item in store.resolve(A).blobs}
 
 
 def test_tells_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
-    store.layout.manifest(A).write_bytes(b"{")
-    store.layout.manifest(B).unlink()
-    store.layout.manifest(B).symlink_to("nowhere")
+    store.manifest_path(A).write_bytes(b"{")
+    store.manifest_path(B).unlink()
+    store.manifest_path(B).symlink_to("nowhere")
     for entry in read_catalog(store):
         assert isinstance(entry.error, InvalidManifest)
-        assert str(store.layout.manifest(entry.reference)) in str(entry.error)
+        assert str(store.manifest_path(entry.reference)) in str(entry.error)
         assert (entry.digest, entry.manifest, entry.blobs) == (None, None, {})
 
 
 def test_passes_over_a_name_that_vanishes(store: LocalStore) -> None:
     store.references = lambda: iter((A, B))  # type: ignore[method-assign]
-    store.layout.manifest(A).unlink()
+    store.manifest_path(A).unlink()
 
     assert [entry.reference for entry in read_catalog(store)] == [B]
 

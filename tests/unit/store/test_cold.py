@@ -13,7 +13,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import cold
-from blobstore.store.cold import Bases, file_state
+from blobstore.store.cold import BaseCache, file_state
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, layer, layers, put, weights
@@ -29,7 +29,7 @@ DATA = layer("x", weights(1))
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """A store with the frozen blob ``x``, of :data:`DATA`, and another."""
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "a", {"x": 1, "y": 2})
     freeze_models(["a"], store=store)
     return store
@@ -74,7 +74,7 @@ def test_every_way_to_read_decodes(
     store: LocalStore, digest: Digest, way: Callable[[LocalStore, Digest], bytes]
 ) -> None:
     assert way(store, digest) == DATA
-    Path(store.layout.cold_blob(digest)).unlink()
+    Path(store.cold_path(digest)).unlink()
     with pytest.raises(BlobMissing, match=r"blobs/sha256-.*' is missing"):
         way(store, digest)
 
@@ -83,7 +83,7 @@ def test_every_way_to_read_decodes(
 def test_every_way_to_read_finds_damage(
     store: LocalStore, digest: Digest, way: Callable[[LocalStore, Digest], bytes]
 ) -> None:
-    flip(store.layout.cold_blob(digest), 500)
+    flip(store.cold_path(digest), 500)
     with pytest.raises(BlobDamaged, match=r"cold/sha256-.*' is damaged: .*repair"):
         way(store, digest)
 
@@ -92,13 +92,13 @@ def test_a_part_is_decoded_by_itself(store: LocalStore, digest: Digest) -> None:
     buffer = bytearray(1000)
     store.read_into(digest, len(DATA), 33_333, memoryview(buffer))
     assert buffer == DATA[33_333:34_333]
-    flip(store.layout.cold_blob(digest), 500)
+    flip(store.cold_path(digest), 500)
     with pytest.raises(BlobDamaged):
         store.read_into(digest, len(DATA), 33_333, memoryview(buffer))
 
 
 def test_no_byte_behind_the_end_is_made_up(store: LocalStore, digest: Digest) -> None:
-    blob = store.cold.open(digest)
+    blob = store.open_cold(digest)
     with pytest.raises(BlobDamaged, match="is wanted of"):
         blob.read_into(len(DATA) - 10, memoryview(bytearray(11)))
 
@@ -121,8 +121,8 @@ def test_the_other_forms_are_not_touched_while_there_is_a_file(
     store: LocalStore, digest: Digest
 ) -> None:
     thaw_models(["a"], store=store, keep_cold=True)
-    Path(store.layout.cold_blob(digest)).unlink()
-    Path(store.layout.cold_blob(digest)).write_bytes(b"no cold blob at all")
+    Path(store.cold_path(digest)).unlink()
+    Path(store.cold_path(digest)).write_bytes(b"no cold blob at all")
     store.check_size(digest, len(DATA))
     store.check_digest(digest, len(DATA))
     with pytest.raises(BlobDamaged, match="not a cold blob"):
@@ -131,14 +131,14 @@ def test_the_other_forms_are_not_touched_while_there_is_a_file(
 
 def test_the_cold_blob_of_another_is_damage(store: LocalStore, digest: Digest) -> None:
     other = layers(store, "a")["y"].digest
-    Path(store.layout.cold_blob(other)).rename(store.layout.cold_blob(digest))
+    Path(store.cold_path(other)).rename(store.cold_path(digest))
     with pytest.raises(BlobDamaged, match=f"it is that of {other}"):
         store.check_size(digest, len(DATA))
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "empty", "short"])
 def test_what_is_no_cold_blob_is_damage(store: LocalStore, digest: Digest, kind: str) -> None:
-    path = Path(store.layout.cold_blob(digest))
+    path = Path(store.cold_path(digest))
     data = path.read_bytes()
     path.unlink()
     if kind == "link":
@@ -155,53 +155,53 @@ def test_what_is_no_cold_blob_is_damage(store: LocalStore, digest: Digest, kind:
 def test_a_blob_that_is_thawed_between_two_looks_is_found(
     store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = store.cold.open
+    real = store._cold.open
 
     def thawing(*arguments: Any) -> Any:
-        monkeypatch.setattr(store.cold, "open", real)
-        thaw_models(["a"], store=LocalStore(store.layout.root))
+        monkeypatch.setattr(store._cold, "open", real)
+        thaw_models(["a"], store=LocalStore(store.root))
         return real(*arguments)
 
-    monkeypatch.setattr(store.cold, "open", thawing)
+    monkeypatch.setattr(store._cold, "open", thawing)
     assert into(store, digest) == DATA
-    assert not store.cold.has(digest)
+    assert not store.has_cold(digest)
 
 
 def test_blobs_that_are_not_cold_cost_no_look(
     store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thaw_models(["a"], store=store)
-    monkeypatch.setattr(store, "cold", None)
+    monkeypatch.setattr(store, "_cold", None)
     for way in WAYS:
         assert way(store, digest) == DATA
     store.check_size(digest, len(DATA))
 
 
 def test_all_cold_blobs_are_listed(store: LocalStore, digest: Digest) -> None:
-    Path(store.layout.cold, "foreign").write_bytes(b"")
-    files = store.cold.files()
+    Path(store.folder("cold"), "foreign").write_bytes(b"")
+    files = store.cold_files()
     assert files.keys() == {item.digest for item in layers(store, "a").values()}
-    assert files[digest].st_size == os.stat(store.layout.cold_blob(digest)).st_size
-    assert LocalStore(store.layout.root / "none").cold.files() == {}
+    assert files[digest].st_size == os.stat(store.cold_path(digest)).st_size
+    assert LocalStore(store.root / "none").cold_files() == {}
 
 
 def test_a_disk_of_cold_blobs_that_is_not_mounted_is_no_empty_one(store: LocalStore) -> None:
-    store.layout.cold.rename(store.layout.root / "elsewhere")
-    store.layout.cold.symlink_to("nothing")
+    store.folder("cold").rename(store.root / "elsewhere")
+    store.folder("cold").symlink_to("nothing")
     with pytest.raises(StoreError, match="cannot list"):
-        store.cold.files()
+        store.cold_files()
 
 
 def test_bases_are_read_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    bases, files = Bases(store.cold), store.cold.files()
+    bases, files = BaseCache(store._cold), store.cold_files()
     assert bases.known(files) == {}
-    monkeypatch.setattr(store.cold, "open", None)
+    monkeypatch.setattr(store._cold, "open", None)
     assert bases.known(files) == {}
 
 
 def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -> None:
-    flip(store.layout.cold_blob(digest), -1)
-    bases, status = Bases(store.cold), store.cold.files()[digest]
+    flip(store.cold_path(digest), -1)
+    bases, status = BaseCache(store._cold), store.cold_files()[digest]
     assert bases.of(digest, status, must_be_known=False) is None
     with pytest.raises(BlobDamaged):
         bases.of(digest, status)

@@ -33,11 +33,11 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 
 
 def temporary(store: LocalStore) -> list[Path]:
-    return list(store.layout.temporary.iterdir())
+    return list(store.folder("temporary").iterdir())
 
 
 def blobs(store: LocalStore) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    return {path.name: path.read_bytes() for path in store.folder("blobs").iterdir()}
 
 
 def put(store: LocalStore, data: bytes) -> Digest:
@@ -64,13 +64,13 @@ def test_an_empty_blob_is_a_blob(store: LocalStore) -> None:
 
 def test_what_is_present_is_not_written_again(store: LocalStore) -> None:
     digest = put(store, b"abc")
-    before = os.stat(store.layout.blob(digest))
+    before = os.stat(store.blob_path(digest))
     with store.ingest() as ingest:
         assert not ingest.add(3, lambda: [b"abc"]).written
         assert ingest.add(3, lambda: [b"xyz"]).written
         assert temporary(store) != []
         ingest.publish()
-    after = os.stat(store.layout.blob(digest))
+    after = os.stat(store.blob_path(digest))
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(blobs(store)) == 2
 
@@ -148,7 +148,7 @@ def test_two_imports_of_the_same_bytes_both_succeed(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("size", [0, 2, 4])
 def test_a_damaged_blob_is_not_taken_for_present(store: LocalStore, size: int) -> None:
-    path = Path(store.layout.blob(put(store, b"abc")))
+    path = Path(store.blob_path(put(store, b"abc")))
     path.chmod(0o644)
     path.write_bytes(bytes(size))
     with (
@@ -170,7 +170,7 @@ def link_of_the_right_size(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [link, link_of_the_right_size, Path.mkdir, os.mkfifo])
 def test_only_a_file_is_taken_for_a_blob(store: LocalStore, make: Callable[[Path], None]) -> None:
-    path = Path(store.layout.blob(put(store, b"abc")))
+    path = Path(store.blob_path(put(store, b"abc")))
     path.unlink()
     make(path)
     with (
@@ -188,7 +188,7 @@ def test_a_blob_is_read_only_less_the_umask(tmp_path: Path, umask: int) -> None:
     put(store, b"first")
     outcome = sandbox.call(lambda: put(store, b"abc"), umask=umask)
     assert outcome == str(Digest.of(b"abc"))
-    mode = os.stat(store.layout.blob(Digest.of(b"abc"))).st_mode
+    mode = os.stat(store.blob_path(Digest.of(b"abc"))).st_mode
     assert stat.S_IMODE(mode) == 0o444 & ~umask
 
 
@@ -238,7 +238,7 @@ def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
 def test_a_damaged_blob_among_others_of_its_true_size_is_not_taken_for_present(
     store: LocalStore,
 ) -> None:
-    path = Path(store.layout.blob(put(store, b"abc")))
+    path = Path(store.blob_path(put(store, b"abc")))
     put(store, b"xyz")  # so that bytes of this size are hashed before they are written
     path.chmod(0o644)
     path.write_bytes(b"ab")
@@ -332,9 +332,7 @@ with LocalStore(sys.argv[1]).ingest() as ingest:
 
 def test_processes_may_put_the_same_blobs_at_once(store: LocalStore) -> None:
     with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(sandbox.start(PUT_MANY, store.layout.root)) for _ in range(2)
-        ]
+        children = [stack.enter_context(sandbox.start(PUT_MANY, store.root)) for _ in range(2)]
         for child in children:
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
@@ -356,7 +354,7 @@ def test_what_is_found_is_held_until_the_end(store: LocalStore) -> None:
     with store.ingest() as ingest:
         assert ingest.find(added.digest, 4) == replace(added, written=False)
         assert ingest.find(Digest.of(b"other"), 5) is None
-        assert added.digest in read_leases(store.layout).digests
+        assert added.digest in read_leases(store).digests
         with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):
             ingest.find(added.digest, 5)
-    assert read_leases(store.layout).digests == set()
+    assert read_leases(store).digests == set()

@@ -53,7 +53,7 @@ def publish(store: LocalStore, name: str = "m") -> Manifest:
 
 
 def write(store: LocalStore, data: bytes) -> Path:
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     return path
@@ -64,11 +64,11 @@ def write(store: LocalStore, data: bytes) -> Path:
 
 def test_the_root_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", "/some/where")
-    assert LocalStore().layout.root == Path("/some/where")
+    assert LocalStore().root == Path("/some/where")
     monkeypatch.setenv("BLOBSTORE_HOME", "")
     monkeypatch.setenv("HOME", "/me")
     assert default_root() == Path("/me/.blobstore")
-    assert LocalStore("/given").layout.root == Path("/given")
+    assert LocalStore("/given").root == Path("/given")
     assert repr(LocalStore("/a\nb")) == "LocalStore('/a\\nb')"
 
 
@@ -87,7 +87,7 @@ def proven(store: LocalStore) -> Manifest:
 def test_a_manifest_that_was_changed_is_not_resolved(store: LocalStore) -> None:
     manifest = proven(store)
     assert store.resolve(NAME) == manifest
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     changed = path.read_bytes().replace(b'"a.json"', b'"b.json"')
     path.write_bytes(changed)
     with pytest.raises(InvalidManifest, match=f"^'{path}': the manifest was changed since"):
@@ -101,7 +101,7 @@ def test_without_its_config_a_manifest_is_not_proven(store: LocalStore) -> None:
     manifest = proven(store)
     data = store.read_manifest(NAME)
     assert store.check_manifest(data, manifest)
-    path = Path(store.layout.blob(manifest.config.digest))
+    path = Path(store.blob_path(manifest.config.digest))
     path.chmod(0o644)
     path.write_bytes(path.read_bytes().replace(b"completion", b"completiom"))
     assert not store.check_manifest(data, manifest)
@@ -120,7 +120,7 @@ def test_another_size_of_the_config_is_a_change(store: LocalStore) -> None:
 
 def test_a_huge_config_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = Manifest(config=put(store, b" " * (2**20 + 1)), layers=())
-    monkeypatch.setattr(store.hot, "open", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(store._hot, "open", lambda *_: pytest.fail("opened"))
     assert not store.check_manifest(manifest.to_bytes(), manifest)
 
 
@@ -137,13 +137,13 @@ def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
     other = Manifest(config=descriptor, layers=())
     store.publish(NAME, other)
     assert store.resolve(NAME) == other
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def test_a_placed_name_has_the_bytes_as_they_are(store: LocalStore) -> None:
     manifest = publish(store, "other")
     data = b"  " + manifest.to_bytes()
-    store.layout.temporary.rmdir()  # as in a store of Ollama's
+    store.folder("temporary").rmdir()  # as in a store of Ollama's
     store.place(NAME, data, manifest.blobs)
     assert store.read_manifest(NAME) == data
 
@@ -154,21 +154,21 @@ def test_a_removed_name_is_gone_with_its_empty_folders(store: LocalStore) -> Non
     for name in ("host/n/m", "n/m:t"):
         store.remove(Reference.parse(name))
     assert list(map(str, store.references())) == ["n/m:u"]
-    assert not (store.layout.manifests / "host").exists()
-    assert len(list(store.layout.blobs.iterdir())) == 1
+    assert not (store.folder("manifests") / "host").exists()
+    assert len(list(store.folder("blobs").iterdir())) == 1
     with pytest.raises(ModelNotFound, match="no model 'n/m:t'"):
         store.remove(Reference.parse("n/m:t"))
     store.remove(Reference.parse("n/m:u"))
-    assert list(store.layout.manifests.iterdir()) == []
+    assert list(store.folder("manifests").iterdir()) == []
 
 
 def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store)
-    folder = store.layout.manifest(NAME).parent.stat().st_ino
+    folder = store.manifest_path(NAME).parent.stat().st_ino
     synced = []
 
     def noting(descriptor: int) -> None:
-        synced.append((os.fstat(descriptor).st_ino, store.layout.manifest(NAME).exists()))
+        synced.append((os.fstat(descriptor).st_ino, store.manifest_path(NAME).exists()))
 
     monkeypatch.setattr(os, "fsync", noting)
     store.remove(NAME)
@@ -179,19 +179,19 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
 def test_a_manifest_is_for_its_owner_to_write(tmp_path: Path, umask: int) -> None:
     store = LocalStore(tmp_path / "store")
     assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"
-    mode = store.layout.manifest(NAME).stat().st_mode
+    mode = store.manifest_path(NAME).stat().st_mode
     assert stat.S_IMODE(mode) == 0o644 & ~umask
 
 
 def test_nothing_foreign_is_beside_blobs_and_manifests(store: LocalStore) -> None:
     publish(store)
-    assert sorted(path.name for path in store.layout.root.iterdir()) == [
+    assert sorted(path.name for path in store.root.iterdir()) == [
         ".blobstore",
         "blobs",
         "manifests",
     ]
-    files = [path for path in store.layout.manifests.rglob("*") if path.is_file()]
-    assert files == [store.layout.manifest(NAME)]
+    files = [path for path in store.folder("manifests").rglob("*") if path.is_file()]
+    assert files == [store.manifest_path(NAME)]
 
 
 def test_a_name_is_not_given_to_what_is_not_whole(store: LocalStore) -> None:
@@ -260,7 +260,7 @@ def test_a_manifest_over_the_limit_is_not_read(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_only_a_file_is_a_manifest(store: LocalStore, make: Callable[[Path], None]) -> None:
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     path.parent.mkdir(parents=True)
     make(path)
     with pytest.raises(InvalidManifest, match="is not a regular file"):
@@ -273,7 +273,7 @@ def test_a_name_that_is_no_file_is_listed_and_damaged(
     store: LocalStore, make: Callable[[Path], None]
 ) -> None:
     publish(store)
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     path.unlink()
     make(path)
     assert list(store.references()) == [NAME]
@@ -286,7 +286,7 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(
 ) -> None:
     publish(store)
     publish(store, "n/other")
-    gone = store.layout.manifest(Reference.parse("n/other")).parent.parent
+    gone = store.manifest_path(Reference.parse("n/other")).parent.parent
     is_dir = Path.is_dir
 
     def seen(path: Path) -> bool:
@@ -301,18 +301,18 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(
 
 def test_what_spells_no_name_is_passed_over(store: LocalStore) -> None:
     publish(store)
-    folder = store.layout.manifest(NAME).parent
+    folder = store.manifest_path(NAME).parent
     (folder / ".DS_Store").touch()
     (folder / "a b").touch()
     (folder / "sub").mkdir()
     (folder.parent / "file").touch()
-    (store.layout.manifests / "too" / "deep" / "for" / "a").mkdir(parents=True)
+    (store.folder("manifests") / "too" / "deep" / "for" / "a").mkdir(parents=True)
     assert list(store.references()) == [NAME]
 
 
 def test_ollama_s_own_models_are_read(store: LocalStore) -> None:
     manifest = add_gguf_model(store, "llama3:8b")
-    before = {path: path.read_bytes() for path in store.layout.root.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}
     assert store.resolve(Reference.parse("llama3:8b")) == manifest
     assert list(map(str, store.references())) == ["llama3:8b"]
     publish(store)
@@ -324,7 +324,7 @@ def test_ollama_s_own_models_are_read(store: LocalStore) -> None:
 
 def test_an_absent_store_has_no_names(store: LocalStore) -> None:
     assert list(store.references()) == []
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
@@ -349,8 +349,8 @@ def test_a_store_below_a_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["blobs", "manifests", ".blobstore"])
 def test_a_file_in_a_folder_s_place_is_named(store: LocalStore, name: str) -> None:
-    store.layout.root.mkdir()
-    (store.layout.root / name).touch()
+    store.root.mkdir()
+    (store.root / name).touch()
     with pytest.raises(StoreError, match=f"writing to the store .* failed: .*{name}"):
         put(store)
 
@@ -359,16 +359,16 @@ def test_a_read_only_store_can_be_read_and_says_why_not_written() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
         publish(store)
-        for path in store.layout.root.rglob("*"):
+        for path in store.root.rglob("*"):
             path.chmod(0o555 if path.is_dir() else 0o444)
-        store.layout.root.chmod(0o555)
+        store.root.chmod(0o555)
         denied = f"StoreError: no permission to write to the store '{folder}/store'"
         assert sandbox.call(lambda: store.resolve(NAME).config.size, unprivileged=True) == "6"
         assert sandbox.call(lambda: put(store, b"new"), unprivileged=True) == denied
         assert sandbox.call(lambda: publish_again(store), unprivileged=True) == denied
-        assert sandbox.call(
-            lambda: put(LocalStore(store.layout.root / "x")), unprivileged=True
-        ) == (f"StoreError: no permission to write to the store '{folder}/store/x'")
+        assert sandbox.call(lambda: put(LocalStore(store.root / "x")), unprivileged=True) == (
+            f"StoreError: no permission to write to the store '{folder}/store/x'"
+        )
 
 
 def publish_again(store: LocalStore) -> None:
@@ -379,7 +379,7 @@ def test_an_unreadable_manifest_is_no_damage() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
         publish(store)
-        path = store.layout.manifest(NAME)
+        path = store.manifest_path(NAME)
         path.chmod(0)
         outcome = sandbox.call(lambda: store.resolve(NAME), unprivileged=True)
     assert outcome == f"StoreError: cannot read manifest '{path}': Permission denied"
@@ -389,10 +389,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
         store = LocalStore(disk / "store")
         publish(store)
-        before = sorted(store.layout.root.rglob("*"))
+        before = sorted(store.root.rglob("*"))
         with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
             put(store, bytes(2**21))
-        assert sorted(store.layout.root.rglob("*")) == before
+        assert sorted(store.root.rglob("*")) == before
         put(store, bytes(2**18))
 
 
@@ -401,25 +401,25 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_index_is_a_cache(store: LocalStore) -> None:
     key = Digest.of(b"key")
-    store.layout.root.mkdir()
+    store.root.mkdir()
     assert store.read_index(key) is None
     store.write_index(key, b"value")
     assert store.read_index(key) == b"value"
     store.write_index(key, b"other")
     assert store.read_index(key) == b"other"
-    assert [path.name for path in store.layout.headers.iterdir()] == [key.hex]
+    assert [path.name for path in store.folder("headers").iterdir()] == [key.hex]
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_an_index_that_is_no_file_is_none(store: LocalStore, make: Callable[[Path], None]) -> None:
     key = Digest.of(b"key")
-    store.layout.headers.mkdir(parents=True)
-    make(store.layout.headers / key.hex)
+    store.folder("headers").mkdir(parents=True)
+    make(store.folder("headers") / key.hex)
     assert store.read_index(key) is None
     if make is Path.mkdir:
         store.write_index(key, b"value")  # cannot be, and is no error
         assert store.read_index(key) is None
-        assert len(list(store.layout.headers.iterdir())) == 1
+        assert len(list(store.folder("headers").iterdir())) == 1
 
 
 def test_an_index_that_cannot_be_written_is_no_error() -> None:
@@ -439,7 +439,7 @@ def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
         store = LocalStore(disk / "store")
         manifest = publish(store)
         config = manifest.config
-        before = sorted(store.layout.root.rglob("*"))
+        before = sorted(store.root.rglob("*"))
         with sandbox.read_only(disk):
             assert store.resolve(NAME) == manifest
             assert store.read_blob(config.digest, config.size) == b"config"
@@ -450,7 +450,7 @@ def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
                     use()
             store.write_index(Digest.of(b"key"), b"value")  # cannot be, and is no error
             assert store.read_index(Digest.of(b"key")) is None
-            assert sorted(store.layout.root.rglob("*")) == before
+            assert sorted(store.root.rglob("*")) == before
 
 
 def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None:
@@ -458,14 +458,14 @@ def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None
         store = LocalStore(disk / "store")
         old = publish(store)
         new = Manifest(config=put(store, b"other"), layers=())
-        store.layout.headers.mkdir()
+        store.folder("headers").mkdir()
         filler = sandbox.fill(disk)
         for name in (NAME, Reference.parse("new")):
             with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
                 store.publish(name, new)
         store.write_index(Digest.of(b"key"), b"value")
-        assert list(store.layout.headers.iterdir()) == []
-        assert list(store.layout.temporary.iterdir()) == []
+        assert list(store.folder("headers").iterdir()) == []
+        assert list(store.folder("temporary").iterdir()) == []
         assert list(store.references()) == [NAME]
         assert store.resolve(NAME) == old
         filler.unlink()
@@ -475,7 +475,7 @@ def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None
 
 def test_who_has_an_old_manifest_open_reads_it_to_its_end(store: LocalStore) -> None:
     old = publish(store)
-    with store.layout.manifest(NAME).open("rb") as stream:
+    with store.manifest_path(NAME).open("rb") as stream:
         store.publish(NAME, Manifest(config=put(store, b"other"), layers=()))
         assert Manifest.from_bytes(stream.read()) == old
 
@@ -496,7 +496,7 @@ def test_a_manifest_that_cannot_be_synced_gets_no_name(
     for name in (NAME, Reference.parse("new")):
         with pytest.raises(StoreError, match="failed: Input/output error"):
             store.publish(name, new)
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
     assert list(store.references()) == [NAME]
     assert store.resolve(NAME) == old
 

@@ -29,7 +29,7 @@ import sys, time
 from blobstore.core.digest import Digest
 from blobstore.store.local import LocalStore
 store = LocalStore(sys.argv[1])
-with getattr(store.locks, sys.argv[2])() as lease:
+with getattr(store._locks, sys.argv[2])() as lease:
     if lease is not None:
         lease.hold([Digest.of(b"a"), Digest.of(b"b")])
     print("held", flush=True)
@@ -41,7 +41,7 @@ with getattr(store.locks, sys.argv[2])() as lease:
 def store(tmp_path: Path) -> Iterator[LocalStore]:
     gc.collect()  # what other tests have left
     descriptors = len(os.listdir("/dev/fd"))
-    yield LocalStore(tmp_path / "store", wait=0.05)
+    yield LocalStore(tmp_path / "store", lock_timeout=0.05)
     until = time.monotonic() + 10
     while len(os.listdir("/dev/fd")) > descriptors and time.monotonic() < until:
         gc.collect()  # threads of other tests may have one open for a moment
@@ -62,7 +62,7 @@ def other(
     processes: list[subprocess.Popen[str]], store: LocalStore, way: str
 ) -> subprocess.Popen[str]:
     """Start a process that holds a lock or a lease, and wait until it does."""
-    command = [sys.executable, "-c", HOLD, str(store.layout.root), way]
+    command = [sys.executable, "-c", HOLD, str(store.root), way]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=sandbox.ROOT)
     processes.append(process)
     assert process.stdout is not None
@@ -89,24 +89,24 @@ def test_who_is_alone_is_alone(
     ours: str,
     is_free: bool,
 ) -> None:
-    store.layout.leases.mkdir(parents=True)
+    store.folder("leases").mkdir(parents=True)
     process = other(others, store, theirs)
     if is_free:
-        with getattr(store.locks, ours)():
+        with getattr(store._locks, ours)():
             pass
     else:
         with pytest.raises(StoreBusy, match=r"is in use: others have held its lock for 0.05 s"):
-            getattr(store.locks, ours)().__enter__()
+            getattr(store._locks, ours)().__enter__()
     process.kill()
     process.wait()
-    with getattr(store.locks, ours)():  # the lock of a dead process is nobody's
+    with getattr(store._locks, ours)():  # the lock of a dead process is nobody's
         pass
 
 
 def test_waits_for_the_lock(store: LocalStore) -> None:
-    store.locks.wait = 30
+    store.lock_timeout = 30
     order: list[str] = []
-    with store.locks.alone():
+    with store.exclusive_lock():
         thread = threading.Thread(target=lambda: _note(store, order))
         thread.start()
         thread.join(0.05)
@@ -116,24 +116,24 @@ def test_waits_for_the_lock(store: LocalStore) -> None:
 
 
 def _note(store: LocalStore, order: list[str]) -> None:
-    with store.locks.shared():
+    with store.shared_lock():
         order.append("second")
 
 
 def test_threads_of_one_process_exclude_each_other_too(store: LocalStore) -> None:
-    with store.locks.shared(), store.locks.shared(), pytest.raises(StoreBusy):
-        store.locks.alone().__enter__()
+    with store.shared_lock(), store.shared_lock(), pytest.raises(StoreBusy):
+        store.exclusive_lock().__enter__()
 
 
 def test_a_lease_lists_what_it_holds(store: LocalStore) -> None:
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold([A])
         lease.hold([A, B])
-        found = read_leases(store.layout)
+        found = read_leases(store)
         assert found == ({A, B}, {lease.name}, [])
-        assert (store.layout.leases / lease.name).stat().st_size == 2 * 65
-    assert read_leases(store.layout) == (set(), set(), [])
-    assert list(store.layout.leases.iterdir()) == []
+        assert (store.folder("leases") / lease.name).stat().st_size == 2 * 65
+    assert read_leases(store) == (set(), set(), [])
+    assert list(store.folder("leases").iterdir()) == []
 
 
 def test_leases_of_the_dead_are_told_from_those_of_the_living(
@@ -142,7 +142,7 @@ def test_leases_of_the_dead_are_told_from_those_of_the_living(
     dead, living = (other(others, store, "lease") for _ in range(2))
     dead.kill()
     dead.wait()
-    found = read_leases(store.layout)
+    found = read_leases(store)
     assert found.digests == {A, B}
     assert [name.partition("-")[0] for name in found.names] == [str(living.pid)]
     assert [path.name.partition("-")[0] for path in found.dead] == [str(dead.pid)]
@@ -150,40 +150,40 @@ def test_leases_of_the_dead_are_told_from_those_of_the_living(
 
 def test_a_lease_lives_as_long_as_a_forked_child(store: LocalStore) -> None:
     reader, writer = os.pipe()
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold([A])
         child = os.fork()
         if child == 0:
             os.close(writer)
             os.read(reader, 1)
             os._exit(0)
-        (store.layout.leases / lease.name).rename(store.layout.leases / "kept")
-    assert read_leases(store.layout).digests == {A}
+        (store.folder("leases") / lease.name).rename(store.folder("leases") / "kept")
+    assert read_leases(store).digests == {A}
     os.close(writer)
     os.close(reader)
     os.waitpid(child, 0)
-    assert read_leases(store.layout).digests == set()
+    assert read_leases(store).digests == set()
 
 
 @pytest.mark.parametrize("junk", [b"\xff" * 65, b"zz", A.hex.encode(), b"\n" * 70])
 def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
-    with store.locks.lease() as lease:
-        (store.layout.leases / lease.name).write_bytes(junk)
-        assert not read_leases(store.layout).digests & {A, B, C}
+    with store.lease() as lease:
+        (store.folder("leases") / lease.name).write_bytes(junk)
+        assert not read_leases(store).digests & {A, B, C}
 
 
 def test_a_link_is_no_lease(store: LocalStore, tmp_path: Path) -> None:
-    store.layout.leases.mkdir(parents=True)
-    (store.layout.leases / "1-a").symlink_to(tmp_path / "other")
+    store.folder("leases").mkdir(parents=True)
+    (store.folder("leases") / "1-a").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic"):
-        read_leases(store.layout)
+        read_leases(store)
 
 
 def test_readers_need_no_lock_where_they_may_not_write(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "absent")
-    with store.locks.reading():
+    with store.reading_lock():
         pass
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_readers_without_permission_need_no_lock() -> None:
@@ -192,14 +192,14 @@ def test_readers_without_permission_need_no_lock() -> None:
         (folder / ".blobstore").mkdir(mode=0o755)
 
         def read() -> str:
-            with store.locks.reading():
+            with store.reading_lock():
                 return "read"
 
         assert sandbox.call(read, unprivileged=True) == "read"
-        with store.locks.alone():
+        with store.exclusive_lock():
             pass
-        store.locks.wait = 0
-        with store.locks.alone():
+        store.lock_timeout = 0
+        with store.exclusive_lock():
             assert "StoreBusy" in sandbox.call(read, unprivileged=True)
 
 
@@ -211,36 +211,36 @@ def test_a_file_system_without_locks_is_an_error(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    for way in (store.locks.shared, store.locks.alone, store.locks.lease, store.locks.reading):
-        if way == store.locks.reading:
-            store.layout.root.mkdir(exist_ok=True)
+    for way in (store._locks.shared, store._locks.alone, store._locks.lease, store._locks.reading):
+        if way == store._locks.reading:
+            store.root.mkdir(exist_ok=True)
         with pytest.raises(StoreError, match=r"has no locks \(flock\)"):
             way().__enter__()
-    assert not any(store.layout.leases.iterdir())
+    assert not any(store.folder("leases").iterdir())
 
 
 def test_locks_travel_with_their_store(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
-    with again.locks.alone(), pytest.raises(StoreBusy):
-        store.locks.shared().__enter__()
+    with again.exclusive_lock(), pytest.raises(StoreBusy):
+        store.shared_lock().__enter__()
 
 
 def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with store.locks.lease() as lease, store.locks.lease() as other:
+    with store.lease() as lease, store.lease() as other:
         lease.hold([A])
         other.hold([A])
-        first, _ = sorted(store.layout.leases.iterdir())
+        first, _ = sorted(store.folder("leases").iterdir())
         really_open = os.open
 
         def late(path: Path, *arguments: int) -> int:
             if path == first:
-                path.rename(store.layout.root / "ended")
+                path.rename(store.root / "ended")
             return really_open(path, *arguments)
 
         monkeypatch.setattr(os, "open", late)
-        assert read_leases(store.layout).digests == {A}
+        assert read_leases(store).digests == {A}
 
 
 def test_a_lease_waits_for_who_looks_whether_it_is_locked(
@@ -255,7 +255,7 @@ def test_a_lease_waits_for_who_looks_whether_it_is_locked(
         really_lock(descriptor, kind)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold([A])
         assert not refusals
-        assert read_leases(store.layout).digests == {A}
+        assert read_leases(store).digests == {A}

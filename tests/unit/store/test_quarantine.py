@@ -10,6 +10,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.files import sync_folder
 from blobstore.store.layout import Layout
+from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def test_a_damaged_file_is_put_aside_and_keeps_its_inode(layout: Layout) -> None
     blob(layout).write_bytes(b"wrong")
     inode = blob(layout).stat().st_ino
 
-    aside = put_in_place(layout, DIGEST, ready(layout))
+    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
 
     assert aside is not None
     assert aside.parent == layout.quarantine
@@ -53,7 +54,7 @@ def test_a_damaged_file_is_put_aside_and_keeps_its_inode(layout: Layout) -> None
 
 
 def test_a_missing_file_leaves_nothing_aside(layout: Layout) -> None:
-    assert put_in_place(layout, DIGEST, ready(layout)) is None
+    assert put_in_place(LocalStore(layout.root), DIGEST, ready(layout)) is None
     assert blob(layout).read_bytes() == RIGHT
     assert not layout.quarantine.exists()
 
@@ -64,7 +65,7 @@ def test_a_second_copy_gets_another_name(layout: Layout, monkeypatch: pytest.Mon
     for content in (b"1", b"2", b"3"):
         blob(layout).unlink(missing_ok=True)
         blob(layout).write_bytes(content)
-        asides.append(put_in_place(layout, DIGEST, ready(layout)))
+        asides.append(put_in_place(LocalStore(layout.root), DIGEST, ready(layout)))
 
     names = [aside.name.partition(".")[2] for aside in asides if aside is not None]
     assert names == ["20260101T000000Z", "20260101T000000Z-2", "20260101T000000Z-3"]
@@ -77,7 +78,7 @@ def test_what_a_broken_off_repair_put_aside_is_not_put_aside_twice(layout: Layou
     before = layout.quarantine / f"{DIGEST.file_name}.20260101T000000Z"
     os.link(blob(layout), before)
 
-    assert put_in_place(layout, DIGEST, ready(layout)) == before
+    assert put_in_place(LocalStore(layout.root), DIGEST, ready(layout)) == before
     assert list(layout.quarantine.iterdir()) == [before]
 
 
@@ -99,7 +100,7 @@ def test_what_is_no_file_is_put_aside_as_it_is(
     make(blob(layout))
     kind = blob(layout).lstat().st_mode
 
-    aside = put_in_place(layout, DIGEST, ready(layout))
+    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
 
     assert aside is not None
     assert aside.lstat().st_mode == kind
@@ -115,7 +116,7 @@ def test_works_where_there_are_no_hard_links(
     monkeypatch.setattr(os, "link", refuse)
     blob(layout).write_bytes(b"wrong")
 
-    aside = put_in_place(layout, DIGEST, ready(layout))
+    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
 
     assert aside is not None
     assert aside.read_bytes() == b"wrong"
@@ -133,7 +134,7 @@ def test_a_refused_rename_leaves_the_blob_as_it_was(
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="Input/output"):
-        put_in_place(layout, DIGEST, new)
+        put_in_place(LocalStore(layout.root), DIGEST, new)
     assert blob(layout).read_bytes() == b"wrong"
 
 
@@ -160,5 +161,5 @@ def test_everything_is_durable_before_it_is_relied_on(
     monkeypatch.setattr(os, "link", noting_link)
     monkeypatch.setattr(Path, "replace", noting_replace)
     monkeypatch.setattr("blobstore.store.quarantine.sync_folder", noting_sync)
-    put_in_place(layout, DIGEST, new)
+    put_in_place(LocalStore(layout.root), DIGEST, new)
     assert steps == ["link", "sync quarantine", "replace", "sync blobs"]

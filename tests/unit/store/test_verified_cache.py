@@ -27,21 +27,21 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """Return a store with one blob, which counts as unchanged for long."""
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     store = LocalStore(tmp_path / "store")
-    store.layout.blobs.mkdir(parents=True)
+    store.folder("blobs").mkdir(parents=True)
     path_of(store).write_bytes(DATA)
     return store
 
 
 def path_of(store: LocalStore, digest: Digest = DIGEST) -> Path:
-    return Path(store.layout.blob(digest))
+    return Path(store.blob_path(digest))
 
 
 def cache_of(store: LocalStore) -> Path:
-    return store.layout.verified(os.geteuid())
+    return store._layout.verified(os.geteuid())
 
 
 def note(store: LocalStore, *digests: Digest) -> None:
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     for digest in digests or (DIGEST,):
         with blobs.noting(digest):
             pass
@@ -49,7 +49,7 @@ def note(store: LocalStore, *digests: Digest) -> None:
 
 
 def has(store: LocalStore, digest: Digest = DIGEST, size: int = SIZE) -> bool:
-    return VerifiedBlobs(store.layout).has(digest, size)
+    return VerifiedBlobs(store).has(digest, size)
 
 
 def test_remembers_what_was_found_whole(store: LocalStore) -> None:
@@ -61,7 +61,7 @@ def test_remembers_what_was_found_whole(store: LocalStore) -> None:
 
 
 def test_keeps_nothing_that_is_not_saved(store: LocalStore) -> None:
-    with VerifiedBlobs(store.layout).noting(DIGEST):
+    with VerifiedBlobs(store).noting(DIGEST):
         pass
     assert not has(store)
     assert not cache_of(store).exists()
@@ -69,9 +69,9 @@ def test_keeps_nothing_that_is_not_saved(store: LocalStore) -> None:
 
 def test_lies_in_the_store_s_own_folder_and_leaves_nothing_else(store: LocalStore) -> None:
     note(store)
-    assert [path.name for path in store.layout.blobs.iterdir()] == [DIGEST.file_name]
-    assert {path.name for path in store.layout.root.iterdir()} == {"blobs", ".blobstore"}
-    assert list((store.layout.root / ".blobstore").iterdir()) == [cache_of(store)]
+    assert [path.name for path in store.folder("blobs").iterdir()] == [DIGEST.file_name]
+    assert {path.name for path in store.root.iterdir()} == {"blobs", ".blobstore"}
+    assert list((store.root / ".blobstore").iterdir()) == [cache_of(store)]
     assert cache_of(store).stat().st_mode & 0o777 == 0o600
 
 
@@ -110,7 +110,7 @@ def test_a_blob_that_was_changed_is_not_believed(
 @pytest.mark.parametrize("field", range(5))
 def test_every_property_of_the_file_counts(store: LocalStore, field: int) -> None:
     note(store)
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     found = path_of(store).stat()
     stamp = [found.st_dev, found.st_ino, SIZE, found.st_mtime_ns, found.st_ctime_ns]
     assert blobs._known[DIGEST.hex] == tuple(stamp)
@@ -136,7 +136,7 @@ def test_a_blob_from_the_future_is_not_noted(store: LocalStore) -> None:
 
 
 def test_a_blob_that_changes_while_it_is_hashed_is_not_noted(store: LocalStore) -> None:
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     with blobs.noting(DIGEST):
         rewrite(path_of(store))
     blobs.save()
@@ -145,7 +145,7 @@ def test_a_blob_that_changes_while_it_is_hashed_is_not_noted(store: LocalStore) 
 
 def test_a_blob_that_is_found_damaged_is_forgotten(store: LocalStore) -> None:
     note(store)
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     message = "a bit has rotted"
     with pytest.raises(BlobDamaged), blobs.noting(DIGEST):
         raise BlobDamaged(message)
@@ -155,7 +155,7 @@ def test_a_blob_that_is_found_damaged_is_forgotten(store: LocalStore) -> None:
 
 def test_a_blob_that_could_not_be_read_is_as_it_was(store: LocalStore) -> None:
     note(store)
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     message = "input/output error"
     with pytest.raises(StoreError), blobs.noting(DIGEST):
         raise StoreError(message)
@@ -228,7 +228,7 @@ def test_what_belongs_to_another_user_is_not_believed(store: LocalStore) -> None
 
 def test_links_and_pipes_are_not_followed(store: LocalStore) -> None:
     note(store)
-    elsewhere = store.layout.root / "elsewhere"
+    elsewhere = store.root / "elsewhere"
     cache_of(store).replace(elsewhere)
     cache_of(store).symlink_to(elsewhere)
     assert not has(store)
@@ -262,7 +262,7 @@ def test_the_oldest_entries_go_first(store: LocalStore, monkeypatch: pytest.Monk
 
 def test_what_another_process_has_noted_meanwhile_is_kept(store: LocalStore) -> None:
     path_of(store, OTHER).write_bytes(DATA)
-    blobs = VerifiedBlobs(store.layout)
+    blobs = VerifiedBlobs(store)
     note(store, OTHER)
     with blobs.noting(DIGEST):
         pass
@@ -287,4 +287,4 @@ def test_a_store_that_cannot_be_written_is_no_error(store: LocalStore) -> None:
 def test_the_store_itself_is_not_made_anew(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "gone")
     note(store)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()

@@ -26,11 +26,11 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:
-    store.layout.blobs.mkdir()
+    store.folder("blobs").mkdir()
     found = []
     for data in contents:
         digest = Digest.of(data)
-        Path(store.layout.blob(digest)).write_bytes(data)
+        Path(store.blob_path(digest)).write_bytes(data)
         found.append(Descriptor(media_type="x", digest=digest, size=len(data), name=data.decode()))
     return found
 
@@ -38,7 +38,7 @@ def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:
 @pytest.mark.parametrize("jobs", [None, 1, 8])
 def test_finds_every_blob_that_is_not_whole(store: LocalStore, jobs: int | None) -> None:
     blobs = put(store, b"whole", b"gone", b"short", b"changed", b"")
-    paths = {blob.name: Path(store.layout.blob(blob.digest)) for blob in blobs}
+    paths = {blob.name: Path(store.blob_path(blob.digest)) for blob in blobs}
     paths["gone"].unlink()
     os.truncate(paths["short"], 2)
     paths["changed"].write_bytes(b"Changed")
@@ -98,7 +98,7 @@ class Meeting(LocalStore):
 def test_blobs_are_checked_at_the_same_time(tmp_path: Path) -> None:
     store = Meeting(tmp_path)
     blobs = put(store, b"a", b"b", b"c", b"d")
-    os.truncate(store.layout.blob(blobs[3].digest), 0)
+    os.truncate(store.blob_path(blobs[3].digest), 0)
     ((found, _),) = damaged_blobs(store, blobs, jobs=2)
     assert found == blobs[3]
 
@@ -114,9 +114,9 @@ def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: Lo
 def test_what_is_found_is_noted(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     blobs = put(store, b"whole", b"changed")
-    list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store.layout)))
-    Path(store.layout.blob(blobs[1].digest)).write_bytes(b"Changed")
-    noted = VerifiedBlobs(store.layout)
+    list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store)))
+    Path(store.blob_path(blobs[1].digest)).write_bytes(b"Changed")
+    noted = VerifiedBlobs(store)
     assert [noted.has(blob.digest, blob.size) for blob in blobs] == [True, False]
     ((found, _),) = damaged_blobs(store, blobs, verified=noted)
     assert found == blobs[1]
@@ -127,11 +127,11 @@ def test_what_was_found_is_kept_when_the_work_is_broken_off(
 ) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     blobs = put(store, b"the larger one comes first", b"small")
-    Path(store.layout.blob(blobs[1].digest)).unlink()
-    found = damaged_blobs(store, blobs, jobs=1, verified=VerifiedBlobs(store.layout))
+    Path(store.blob_path(blobs[1].digest)).unlink()
+    found = damaged_blobs(store, blobs, jobs=1, verified=VerifiedBlobs(store))
     next(found)
     found.close()  # type: ignore[attr-defined]
-    assert VerifiedBlobs(store.layout).has(blobs[0].digest, blobs[0].size)
+    assert VerifiedBlobs(store).has(blobs[0].digest, blobs[0].size)
 
 
 def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
@@ -150,8 +150,8 @@ def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
 @pytest.mark.timeout(60)
 def test_breaking_off_waits_for_nobody_who_waits_for_the_rate(store: LocalStore) -> None:
     blobs = put(store, b"gone", b"slow" * 1000, b"slower" * 1000)
-    Path(store.layout.blob(blobs[0].digest)).unlink()
-    verified = VerifiedBlobs(store.layout)
+    Path(store.blob_path(blobs[0].digest)).unlink()
+    verified = VerifiedBlobs(store)
     found = damaged_blobs(store, blobs, jobs=3, verified=verified, pace=RateLimiter(1))
     assert next(found)[0].name == "gone"
     found.close()  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ def test_a_blob_that_was_not_mapped_yet_can_be_missing(store: LocalStore, tmp_pa
     with blobstore.open("m", store=store, verify="none") as model:
         naming = mlx_weights.naming_of(store, model, model.specs)
         weights = mlx_weights.Weights(model, model.specs, naming, ())
-        Path(store.layout.blob(layer.digest)).unlink()
+        Path(store.blob_path(layer.digest)).unlink()
 
         with pytest.raises(BlobMissing, match="experts"):
             dict(weights.arrays())

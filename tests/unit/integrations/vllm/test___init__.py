@@ -91,7 +91,7 @@ def test_gives_the_files_and_the_settings_of_a_model(store: LocalStore, tmp_path
     assert options["load_format"] == "blobstore"
     assert options["served_model_name"] == ["m:latest", "m"]
     assert settings.name == "m:latest"
-    assert settings.store == str(store.layout.root)
+    assert settings.store == str(store.root)
     # The blobs have been hashed by now.
     assert (settings.verify, settings.read, settings.strict) == ("size", "pread", False)
     with settings.opened() as (_, model):
@@ -172,7 +172,7 @@ def test_rejects_what_is_not_there(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)
     with blobstore.open("m", store=store) as model:
         layer = next(item for item in model.manifest.layers if item.name == "scalar")
-    (tmp_path / store.layout.blob(layer.digest)).unlink()
+    (tmp_path / store.blob_path(layer.digest)).unlink()
     with pytest.raises(BlobMissing, match="'scalar'"), engine_options("m", store=store):
         pass
 

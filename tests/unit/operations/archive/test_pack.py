@@ -56,7 +56,7 @@ EVERYONE = ("base", *CHILDREN)
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store", wait=1)
+    store = LocalStore(tmp_path / "store", lock_timeout=1)
     put_family(store, children=CHILDREN)
     return store
 
@@ -94,8 +94,8 @@ def test_an_archive_has_all_that_its_models_need_once(store: LocalStore, path: P
     assert packed.deltas == 9
     assert packed.stored == path.stat().st_size < 0.5 * packed.size
     assert left(path) == ["family.bsar"]
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
 
 
 def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
     alone = {digest: data for digest, data in read.blobs.items() if digest not in read.bases}
     assert len(alone) == 5
     for digest, data in alone.items():
-        assert data == Path(store.layout.blob(Digest(digest))).read_bytes()
+        assert data == Path(store.blob_path(Digest(digest))).read_bytes()
     assert len(read.bases) == 9
     assert set(read.bases.values()) <= alone.keys()
 
@@ -171,9 +171,9 @@ def test_cold_models_are_packed_as_they_are(store: LocalStore, path: Path) -> No
     freeze_models(CHILDREN, store=store, base="base")
     packed = pack_models(EVERYONE, path, store=store)
     bundle = Bundle(path.read_bytes())
-    for digest in store.cold.files():
+    for digest in store.cold_files():
         stored = bundle.stored(bundle.blobs[digest])
-        assert bytes(stored) == Path(store.layout.cold_blob(digest)).read_bytes()
+        assert bytes(stored) == Path(store.cold_path(digest)).read_bytes()
     assert packed.deltas == 9
     check_archive(path)
 
@@ -200,7 +200,7 @@ def test_a_base_of_many_comes_along_without_a_name(store: LocalStore, path: Path
 
 
 def test_a_damaged_blob_fails_all_and_is_named(store: LocalStore, path: Path) -> None:
-    flip(store.layout.blob(layers(store, "two")["l1"].digest))
+    flip(store.blob_path(layers(store, "two")["l1"].digest))
     with pytest.raises(BlobDamaged, match="two:latest: layer 'l1': blob .* is damaged"):
         pack_models(EVERYONE, path, store=store)
     assert left(path) == []
@@ -211,7 +211,7 @@ def test_a_damaged_blob_that_is_stored_as_it_is_fails_all(
     store: LocalStore, path: Path, data: bytes
 ) -> None:
     add_blobs(store, "odd", {"x": data})
-    flip(store.layout.blob(Digest.of(data)), -1)
+    flip(store.blob_path(Digest.of(data)), -1)
     with pytest.raises(BlobDamaged, match="odd:latest: layer 'x': blob .* is damaged"):
         pack_models(["odd"], path, store=store)
     assert left(path) == []
@@ -221,10 +221,10 @@ def test_a_damaged_cold_blob_fails_all_unless_it_is_hot_too(store: LocalStore, p
     freeze_models(["base"], store=store, find_base=False)
     thaw_models(["base"], store=store, keep_cold=True)
     digest = layers(store, "base")["l1"].digest
-    flip(store.layout.cold_blob(digest), 500)
+    flip(store.cold_path(digest), 500)
     pack_models(["base"], path, store=store)
     check_archive(path)
-    Path(store.layout.blob(digest)).unlink()
+    Path(store.blob_path(digest)).unlink()
     with pytest.raises(BlobDamaged, match="base:latest: layer 'l1': cold blob"):
         pack_models(["base"], path, store=store, overwrite=True)
     assert check_archive(path).blobs == 5  # the old one
@@ -233,7 +233,7 @@ def test_a_damaged_cold_blob_fails_all_unless_it_is_hot_too(store: LocalStore, p
 
 def test_a_damaged_config_fails_all(store: LocalStore, path: Path) -> None:
     config = store.resolve(Reference.parse("base")).config
-    flip(store.layout.blob(config.digest), -3)
+    flip(store.blob_path(config.digest), -3)
     with pytest.raises(BlobDamaged, match="base:latest: 'application/vnd.docker.container.image"):
         pack_models(["base"], path, store=store)
 
@@ -274,7 +274,7 @@ def test_what_a_disk_spoils_is_no_archive(
 
 
 def test_a_missing_blob_fails_all(store: LocalStore, path: Path) -> None:
-    Path(store.layout.blob(layers(store, "two")["l1"].digest)).unlink()
+    Path(store.blob_path(layers(store, "two")["l1"].digest)).unlink()
     with pytest.raises(BlobMissing, match="two:latest: layer 'l1'"):
         pack_models(["two"], path, store=store)
     assert left(path) == []
@@ -304,7 +304,7 @@ def test_a_file_that_comes_meanwhile_stays(store: LocalStore, path: Path) -> Non
 
 
 def test_names_that_no_store_can_have_together_are_refused(store: LocalStore, path: Path) -> None:
-    folder = store.layout.manifest(Reference.parse("base")).parent
+    folder = store.manifest_path(Reference.parse("base")).parent
     shutil.copy(folder / "latest", folder / "LATEST")  # as another program may
     with pytest.raises(NameConflict, match="differ in case only"):
         pack_models(["base", "base:LATEST"], path, store=store)
@@ -321,7 +321,7 @@ def test_an_interrupt_leaves_nothing(store: LocalStore, path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         pack_models(EVERYONE, path, store=store, progress=stop)
     assert left(path) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
 
 
 @pytest.mark.parametrize("names", [("odd", "base"), ("one",), (*EVERYONE, "odd")])
@@ -446,11 +446,11 @@ def test_a_delta_that_needs_other_bytes_than_its_base_has_is_no_archive(
     rotten = bytearray(data)
     rotten[-4000:] = bytes(4000)
     run = Span(found.size, DType.BF16, base_begin=0)
-    blob = Path(store.layout.blob(found.digest)).read_bytes()
+    blob = Path(store.blob_path(found.digest)).read_bytes()
     delta = cold(blob, runs=[run], base=BaseBlob.hot(rotten, base.digest))
-    Path(store.layout.cold_blob(found.digest)).write_bytes(delta)
-    Path(store.layout.blob(found.digest)).unlink()
-    Path(store.layout.blob(base.digest)).write_bytes(rotten)
+    Path(store.cold_path(found.digest)).write_bytes(delta)
+    Path(store.blob_path(found.digest)).unlink()
+    Path(store.blob_path(base.digest)).write_bytes(rotten)
     store.check_cold(found.digest, found.size)
     with pytest.raises(BlobDamaged):
         pack_models(["one", "base"], path, store=store)
@@ -461,7 +461,7 @@ def test_a_manifest_that_has_two_sizes_of_a_blob_is_refused(store: LocalStore, p
     manifest = store.resolve(Reference.parse("base"))
     first = manifest.layers[0]
     changed = replace(manifest, layers=(first, first._replace(name="again", size=first.size + 1)))
-    other = store.layout.manifest(Reference.parse("other"))
+    other = store.manifest_path(Reference.parse("other"))
     other.parent.mkdir(parents=True)
     other.write_bytes(changed.to_bytes())
     with pytest.raises(BlobDamaged, match="other:latest: layer 'again': blob .* expected"):
@@ -480,8 +480,8 @@ def test_a_layer_that_is_not_like_that_of_the_base_is_coded_alone(
 
 
 def test_a_store_that_cannot_lease_is_told(store: LocalStore, path: Path) -> None:
-    shutil.rmtree(store.layout.leases)
-    store.layout.leases.write_bytes(b"")
+    shutil.rmtree(store.folder("leases"))
+    store.folder("leases").write_bytes(b"")
     with pytest.raises(StoreError, match="File exists"):
         pack_models(["base"], path, store=store)
     assert left(path) == []

@@ -61,7 +61,7 @@ def test_models_are_sorted_and_each_once(store: LocalStore) -> None:
 def test_rejects_models_that_are_not_there_or_not_whole(store: LocalStore) -> None:
     with pytest.raises(ModelNotFound):
         gather_models(store, [Reference.parse("none")])
-    store.layout.manifest(Reference.parse("one")).write_bytes(b"{}")
+    store.manifest_path(Reference.parse("one")).write_bytes(b"{}")
     with pytest.raises(InvalidManifest, match="one"):
         gather_models(store, [Reference.parse("one")])
 
@@ -122,7 +122,7 @@ def test_what_is_cold_is_taken_with_its_base(store: LocalStore) -> None:
     found = layers(store, "one")["l0"]
     data = cold["one:latest: layer 'l0'"]
     assert data is not None
-    assert bytes(data) == Path(store.layout.cold_blob(found.digest)).read_bytes()
+    assert bytes(data) == Path(store.cold_path(found.digest)).read_bytes()
     assert edges(blobs)["one:latest: layer 'l0'"] == "base:latest: layer 'l0'"
 
 
@@ -151,18 +151,18 @@ def test_a_cold_form_that_cannot_be_read_matters_only_without_another(store: Loc
     freeze_models(["base"], store=store, find_base=False)
     thaw_models(["base"], store=store, keep_cold=True)
     found = layers(store, "base")["l0"]
-    flip(store.layout.cold_blob(found.digest), -10)
+    flip(store.cold_path(found.digest), -10)
     blobs = {blob.where: blob.cold for blob in gathered(store, "base")}
     assert blobs["base:latest: layer 'l0'"] is None
     assert blobs["base:latest: layer 'l1'"] is not None
-    Path(store.layout.blob(found.digest)).unlink()
+    Path(store.blob_path(found.digest)).unlink()
     with pytest.raises(BlobDamaged, match="base:latest: layer 'l0': cold blob"):
         gathered(store, "base")
 
 
 def test_a_missing_blob_is_told_by_model_and_layer(store: LocalStore) -> None:
     found = layers(store, "one")["l1"]
-    Path(store.layout.blob(found.digest)).unlink()
+    Path(store.blob_path(found.digest)).unlink()
     with pytest.raises(BlobMissing, match="one:latest: layer 'l1': blob"):
         gathered(store, "one")
 
@@ -193,12 +193,12 @@ def test_equal_tensors_of_other_names_are_coded_by_one(store: LocalStore) -> Non
 def test_a_base_that_cannot_be_read_is_not_taken_along(store: LocalStore) -> None:
     freeze_models(CHILDREN, store=store, base="base")
     base = layers(store, "base")["l0"]
-    flip(store.layout.blob(base.digest))
+    flip(store.blob_path(base.digest))
     freeze_models(["base"], store=store, find_base=False)
     remove_models(["base"], store=store)
-    for path in (store.layout.blob(base.digest), store.layout.base_blob(base.digest)):
+    for path in (store.blob_path(base.digest), store.base_path(base.digest)):
         Path(path).unlink()
-    Path(store.layout.cold_blob(base.digest)).write_bytes(b"no cold blob")
+    Path(store.cold_path(base.digest)).write_bytes(b"no cold blob")
     found = edges(gathered(store, *CHILDREN))
     assert {key.rpartition(" ")[2] for key in found} == {"'l1'", "'l2'"}
 
@@ -206,10 +206,10 @@ def test_a_base_that_cannot_be_read_is_not_taken_along(store: LocalStore) -> Non
 def test_a_chain_in_a_damaged_store_is_not_taken_along(store: LocalStore) -> None:
     freeze_models(["one"], store=store, base="base")
     base, other = layers(store, "base")["l0"], layers(store, "two")["l0"]
-    data = Path(store.layout.blob(base.digest)).read_bytes()
-    by = BaseBlob.hot(Path(store.layout.blob(other.digest)).read_bytes())
+    data = Path(store.blob_path(base.digest)).read_bytes()
+    by = BaseBlob.hot(Path(store.blob_path(other.digest)).read_bytes())
     chained = cold(data, runs=[Span(len(data), DType.BF16, base_begin=0)], base=by)
-    Path(store.layout.cold_blob(base.digest)).write_bytes(chained)
+    Path(store.cold_path(base.digest)).write_bytes(chained)
     found = edges(gathered(store, *EVERYONE))
     assert found["base:latest: layer 'l0'"] == "two:latest: layer 'l0'"
     assert "one:latest: layer 'l0'" not in found
@@ -219,8 +219,8 @@ def test_a_chain_in_a_damaged_store_is_not_taken_along(store: LocalStore) -> Non
 def test_a_cold_form_that_is_no_smaller_is_not_taken(store: LocalStore) -> None:
     data = noise(50_000)
     add_blobs(store, "odd", {"x": data})
-    store.layout.cold.mkdir(parents=True)
-    Path(store.layout.cold_blob(Digest.of(data))).write_bytes(cold(data))
+    store.folder("cold").mkdir(parents=True)
+    Path(store.cold_path(Digest.of(data))).write_bytes(cold(data))
     assert {blob.cold for blob in gathered(store, "odd")} == {None}
 
 
@@ -228,7 +228,7 @@ def test_a_manifest_that_its_config_does_not_know_is_refused(store: LocalStore) 
     reference = Reference.parse("base")
     manifest = store.resolve(reference)
     store.publish(reference, with_layers(store, manifest, manifest.layers))
-    path = store.layout.manifest(reference)
+    path = store.manifest_path(reference)
     path.write_bytes(path.read_bytes().replace(b'"l0"', b'"k0"'))
     with pytest.raises(InvalidManifest, match="base:latest: the manifest was changed"):
         gather_models(store, [reference])

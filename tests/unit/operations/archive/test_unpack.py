@@ -48,13 +48,13 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
 @pytest.fixture
 def path(origin: LocalStore, tmp_path: Path) -> Path:
     path = tmp_path / "family.bsar"
-    path.write_bytes((origin.layout.root.parent / "family.bsar").read_bytes())
+    path.write_bytes((origin.root.parent / "family.bsar").read_bytes())
     return path
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", wait=0.05)
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
 
 
 def names(store: LocalStore) -> list[str]:
@@ -62,7 +62,7 @@ def names(store: LocalStore) -> list[str]:
 
 
 def nothing_left(store: LocalStore) -> bool:
-    folders = (store.layout.blobs, store.layout.temporary, store.layout.leases)
+    folders = (store.folder("blobs"), store.folder("temporary"), store.folder("leases"))
     return not any(any(folder.iterdir()) for folder in folders if folder.exists())
 
 
@@ -73,19 +73,19 @@ def test_models_come_out_as_they_were(path: Path, store: LocalStore, origin: Loc
         reference = Reference.parse(name)
         assert store.read_manifest(reference) == origin.read_manifest(reference)
         for blob in store.resolve(reference).blobs:
-            data = Path(store.layout.blob(blob.digest)).read_bytes()
-            assert data == Path(origin.layout.blob(blob.digest)).read_bytes()
+            data = Path(store.blob_path(blob.digest)).read_bytes()
+            assert data == Path(origin.blob_path(blob.digest)).read_bytes()
     verified = verify_models(store=store)
     assert (verified.models, verified.faults) == (2, ())
     assert (unpacked.blobs, unpacked.bytes_written) == (verified.blobs, verified.bytes_read)
     assert unpacked.bytes_present == 0
     assert collect_garbage(store, older_than=0).blobs == ()
-    assert list(store.layout.temporary.iterdir()) == list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == list(store.folder("leases").iterdir()) == []
 
 
 def test_blobs_are_read_only(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
-    modes = {file.stat().st_mode & 0o777 for file in store.layout.blobs.iterdir()}
+    modes = {file.stat().st_mode & 0o777 for file in store.folder("blobs").iterdir()}
     assert modes == {0o444}
 
 
@@ -96,7 +96,7 @@ def test_one_model_needs_only_its_own_blobs_in_the_store(
     unpacked = unpack_archive(path, [name], store=store)
     assert names(store) == [name]
     wanted = {blob.digest.file_name for blob in origin.resolve(Reference.parse(name)).blobs}
-    assert {file.name for file in store.layout.blobs.iterdir()} == wanted
+    assert {file.name for file in store.folder("blobs").iterdir()} == wanted
     assert unpacked.blobs == len(wanted)
     with blobstore.open(name, store=store, verify="rehash") as model:
         assert len(model) == 4
@@ -126,10 +126,10 @@ def test_one_model_reads_nothing_of_the_others(path: Path, store: LocalStore) ->
 
 def test_what_is_there_is_not_written_again(path: Path, store: LocalStore) -> None:
     first = unpack_archive(path, ["base"], store=store)
-    before = {file: file.stat().st_ino for file in store.layout.blobs.iterdir()}
+    before = {file: file.stat().st_ino for file in store.folder("blobs").iterdir()}
     again = unpack_archive(path, ["base"], store=store)
     assert (again.bytes_written, again.bytes_present) == (0, first.bytes_written)
-    assert {file: file.stat().st_ino for file in store.layout.blobs.iterdir()} == before
+    assert {file: file.stat().st_ino for file in store.folder("blobs").iterdir()} == before
     other = unpack_archive(path, store=store)
     assert other.bytes_written > 0 < other.bytes_present
 
@@ -144,7 +144,7 @@ def test_what_is_there_cold_is_not_written_again(path: Path, store: LocalStore) 
 
 def test_a_damaged_blob_of_the_store_is_told(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
-    blob = Path(store.layout.blob(layers(store, "base")["l1"].digest))
+    blob = Path(store.blob_path(layers(store, "base")["l1"].digest))
     blob.unlink()
     blob.write_bytes(b"short")
     with pytest.raises(BlobDamaged, match="has 5 bytes"):
@@ -158,7 +158,7 @@ def test_the_name_of_another_model_is_taken_only_by_force(path: Path, store: Loc
     with pytest.raises(NameTaken, match="another model has the name 'tuned:latest'"):
         unpack_archive(path, store=store)
     assert names(store) == ["tuned"]
-    assert len(list(store.layout.blobs.iterdir())) == 2  # nothing was decoded in vain
+    assert len(list(store.folder("blobs").iterdir())) == 2  # nothing was decoded in vain
     assert store.read_manifest(Reference.parse("tuned")) == before
     unpack_archive(path, ["base"], store=store)
     unpack_archive(path, store=store, force=True)
@@ -196,7 +196,7 @@ def test_names_of_other_hosts_are_names(path: Path, store: LocalStore) -> None:
     parts.names = [(name, parts.names[0][1]), ("h/n/m:t", parts.names[1][1])]
     path.write_bytes(parts.data())
     assert unpack_archive(path, [name], store=store).references == (Reference.parse(name),)
-    assert (store.layout.manifests / "example.com:5000" / "other" / "base" / "v1").is_file()
+    assert (store.folder("manifests") / "example.com:5000" / "other" / "base" / "v1").is_file()
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -271,7 +271,7 @@ def test_a_name_that_cannot_be_had_gives_the_others_back(
     if not is_new:
         put(store, "base", {"x": 51})
     before = {item: store.read_manifest(item) for item in store.references()}
-    inside = store.layout.manifest(Reference.parse("tuned")) / "folder"  # in the manifest's place
+    inside = store.manifest_path(Reference.parse("tuned")) / "folder"  # in the manifest's place
     inside.mkdir(parents=True)
 
     with pytest.raises(StoreError, match="failed"):
@@ -296,7 +296,7 @@ def test_an_interrupt_leaves_nothing(path: Path, store: LocalStore, jobs: int) -
 def test_progress_comes_to_its_end(
     path: Path, store: LocalStore, work: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOBSTORE_HOME", str(store.layout.root))
+    monkeypatch.setenv("BLOBSTORE_HOME", str(store.root))
     told: list[tuple[int, int]] = []
     work(path, progress=lambda _, done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
@@ -314,7 +314,7 @@ def test_rejects_what_means_nothing(path: Path, store: LocalStore) -> None:
         unpack_archive(path.with_name("none.bsar"), store=store)
     with pytest.raises(BlobstoreError, match="is not a regular file"):
         unpack_archive(path.parent, store=store)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_frozen_family_comes_out_hot(store: LocalStore, tmp_path: Path) -> None:
@@ -324,6 +324,6 @@ def test_a_frozen_family_comes_out_hot(store: LocalStore, tmp_path: Path) -> Non
     pack_models(FAMILY, tmp_path / "cold.bsar", store=other)
     unpack_archive(tmp_path / "cold.bsar", store=store)
     for name in FAMILY:
-        assert all(store.hot.has(item.digest) for item in layers(store, name).values())
-    flip(store.layout.blob(layers(store, "base")["l0"].digest))
+        assert all(store.has_hot(item.digest) for item in layers(store, name).values())
+    flip(store.blob_path(layers(store, "base")["l0"].digest))
     assert len(verify_models(store=store).faults) == 1

@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> LocalStore:
 def make(
     store: LocalStore, name: str, tensors: Arrays, experts: ExpertForm = "packed", **options: Any
 ) -> None:
-    folder = write_folder(store.layout.root.parent / name, tensors)
+    folder = write_folder(store.root.parent / name, tensors)
     if options:
         options["policy"] = "uniform"
     create(folder, name, store=store, experts=experts, **options)
@@ -329,7 +329,7 @@ def test_finds_a_blob_missing_or_cut_short(store: LocalStore) -> None:
     make(store, "a", {"x": numbers(64)})
     make(store, "b", {"x": numbers(64, seed=1)})
     with open_model("b", store=store) as model:
-        path = Path(store.layout.blob(model.manifest.layers[0].digest))
+        path = Path(store.blob_path(model.manifest.layers[0].digest))
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BlobDamaged, match="model b:latest: layer 'x': "):

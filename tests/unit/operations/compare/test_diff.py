@@ -48,7 +48,7 @@ def make(
     files: Mapping[str, bytes] | None = None,
     **options: str,
 ) -> None:
-    folder = write_folder(store.layout.root.parent / name, tensors, files=files)
+    folder = write_folder(store.root.parent / name, tensors, files=files)
     create(folder, name, store=store, **options)  # type: ignore[arg-type]
 
 
@@ -275,7 +275,7 @@ def test_the_config_of_the_store_counts(store: LocalStore) -> None:
 
 def test_what_is_not_whole_is_an_error(store: LocalStore) -> None:
     def path(digest: Digest) -> Path:
-        return store.layout.blobs / digest.file_name
+        return store.folder("blobs") / digest.file_name
 
     make(store, "a", {"x": np.zeros(3)})
     make(store, "b", {"x": np.ones(3)})

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> LocalStore:
 def make(
     store: LocalStore, name: str, tensors: Arrays, experts: ExpertForm = "packed", **options: str
 ) -> None:
-    folder = write_folder(store.layout.root.parent / name, tensors)
+    folder = write_folder(store.root.parent / name, tensors)
     create(folder, name, store=store, experts=experts, **options)  # type: ignore[arg-type]
 
 

@@ -51,11 +51,11 @@ def store(tmp_path: Path) -> LocalStore:
 
 def is_clean(store: LocalStore) -> bool:
     """Tell whether the store has neither names nor temporary files."""
-    return not list(store.references()) and not list(store.layout.temporary.glob("*"))
+    return not list(store.references()) and not list(store.folder("temporary").glob("*"))
 
 
 def blob_times(store: LocalStore) -> dict[str, tuple[int, int]]:
-    found = {path.name: path.stat() for path in store.layout.blobs.iterdir()}
+    found = {path.name: path.stat() for path in store.folder("blobs").iterdir()}
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
 
@@ -65,7 +65,7 @@ def test_every_blob_is_a_safetensors_file_of_the_source_s_tensors(
     created = blobstore.create(folder, "m", store=store)
     found: dict[str, bytes] = {}
     for layer in store.resolve(NAME).layers_of(media_types.TENSOR):
-        data = Path(store.layout.blob(layer.digest)).read_bytes()
+        data = Path(store.blob_path(layer.digest)).read_bytes()
         found |= {name: bytes(value["data"]) for name, value in safetensors.deserialize(data)}
     assert found == {name: array.tobytes() for name, array in TENSORS.items()}
     assert created.tensors == len(TENSORS)
@@ -187,7 +187,7 @@ def test_unequal_experts_cannot_be_stacked(tmp_path: Path, store: LocalStore) ->
     model = write_folder(tmp_path / "model", tensors)
     with pytest.raises(UnsupportedSource, match="differ in dtype or shape and cannot be stacked"):
         blobstore.create(model, "m", store=store, experts="stacked")
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
     blobstore.create(model, "m", store=store)
 
 
@@ -227,7 +227,7 @@ def test_a_source_cut_short_writes_nothing(tmp_path: Path, store: LocalStore, cu
     os.truncate(shard, shard.stat().st_size - 1 if cut == "data" else 50)
     with pytest.raises(DamagedSource):
         blobstore.create(model, "m", store=store)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
@@ -257,7 +257,7 @@ def test_an_error_in_the_middle_leaves_neither_name_nor_files(
     with pytest.raises((error, blobstore.BlobstoreError)):
         blobstore.create(folder, "m", store=store, jobs=jobs, progress=fail)
     assert is_clean(store)
-    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.folder("blobs").iterdir()) == []
     blobstore.create(folder, "m", store=store)
 
 
@@ -276,7 +276,7 @@ def test_a_failed_replacement_keeps_the_old_model(
 def test_a_damaged_blob_is_not_built_upon(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
     (layer,) = [item for item in store.resolve(NAME).layers if item.name == "scalar"]
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     path.chmod(0o600)
     os.truncate(path, 3)
     with pytest.raises(BlobDamaged, match="it has 3 bytes, expected"):
@@ -316,7 +316,7 @@ def test_what_means_nothing_touches_nothing(
     arguments: dict[str, Any] = {"source": folder, "reference": "m", "store": store} | options
     with pytest.raises(error):
         blobstore.create(**arguments)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_a_name_that_differs_in_case_only_is_refused_first(folder: Path, store: LocalStore) -> None:
@@ -334,7 +334,7 @@ def test_a_source_whose_quantization_is_unclear_is_refused(
     }
     with pytest.raises(UnsupportedSource, match=r"a\.weight"):
         blobstore.create(write_folder(tmp_path / "model", tensors), "m", store=store)  # type: ignore[arg-type]
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 @pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "x" * 70_000, "\0", "a\nb", ""])
@@ -345,9 +345,9 @@ def test_tensor_names_never_become_paths(tmp_path: Path, name: str) -> None:
     blobstore.create(model, "m", store=store)
     with blobstore.open("m", store=store) as opened:
         assert opened[name].tolist() == [0, 1, 2]
-    after = {path for path in tmp_path.rglob("*") if not path.is_relative_to(store.layout.root)}
+    after = {path for path in tmp_path.rglob("*") if not path.is_relative_to(store.root)}
     assert after - before == {tmp_path / "in"}
-    files = [path for path in store.layout.root.rglob("*") if path.is_file()]
+    files = [path for path in store.root.rglob("*") if path.is_file()]
     assert all(len(path.name) < 100 for path in files)
 
 
@@ -405,7 +405,7 @@ def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
 
 def damage_of(store: LocalStore, name: str) -> Path:
     layer = next(layer for layer in store.resolve(NAME).layers if layer.name == name)
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     flip(path)
     return path
 
@@ -424,7 +424,7 @@ def test_a_paranoid_import_finds_a_damaged_blob(
     assert str(caught.value).endswith(advice)
     assert path.read_bytes() == wrong
     assert [str(name) for name in store.references()] == ["m:latest"]
-    assert not list(store.layout.temporary.iterdir())
+    assert not list(store.folder("temporary").iterdir())
 
     repair_models([NAME], folder, store=store)
     assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
@@ -441,7 +441,7 @@ def test_a_damaged_blob_that_no_model_uses_is_to_be_removed(
 ) -> None:
     blobstore.create(folder, "m", store=store)
     path = damage_of(store, "mask")
-    store.layout.manifest(NAME).unlink()
+    store.manifest_path(NAME).unlink()
     with pytest.raises(BlobDamaged, match="; no model uses it: remove that file, and create again"):
         blobstore.create(folder, "m", store=store, paranoid=True)
     path.unlink()

@@ -112,7 +112,7 @@ def without(store: LocalStore, *kinds: str) -> None:
 
 def blob_of(store: LocalStore, name: str) -> Path:
     layers = store.resolve(NAME).layers
-    return Path(store.layout.blob(next(layer for layer in layers if layer.name == name).digest))
+    return Path(store.blob_path(next(layer for layer in layers if layer.name == name).digest))
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
@@ -719,7 +719,7 @@ def test_notices_a_blob_that_shrinks_while_it_is_read(store: LocalStore, tmp_pat
 def test_says_where_a_blob_cannot_be_read(tmp_path: Path, store: LocalStore) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
     with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
-        list(_BlobReader(store.hot.pieces(descriptor, Digest.of(b""), 8)).read(8))
+        list(_BlobReader(store._hot.pieces(descriptor, Digest.of(b""), 8)).read(8))
 
 
 def test_pieces_are_cut_where_tensors_end() -> None:
@@ -910,7 +910,7 @@ def test_a_global_scale_has_no_place_in_mlx_s_form(tmp_path: Path) -> None:
 def test_damage_is_found_before_numbers_are_computed_from_it(tmp_path: Path) -> None:
     store = quantized_store(tmp_path, "packed")
     (layer,) = [item for item in store.resolve(NAME).layers if item.name == "lm_head.weight"]
-    path = Path(store.layout.blob(layer.digest))
+    path = Path(store.blob_path(layer.digest))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.chmod(0o600)

@@ -105,7 +105,7 @@ def links_of(folder: Path) -> dict[str, str]:
 
 def blob_of(store: LocalStore, name: str) -> Path:
     layers = store.resolve(NAME).layers
-    return Path(store.layout.blob(next(layer for layer in layers if layer.name == name).digest))
+    return Path(store.blob_path(next(layer for layer in layers if layer.name == name).digest))
 
 
 def add_layer(store: LocalStore, media_type: str, name: str, content: bytes) -> None:
@@ -174,7 +174,7 @@ def test_makes_hard_links_when_asked(dense: Path, store: LocalStore, tmp_path: P
     assert links_of(tmp_path / "farm") == {}
     before = raw_tensors(tmp_path / "farm")
     for layer in store.resolve(NAME).layers_of(media_types.TENSOR):
-        path = Path(store.layout.blob(layer.digest))
+        path = Path(store.blob_path(layer.digest))
         assert path.stat().st_nlink == 2
         path.unlink()
     assert raw_tensors(tmp_path / "farm") == before

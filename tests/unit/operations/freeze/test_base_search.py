@@ -49,7 +49,7 @@ def test_of_several_the_nearest_is_found(store: LocalStore) -> None:
 
 
 def test_a_manifest_that_cannot_be_read_is_no_relative(store: LocalStore) -> None:
-    store.layout.manifest(Reference.parse("unlike")).write_bytes(b"{}")
+    store.manifest_path(Reference.parse("unlike")).write_bytes(b"{}")
     assert found(store) == "base"
 
 

@@ -92,10 +92,10 @@ def test_files_are_synced_and_of_a_living_lease(
         assert path.read_bytes() == b"1"
         assert path.stat().st_mode & 0o777 == 0o444
         assert path.name.rpartition("-")[0] == work.lease
-        assert [item.name for item in store.layout.leases.iterdir()] == [work.lease]
+        assert [item.name for item in store.folder("leases").iterdir()] == [work.lease]
         with pytest.raises(ValueError, match="x"), work.temporary() as (other, _):
             raise ValueError("x")
         assert not other.exists()
         monkeypatch.undo()
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []

@@ -22,7 +22,7 @@ CHILD = tuned(10, 1)
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "base", {"x": 1})
     add_blobs(store, "child", {"x": layer("x", CHILD)})
     return store
@@ -34,7 +34,7 @@ def base(store: LocalStore) -> Digest:
 
 
 def coded_by(store: LocalStore) -> Digest | None:
-    return store.cold.open(layers(store, "child")["x"].digest).base
+    return store.open_cold(layers(store, "child")["x"].digest).base
 
 
 def assert_whole(store: LocalStore) -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
     store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Once its bytes are put back, what was coded by others would be lost."""
-    path = store.layout.blob(base)
+    path = store.blob_path(base)
     whole = Path(path).read_bytes()
     done: list[object] = []
 
@@ -94,7 +94,7 @@ def test_a_base_that_becomes_cold_meanwhile_serves_all_the_same(
     def then(self: ColdBlob, *arguments: Any) -> None:
         check(self, *arguments)
         if self.base is not None:
-            Path(store.layout.blob(base)).unlink(missing_ok=True)
+            Path(store.blob_path(base)).unlink(missing_ok=True)
             checks.append(None)
 
     monkeypatch.setattr(ColdBlob, "check", then)
@@ -109,17 +109,17 @@ def test_a_cold_form_that_was_left_by_a_damaged_base_is_made_anew(
 ) -> None:
     freeze_models(["child"], store=store, base="base", keep_hot=True)
     assert coded_by(store) == base
-    flip_in_place(store.layout.blob(base))
+    flip_in_place(store.blob_path(base))
     (frozen,) = freeze_models(["child"], store=store, base="base").blobs
     assert (frozen.outcome, frozen.base) == ("frozen", None)
     assert_whole(store)
 
 
 def test_says_of_a_damaged_blob_which_file_it_is(store: LocalStore) -> None:
-    path = store.layout.blob(layers(store, "child")["x"].digest)
+    path = store.blob_path(layers(store, "child")["x"].digest)
     flip_in_place(path)
     frozen = freeze_models(["child"], store=store, base="base")
     assert [item.outcome for item in frozen.blobs] == ["damaged"]
     (fault,) = frozen.faults
     assert f"'{path}' is damaged: its bytes have digest" in str(fault)
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []

@@ -36,7 +36,7 @@ EXPERTS = 8
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", wait=0.05)
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
 
 
 def put(store: LocalStore, name: str, tensors: Mapping[str, bytes]) -> dict[Digest, bytes]:
@@ -347,7 +347,7 @@ def look_at(store: LocalStore, name: str) -> None:
 def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:
     put(store, "other", {"a": weights(1), "b": weights(2)})
     digests = [item.digest for item in layers(store, "other").values()]
-    Path(store.layout.blob(digests[0])).unlink()
+    Path(store.blob_path(digests[0])).unlink()
     blobs = put(store, "m", {"x": weights(1), "y": weights(2)})
     frozen = freeze_models(["m"], store=store)
     assert bases_of(frozen) == {"x": None, "y": digests[1]}

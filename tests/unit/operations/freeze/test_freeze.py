@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", wait=0.05)
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
 
 
 def outcomes(frozen: freezing.Frozen) -> dict[str, str]:
@@ -53,12 +53,12 @@ def test_frozen_models_take_less_and_are_read_as_before(store: LocalStore) -> No
     assert outcomes(frozen) == {"x": "frozen", "y": "frozen"}
     assert forms_of(store, "a") == {"x": "cold", "y": "cold"}
     assert frozen.faults == ()
-    on_disk = sum(path.stat().st_size for path in store.layout.cold.iterdir())
+    on_disk = sum(path.stat().st_size for path in store.folder("cold").iterdir())
     assert (frozen.size, frozen.stored) == (2 * len(layer("x", weights(1))), on_disk)
     assert on_disk < 0.7 * frozen.size
     assert_whole(store, "a", {"x": 1, "y": 2})
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
 
 
 def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
@@ -76,7 +76,7 @@ def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
 def test_a_damaged_cold_blob_is_told_with_its_layer(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
     freeze_models(["a"], store=store)
-    flip(store.layout.cold_blob(layers(store, "a")["y"].digest), 5000)
+    flip(store.cold_path(layers(store, "a")["y"].digest), 5000)
     with pytest.raises(BlobDamaged, match="^a:latest: layer 'y': cold blob '.*' is damaged: "):
         blobstore.open("a", store=store).state_dict()
 
@@ -94,7 +94,7 @@ def test_what_would_take_as_much_room_stays(store: LocalStore) -> None:
     add_blobs(store, "a", {"n": blob(("n", "U8", (50_000,), noise)), "t": layer("t", b"12")})
     assert outcomes(freeze_models(["a"], store=store)) == {"n": "no gain", "t": "no gain"}
     assert forms_of(store, "a") == {"n": "hot", "t": "hot"}
-    assert list(store.layout.cold.iterdir()) == []
+    assert list(store.folder("cold").iterdir()) == []
 
 
 def test_small_files_and_configs_stay(store: LocalStore, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_small_files_and_configs_stay(store: LocalStore, tmp_path: Path) -> None
     blobstore.create(folder, "a", store=store)
     freeze_models(["a"], store=store)
     assert forms_of(store, "a") == {"x": "cold", "vocab.txt": "hot"}
-    assert store.hot.has(store.resolve(Reference.parse("a")).config.digest)
+    assert store.has_hot(store.resolve(Reference.parse("a")).config.digest)
 
 
 def test_a_blob_that_is_a_file_of_another_model_stays(store: LocalStore, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_a_hot_model_shares_stays_hot(store: LocalStore) -> None:
     put(store, "b", {"x": 1, "z": 3})
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "shared", "y": "frozen"}
     assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
-    assert not store.cold.has(layers(store, "a")["x"].digest)
+    assert not store.has_cold(layers(store, "a")["x"].digest)
 
 
 def test_the_last_model_that_is_frozen_takes_what_they_shared(store: LocalStore) -> None:
@@ -149,16 +149,16 @@ def test_hot_files_can_be_kept(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     assert outcomes(freeze_models(["a"], store=store, keep_hot=True)) == {"x": "frozen"}
     assert forms_of(store, "a") == {"x": "both"}
-    before = Path(store.layout.cold_blob(layers(store, "a")["x"].digest)).stat()
+    before = Path(store.cold_path(layers(store, "a")["x"].digest)).stat()
     freeze_models(["a"], store=store)  # without coding it again
-    after = Path(store.layout.cold_blob(layers(store, "a")["x"].digest)).stat()
+    after = Path(store.cold_path(layers(store, "a")["x"].digest)).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert forms_of(store, "a") == {"x": "cold"}
 
 
 def test_what_another_process_holds_stays_hot(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold([layers(store, "a")["x"].digest])
         assert outcomes(freeze_models(["a"], store=store)) == {"x": "in use", "y": "frozen"}
         assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
@@ -178,7 +178,7 @@ def test_a_model_that_is_open_stays_readable(store: LocalStore) -> None:
 
 def test_a_damaged_blob_is_not_frozen(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    path = store.layout.blob(layers(store, "a")["x"].digest)
+    path = store.blob_path(layers(store, "a")["x"].digest)
     flip(path)
     frozen = freeze_models(["a"], store=store)
     assert outcomes(frozen) == {"x": "damaged", "y": "frozen"}
@@ -190,7 +190,7 @@ def test_a_damaged_blob_is_not_frozen(store: LocalStore) -> None:
 
 def test_a_missing_blob_is_told(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    Path(store.layout.blob(layers(store, "a")["x"].digest)).unlink()
+    Path(store.blob_path(layers(store, "a")["x"].digest)).unlink()
     for is_dry in (True, False):
         frozen = freeze_models(["a"], store=store, dry_run=is_dry)
         assert outcomes(frozen) == {"x": "missing", "y": "frozen"}
@@ -200,7 +200,7 @@ def test_a_missing_blob_is_told(store: LocalStore) -> None:
 def test_a_damaged_cold_blob_beside_a_hot_one_is_made_anew(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     freeze_models(["a"], store=store, keep_hot=True)
-    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "frozen"}
     assert forms_of(store, "a") == {"x": "cold"}
     assert_whole(store, "a", {"x": 1})
@@ -209,7 +209,7 @@ def test_a_damaged_cold_blob_beside_a_hot_one_is_made_anew(store: LocalStore) ->
 def test_a_damaged_cold_blob_alone_is_told_and_left(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     freeze_models(["a"], store=store)
-    path = Path(store.layout.cold_blob(layers(store, "a")["x"].digest))
+    path = Path(store.cold_path(layers(store, "a")["x"].digest))
     flip(str(path), -1)
     frozen = freeze_models(["a"], store=store)
     assert outcomes(frozen) == {"x": "damaged"}
@@ -243,7 +243,7 @@ def test_a_cold_blob_that_changes_after_it_was_checked_is_not_trusted(
     real = freezing._Freezing._settle
 
     def later(self: Any, made: Sequence[Any], lease: str) -> None:
-        Path(store.layout.cold_blob(digest)).unlink()  # as thaw does in another process
+        Path(store.cold_path(digest)).unlink()  # as thaw does in another process
         real(self, made, lease)
 
     monkeypatch.setattr(freezing._Freezing, "_settle", later)
@@ -288,7 +288,7 @@ def test_a_model_that_is_replaced_meanwhile_is_another(
 def test_a_manifest_that_nobody_can_read_stops_it(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     put(store, "b", {"z": 1})
-    store.layout.manifest(Reference.parse("b")).write_bytes(b"{}")
+    store.manifest_path(Reference.parse("b")).write_bytes(b"{}")
     with pytest.raises(InvalidManifest, match="cannot tell which blobs"):
         freeze_models(["a"], store=store)
     assert forms_of(store, "a") == {"x": "hot"}
@@ -303,7 +303,7 @@ def test_a_full_disk_leaves_all_as_it_was(tmp_path: Path) -> None:
             freeze_models(["a"], store=store, keep_hot=True)
         gc.collect()  # the traceback has the maps of blobs
         assert_whole(store, "a", seeds)
-        assert list(store.layout.temporary.iterdir()) == []
+        assert list(store.folder("temporary").iterdir()) == []
         freeze_models(["a"], store=store)
         assert set(forms_of(store, "a").values()) == {"cold"}
         assert_whole(store, "a", seeds)
@@ -328,16 +328,16 @@ def test_an_interrupt_leaves_nothing_half(store: LocalStore) -> None:
     with pytest.raises(KeyboardInterrupt):
         freeze_models(["a"], store=store, jobs=1, progress=stop)
     assert "neither" not in forms_of(store, "a").values()
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
     assert_whole(store, "a", {f"x{number}": number for number in range(6)})
 
 
 def test_a_dry_run_tells_about_what_would_be(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
     put(store, "b", {"y": 2})
-    before = set(store.layout.root.rglob("*"))
+    before = set(store.root.rglob("*"))
     dry = freeze_models(["a"], store=store, dry_run=True)
-    assert set(store.layout.root.rglob("*")) == before
+    assert set(store.root.rglob("*")) == before
     real = freeze_models(["a"], store=store)
     assert outcomes(dry) == outcomes(real) == {"x": "frozen", "y": "shared"}
     assert abs(dry.stored - real.stored) < 0.02 * real.size
@@ -355,8 +355,8 @@ def test_young_models_are_left_out(store: LocalStore) -> None:
     put(store, "b", {"y": 2})
     then = time.time() - 1000
     for path in (
-        store.layout.manifest(Reference.parse("a")),
-        store.layout.blob(layers(store, "a")["x"].digest),
+        store.manifest_path(Reference.parse("a")),
+        store.blob_path(layers(store, "a")["x"].digest),
     ):
         os.utime(path, (then, then))
     assert freeze_models(store=store, older_than=2000).references == ()
@@ -413,7 +413,7 @@ def test_frozen_blobs_are_collected_like_others(store: LocalStore) -> None:
     put(store, "b", {"y": 2})
     freeze_models(["a", "b"], store=store)
     gone = layers(store, "a")["x"].digest
-    store.layout.manifest(Reference.parse("a")).unlink()
+    store.manifest_path(Reference.parse("a")).unlink()
     assert [item.path.name for item in collect_garbage(store).blobs] == []  # too young
     (removed,) = (
         item for item in collect_garbage(store, older_than=0).blobs if "cold" in str(item.path)
@@ -435,7 +435,7 @@ def test_a_frozen_blob_counts_as_there_when_a_model_is_created(
         assert created.bytes_written == 0
     assert forms_of(store, "b") == {"x": "cold"}
     assert_whole(store, "b", {"x": 1})
-    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     with pytest.raises(BlobDamaged, match="run blobstore repair a:latest"):
         blobstore.create(folder, "c", store=store, paranoid=True)
 
@@ -445,5 +445,5 @@ def test_a_store_that_only_has_cold_blobs_can_be_copied_elsewhere(
 ) -> None:
     put(store, "a", {"x": 1})
     freeze_models(["a"], store=store)
-    shutil.copytree(store.layout.root, tmp_path / "other")
+    shutil.copytree(store.root, tmp_path / "other")
     assert_whole(LocalStore(tmp_path / "other"), "a", {"x": 1})

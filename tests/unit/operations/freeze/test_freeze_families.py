@@ -53,7 +53,7 @@ def put_child(store: LocalStore, name: str, step: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "base", BASE)
     put_child(store, CHILD, 10)
     put(store, "stays", {"z": 3})  # and with it the config of all
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def base_of(store: LocalStore, name: str, key: str) -> Digest | None:
-    return store.cold.open(layers(store, name)[key].digest).base
+    return store.open_cold(layers(store, name)[key].digest).base
 
 
 def assert_whole(store: LocalStore, name: str = CHILD, step: int = 10) -> None:
@@ -155,17 +155,17 @@ def test_what_nobody_needs_goes_with_its_base(store: LocalStore) -> None:
     found = collect_garbage(store, older_than=0)
     names = [item.path.name for item in found.blobs]
     assert len(names) == 4
-    assert list(store.layout.cold.iterdir()) == []
+    assert list(store.folder("cold").iterdir()) == []
 
 
 def test_a_base_is_kept_for_what_is_leased_or_young(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     child = [item.digest for item in layers(store, CHILD).values()]
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold(child)
         remove_models([CHILD, "base"], store=store)
         assert collect_garbage(store, older_than=0).blobs == ()
-    old = [Path(store.layout.blob(item)) for item in map(_base, map(store.cold.open, child))]
+    old = [Path(store.blob_path(item)) for item in map(_base, map(store._cold.open, child))]
     for path in old:
         os.utime(path, (1, 1))
     assert collect_garbage(store, older_than=1000).blobs == ()  # the deltas are young
@@ -181,7 +181,7 @@ def _base(blob: ColdBlob) -> Digest:
 def test_an_unreadable_cold_blob_that_is_needed_stops_collecting(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     remove_models(["base"], store=store)
-    path = store.layout.cold_blob(layers(store, CHILD)["x"].digest)
+    path = store.cold_path(layers(store, CHILD)["x"].digest)
     whole = Path(path).read_bytes()
     flip(path, -1)
     with pytest.raises(BlobDamaged):
@@ -197,10 +197,10 @@ def test_a_damaged_base_of_what_is_garbage_stops_no_collection(store: LocalStore
     bases = [item.digest for item in layers(store, "base").values()]
     remove_models([CHILD, "base"], store=store)
     for base in bases:
-        flip(store.layout.cold_blob(base), -1)
-        os.utime(store.layout.cold_blob(base), (1, 1))
+        flip(store.cold_path(base), -1)
+        os.utime(store.cold_path(base), (1, 1))
     assert collect_garbage(store, older_than=1000).blobs == ()  # for what is coded by them is young
-    assert store.cold.has(child)
+    assert store.has_cold(child)
     assert len(collect_garbage(store, older_than=0).blobs) == 4
 
 
@@ -219,8 +219,8 @@ def test_usage_tells_bases_that_no_model_has_from_garbage(store: LocalStore) -> 
 def test_a_missing_base_is_found(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     digest = layers(store, "base")["x"].digest
-    Path(store.layout.blob(digest)).unlink()
-    Path(store.layout.base_blob(digest)).unlink()
+    Path(store.blob_path(digest)).unlink()
+    Path(store.base_path(digest)).unlink()
     faults = [fault for fault in verify_models(store=store).faults if "child" in fault.reference]
     assert [fault.layer for fault in faults] == ["x"]
     quick = verify_models(store=store, quick=True).faults
@@ -254,17 +254,17 @@ def test_a_base_that_goes_because_others_thaw_is_no_fault(
 def test_a_damaged_base_is_found_in_what_is_coded_by_it(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     digest = layers(store, "base")["x"].digest
-    flip_in_place(store.layout.blob(digest))  # and its second name with it
+    flip_in_place(store.blob_path(digest))  # and its second name with it
     faults = verify_models(store=store).faults
     assert {fault.reference for fault in faults} == {"base:latest", "child:latest"}
     (told,) = (fault for fault in faults if fault.reference == "child:latest")
-    assert f"its base, {digest}, is damaged: blob '{store.layout.blob(digest)}'" in told.message
+    assert f"its base, {digest}, is damaged: blob '{store.blob_path(digest)}'" in told.message
     assert told.blob == str(layers(store, CHILD)["x"].digest)
 
 
 def test_a_base_that_is_damaged_in_one_form_is_told_of_its_own_model(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
-    flip(store.layout.blob(layers(store, "base")["x"].digest))
+    flip(store.blob_path(layers(store, "base")["x"].digest))
     assert_whole(store)  # by the second name
     faults = verify_models(store=store).faults
     assert [(fault.reference, fault.layer) for fault in faults] == [("base:latest", "x")]
@@ -273,11 +273,11 @@ def test_a_base_that_is_damaged_in_one_form_is_told_of_its_own_model(store: Loca
 def test_a_base_is_mended_by_its_second_name(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     digest = layers(store, "base")["x"].digest
-    flip(store.layout.blob(digest))  # a new file
+    flip(store.blob_path(digest))  # a new file
     repaired = repair_models(store=store)
     assert [mended.digest for mended in repaired.mended] == [digest]
     assert repaired.faults == ()
-    assert Path(store.layout.base_blob(digest)).samefile(store.layout.blob(digest))
+    assert Path(store.base_path(digest)).samefile(store.blob_path(digest))
     assert_whole(store)
 
 
@@ -287,10 +287,10 @@ def damage_lost_base(store: LocalStore, form: str) -> Descriptor:
     freeze_models([CHILD, "base"], store=store, base="base")
     if form != "cold":
         thaw_models(["base"], store=store, keep_cold=form == "hot beside cold")
-    hot, cold = store.layout.blob(item.digest), store.layout.cold_blob(item.digest)
+    hot, cold = store.blob_path(item.digest), store.cold_path(item.digest)
     if form == "pinned":
         lose_like_ollama(store, "base")
-        flip_in_place(store.layout.base_blob(item.digest))
+        flip_in_place(store.base_path(item.digest))
     else:
         remove_models(["base"], store=store)
         flip_in_place(cold if form == "cold" else hot)
@@ -312,8 +312,8 @@ def test_a_base_that_no_manifest_names_is_found_and_mended(
     found = verify_models([Reference.parse(CHILD)], store=store)
     assert {fault.layer for fault in found.faults} == {"x"}
     of_base = [fault for fault in found.faults if fault.blob == str(item.digest)]
-    place = {"cold": store.layout.cold_blob, "pinned": store.layout.base_blob}
-    path = place.get(form, store.layout.blob)(item.digest)
+    place = {"cold": store._layout.cold_blob, "pinned": store._layout.base_blob}
+    path = place.get(form, store._layout.blob)(item.digest)
     assert [f"'{path}' is damaged" in fault.message for fault in of_base] == [True]
     assert len(found.faults) == (1 if has_other else 2)
     repaired = repair_models(source=source, store=store)
@@ -333,8 +333,8 @@ def test_a_quick_look_finds_a_lost_base_that_was_cut(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     lose_like_ollama(store, "base")
     assert verify_models(store=store, quick=True).faults == ()
-    bases = [store.cold.open(item.digest).base for item in layers(store, CHILD).values()]
-    path = Path(store.layout.base_blob(next(base for base in bases if base)))
+    bases = [store.open_cold(item.digest).base for item in layers(store, CHILD).values()]
+    path = Path(store.base_path(next(base for base in bases if base)))
     path.chmod(0o600)
     os.truncate(path, 100)
     faults = verify_models(store=store, quick=True).faults
@@ -364,14 +364,14 @@ def test_a_child_can_be_made_anew_when_its_base_is_gone(store: LocalStore) -> No
 
 
 def pins(store: LocalStore) -> set[str]:
-    folder = store.layout.bases
+    folder = store.folder("bases")
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 def lose_like_ollama(store: LocalStore, name: str) -> None:
     """Remove a name and its blobs, as a program does that knows nothing of cold blobs."""
-    files = [store.layout.blob(item.digest) for item in layers(store, name).values()]
-    store.layout.manifest(Reference.parse(name)).unlink()
+    files = [store.blob_path(item.digest) for item in layers(store, name).values()]
+    store.manifest_path(Reference.parse(name)).unlink()
     for file in files:
         Path(file).unlink(missing_ok=True)
 
@@ -431,7 +431,7 @@ def test_where_there_are_no_hard_links_nothing_is_coded_by_what_is_hot(
 
 def test_nothing_is_coded_by_bytes_that_have_rotted(store: LocalStore) -> None:
     """Once the base is repaired, what was coded by the wrong bytes could not be had any more."""
-    path = store.layout.blob(layers(store, "base")["x"].digest)
+    path = store.blob_path(layers(store, "base")["x"].digest)
     whole = Path(path).read_bytes()
     flip(path)
     frozen = freeze_models([CHILD], store=store, base="base")
@@ -447,14 +447,14 @@ def test_a_base_that_is_repaired_has_its_second_name_again(
     freeze_models([CHILD], store=store, base="base")
     export_model("base", tmp_path / "source", store=store)
     digest = layers(store, "base")["x"].digest
-    whole = Path(store.layout.blob(digest)).read_bytes()
-    Path(store.layout.blob(digest)).chmod(0o644)
-    Path(store.layout.blob(digest)).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    whole = Path(store.blob_path(digest)).read_bytes()
+    Path(store.blob_path(digest)).chmod(0o644)
+    Path(store.blob_path(digest)).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert verify_models(store=store).faults
     repaired = repair_models(source=tmp_path / "source", store=store)
     assert repaired.faults == ()
-    assert Path(store.layout.base_blob(digest)).read_bytes() == whole
-    assert Path(store.layout.base_blob(digest)).samefile(store.layout.blob(digest))
+    assert Path(store.base_path(digest)).read_bytes() == whole
+    assert Path(store.base_path(digest)).samefile(store.blob_path(digest))
     lose_like_ollama(store, "base")
     assert_whole(store)
 
@@ -485,9 +485,9 @@ def test_what_is_frozen_again_while_garbage_is_removed_keeps_its_base(
 def test_no_base_is_removed_while_cold_blobs_are_away(store: LocalStore) -> None:
     freeze_models([CHILD], store=store, base="base")
     remove_models(["base"], store=store)
-    away = store.layout.cold.rename(store.layout.cold.with_name("away"))
+    away = store.folder("cold").rename(store.folder("cold").with_name("away"))
     collect_garbage(store, older_than=0)
-    away.rename(store.layout.cold)
+    away.rename(store.folder("cold"))
     assert_whole(store)
     remove_models([CHILD], store=store)
     collect_garbage(store, older_than=0)

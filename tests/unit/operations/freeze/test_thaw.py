@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "a", {"x": 1, "y": 2})
     freeze_models(["a"], store=store)
     return store
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> LocalStore:
 def content(store: LocalStore, name: str) -> dict[str, bytes]:
     """Return the files of a model's blobs as they are."""
     return {
-        key: Path(store.layout.blob(item.digest)).read_bytes()
+        key: Path(store.blob_path(item.digest)).read_bytes()
         for key, item in layers(store, name).items()
     }
 
@@ -44,8 +44,8 @@ def test_files_are_as_they_were(store: LocalStore) -> None:
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
     assert (thawed.blobs, thawed.size) == (2, sum(map(len, content(store, "a").values())))
     assert 0 < thawed.stored < thawed.size
-    assert list(store.layout.temporary.iterdir()) == []
-    mode = Path(store.layout.blob(layers(store, "a")["x"].digest)).stat().st_mode
+    assert list(store.folder("temporary").iterdir()) == []
+    mode = Path(store.blob_path(layers(store, "a")["x"].digest)).stat().st_mode
     assert mode & 0o777 == 0o444
 
 
@@ -62,17 +62,17 @@ def test_cold_forms_can_be_kept(store: LocalStore) -> None:
 
 
 def test_what_is_damaged_stays_cold_and_is_told(store: LocalStore) -> None:
-    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     thawed = thaw_models(["a"], store=store)
     assert forms_of(store, "a") == {"x": "cold", "y": "hot"}
     (fault,) = thawed.faults
     assert isinstance(fault, BlobDamaged)
     assert "layer 'x'" in str(fault)
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def test_what_is_missing_is_told(store: LocalStore) -> None:
-    Path(store.layout.cold_blob(layers(store, "a")["x"].digest)).unlink()
+    Path(store.cold_path(layers(store, "a")["x"].digest)).unlink()
     (fault,) = thaw_models(["a"], store=store).faults
     assert isinstance(fault, BlobMissing)
     assert forms_of(store, "a") == {"x": "neither", "y": "hot"}
@@ -80,18 +80,18 @@ def test_what_is_missing_is_told(store: LocalStore) -> None:
 
 def test_a_damaged_file_is_put_aside_for_what_is_decoded(store: LocalStore) -> None:
     thaw_models(["a"], store=store, keep_cold=True)
-    flip(store.layout.blob(layers(store, "a")["x"].digest))
+    flip(store.blob_path(layers(store, "a")["x"].digest))
     thaw_models(["a"], store=store)
     assert content(store, "a")["x"] == layer("x", weights(1))
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
-    (aside,) = store.layout.quarantine.iterdir()
+    (aside,) = store.folder("quarantine").iterdir()
     assert aside.name.startswith(layers(store, "a")["x"].digest.file_name)
 
 
 def test_what_others_have_written_meanwhile_is_not_replaced_nor_believed(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(store.layout.blob(layers(store, "a")["x"].digest))
+    path = Path(store.blob_path(layers(store, "a")["x"].digest))
     real = thawing._Thawing._settle
 
     def later(self: Any, made: Sequence[Any]) -> None:
@@ -120,7 +120,7 @@ def test_opening_can_thaw(store: LocalStore) -> None:
 
 
 def test_opening_tells_what_cannot_be_thawed(store: LocalStore) -> None:
-    flip(store.layout.cold_blob(layers(store, "a")["x"].digest), 500)
+    flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     with pytest.raises(BlobDamaged, match="a:latest: layer 'x'"):
         blobstore.open("a", store=store, thaw=True)
 
@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_nothing_half(store: LocalStore) -> None:
     with pytest.raises(KeyboardInterrupt):
         thaw_models(["a"], store=store, jobs=1, progress=stop)
     assert "neither" not in forms_of(store, "a").values()
-    assert list(store.layout.temporary.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def test_a_full_disk_leaves_all_cold(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_all_cold(tmp_path: Path) -> None:
             thaw_models(["a"], store=store, keep_cold=True)
         gc.collect()  # the traceback has the maps of blobs
         assert "neither" not in forms_of(store, "a").values()
-        assert list(store.layout.temporary.iterdir()) == []
+        assert list(store.folder("temporary").iterdir()) == []
         assert collect_garbage(store, older_than=0).blobs == ()
 
 

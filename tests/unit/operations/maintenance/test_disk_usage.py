@@ -50,7 +50,7 @@ def by_name(usage: StoreUsage) -> dict[str, ModelUsage]:
 
 
 def on_disk(store: LocalStore) -> int:
-    files = [path for path in store.layout.root.rglob("*") if path.is_file()]
+    files = [path for path in store.root.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
 
@@ -58,7 +58,7 @@ def test_an_absent_store_takes_nothing(store: LocalStore) -> None:
     usage = measure_usage(store=store)
     assert (usage.models, usage.size, usage.names) == ((), 0, 0)
     assert usage.dedup_ratio is None
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_tells_what_is_unique_and_what_is_shared(store: LocalStore) -> None:
@@ -116,13 +116,13 @@ def test_tells_what_no_model_needs(store: LocalStore) -> None:
     make(store, "a", "bc")
     make(store, "b", "cd")
     remove_models([A], store=store)
-    (store.layout.blobs / f"sha256-{'a' * 64}-partial").write_bytes(b"12345")
-    (store.layout.blobs / f"sha256-{'b' * 64}").symlink_to("elsewhere")
-    (store.layout.temporary / "1-a-0").write_bytes(b"123")
-    store.layout.quarantine.mkdir()
-    (store.layout.quarantine / "bad").write_bytes(b"12")
-    store.layout.headers.mkdir()
-    (store.layout.headers / "x").write_bytes(b"1")
+    (store.folder("blobs") / f"sha256-{'a' * 64}-partial").write_bytes(b"12345")
+    (store.folder("blobs") / f"sha256-{'b' * 64}").symlink_to("elsewhere")
+    (store.folder("temporary") / "1-a-0").write_bytes(b"123")
+    store.folder("quarantine").mkdir()
+    (store.folder("quarantine") / "bad").write_bytes(b"12")
+    store.folder("headers").mkdir()
+    (store.folder("headers") / "x").write_bytes(b"1")
     usage = measure_usage(store=store)
 
     assert usage.unreferenced == Space(1, sizes("b"))
@@ -137,7 +137,7 @@ def test_tells_what_no_model_needs(store: LocalStore) -> None:
 def test_sizes_are_those_on_disk_and_what_is_wrong_is_told(store: LocalStore) -> None:
     make(store, "a", "bcd")
     manifest = store.resolve(A)
-    missing, short, link = (Path(store.layout.blob(layer.digest)) for layer in manifest.layers)
+    missing, short, link = (Path(store.blob_path(layer.digest)) for layer in manifest.layers)
     missing.unlink()
     short.write_bytes(b"12")
     link.unlink()
@@ -154,7 +154,7 @@ def test_sizes_are_those_on_disk_and_what_is_wrong_is_told(store: LocalStore) ->
 def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore) -> None:
     make(store, "a", "b")
     make(store, "b", "c")
-    store.layout.manifest(A).write_bytes(b"{")
+    store.manifest_path(A).write_bytes(b"{")
     usage = measure_usage(store=store)
 
     assert [type(model.error) for model in usage.models] == [InvalidManifest, type(None)]
@@ -174,13 +174,13 @@ def test_a_folder_that_is_closed_is_an_error() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
         make(store, "a", "b")
-        store.layout.blobs.chmod(0o700)
+        store.folder("blobs").chmod(0o700)
         outcome = sandbox.call(lambda: measure_usage(store=store), unprivileged=True)
-        store.layout.blobs.chmod(0o755)
-    assert outcome == f"StoreError: cannot list '{store.layout.blobs}': Permission denied"
+        store.folder("blobs").chmod(0o755)
+    assert outcome == f"StoreError: cannot list '{store.folder('blobs')}': Permission denied"
 
 
 def test_a_file_is_no_store(store: LocalStore) -> None:
-    store.layout.root.write_bytes(b"")
+    store.root.write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
         measure_usage(store=store)

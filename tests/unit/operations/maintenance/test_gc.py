@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,15 +22,12 @@ from tests.support import sandbox
 from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
 
-if TYPE_CHECKING:
-    from blobstore.store.layout import Layout
-
 A = Reference.parse("a")
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", wait=0.05)
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
 
 
 def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
@@ -39,7 +36,7 @@ def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
         digest = ingest.add(len(data), lambda: [data]).digest
         ingest.publish()
     written = time.time() - age
-    os.utime(store.layout.blob(digest), (written, written))
+    os.utime(store.blob_path(digest), (written, written))
     return digest
 
 
@@ -48,24 +45,24 @@ def names(found: tuple[collect.Removed, ...]) -> set[str]:
 
 
 def everything(store: LocalStore) -> set[str]:
-    return {str(path.relative_to(store.layout.root)) for path in store.layout.root.rglob("*")}
+    return {str(path.relative_to(store.root)) for path in store.root.rglob("*")}
 
 
 def test_removes_what_no_manifest_reaches(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
-    kept = {path.name for path in store.layout.blobs.iterdir()}
+    kept = {path.name for path in store.folder("blobs").iterdir()}
     garbage = {put(store, data).file_name for data in (b"", b"one", b"two" * 1000)}
     found = collect_garbage(store, older_than=0)
     assert names(found.blobs) == garbage
     assert sorted(item.size for item in found.blobs) == [0, 3, 3000]
     assert (found.size, found.kept, found.kept_size) == (3003, 0, 0)
-    assert {path.name for path in store.layout.blobs.iterdir()} == kept
+    assert {path.name for path in store.folder("blobs").iterdir()} == kept
     assert collect_garbage(store, older_than=0).size == 0
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
     assert collect_garbage(store).blobs == ()
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
 
 
 def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
@@ -85,9 +82,9 @@ def test_a_time_that_means_nothing_is_a_wrong_argument(store: LocalStore, age: f
 
 def test_a_dry_run_tells_the_same_and_removes_nothing(store: LocalStore) -> None:
     put(store, b"garbage")
-    (store.layout.temporary / "1-a-0").write_bytes(b"left")
-    (store.layout.leases / "1-a").write_bytes(b"")
-    (store.layout.manifests / "host" / "empty").mkdir(parents=True)
+    (store.folder("temporary") / "1-a-0").write_bytes(b"left")
+    (store.folder("leases") / "1-a").write_bytes(b"")
+    (store.folder("manifests") / "host" / "empty").mkdir(parents=True)
     before = everything(store)
     dry = collect_garbage(store, older_than=0, dry_run=True)
     assert everything(store) == before
@@ -116,7 +113,7 @@ def test_a_dry_run_needs_no_permission_to_write() -> None:
 
 def test_what_is_leased_is_kept_however_old(store: LocalStore) -> None:
     digest = put(store, b"leased", age=10_000)
-    with store.locks.lease() as lease:
+    with store.lease() as lease:
         lease.hold([digest])
         found = collect_garbage(store, older_than=0)
         assert (found.blobs, found.kept, found.kept_size) == ((), 1, 6)
@@ -131,7 +128,7 @@ def test_a_running_import_keeps_what_it_found_and_what_it_wrote(store: LocalStor
         collect_garbage(store, older_than=0)
         ingest.publish()
         collect_garbage(store, older_than=0)
-        present = {path.name for path in store.layout.blobs.iterdir()}
+        present = {path.name for path in store.folder("blobs").iterdir()}
         assert present == {found.file_name, Digest.of(b"wrote").file_name}
 
 
@@ -141,7 +138,7 @@ def test_a_model_whose_import_was_collected_around_loads(
     folder = tmp_path / "model"
     write_folder(folder, dense_tensors())
     blobstore.create(folder, "old", store=store)
-    store.layout.manifest(Reference.parse("old")).unlink()
+    store.manifest_path(Reference.parse("old")).unlink()
     publish = LocalStore.publish
 
     def collected(self: LocalStore, *arguments: object) -> None:
@@ -157,17 +154,20 @@ def test_a_model_whose_import_was_collected_around_loads(
 
 def test_what_dead_processes_left_is_removed(store: LocalStore) -> None:
     put(store, b"x")
-    with store.locks.lease() as lease:
-        living = [store.layout.temporary / f"{lease.name}-7", store.layout.leases / lease.name]
+    with store.lease() as lease:
+        living = [
+            store.folder("temporary") / f"{lease.name}-7",
+            store.folder("leases") / lease.name,
+        ]
         dead = [
-            *(store.layout.temporary / name for name in ("1-a-0", ".1-ab.tmp", "strange")),
-            store.layout.leases / "1-a",
+            *(store.folder("temporary") / name for name in ("1-a-0", ".1-ab.tmp", "strange")),
+            store.folder("leases") / "1-a",
         ]
         for path in (living[0], *dead):
             path.write_bytes(b"12")
         found = collect_garbage(store)
         assert {item.path for item in found.leftovers} == {
-            path.relative_to(store.layout.root) for path in dead
+            path.relative_to(store.root) for path in dead
         }
         assert found.size == 8
         assert all(path.exists() for path in living)
@@ -179,11 +179,11 @@ def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_pat
         write_folder(tmp_path / name, tensors)
         blobstore.create(tmp_path / name, name, store=store)
     removed = Digest.of(store.read_manifest(A))
-    store.layout.manifest(A).unlink()
-    assert len(list(store.layout.headers.iterdir())) == 2
+    store.manifest_path(A).unlink()
+    assert len(list(store.folder("headers").iterdir())) == 2
     found = collect_garbage(store, older_than=0)
     assert names(found.leftovers) == {removed.hex}
-    assert len(list(store.layout.headers.iterdir())) == 1
+    assert len(list(store.folder("headers").iterdir())) == 1
 
 
 def test_blobs_of_ollama_s_own_models_are_reached(store: LocalStore) -> None:
@@ -201,10 +201,10 @@ def test_foreign_files_among_the_blobs_stay(store: LocalStore) -> None:
         f"sha512-{'a' * 64}",
     ]
     for name in foreign:
-        (store.layout.blobs / name).write_bytes(b"x")
-    (store.layout.blobs / f"sha256-{'b' * 64}").mkdir()
+        (store.folder("blobs") / name).write_bytes(b"x")
+    (store.folder("blobs") / f"sha256-{'b' * 64}").mkdir()
     collect_garbage(store, older_than=0)
-    present = {path.name for path in store.layout.blobs.iterdir()}
+    present = {path.name for path in store.folder("blobs").iterdir()}
     assert present == {*foreign, f"sha256-{'b' * 64}"}
 
 
@@ -212,27 +212,27 @@ def test_a_link_is_removed_and_not_what_it_leads_to(store: LocalStore, tmp_path:
     put(store, b"x")
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
-    (store.layout.temporary / "1-a-9").symlink_to(outside)
-    (store.layout.manifests / "linked").symlink_to(tmp_path)
+    (store.folder("temporary") / "1-a-9").symlink_to(outside)
+    (store.folder("manifests") / "linked").symlink_to(tmp_path)
     with pytest.raises(InvalidManifest, match="linked"):
         collect_garbage(store, older_than=0)
-    (store.layout.manifests / "linked").unlink()
+    (store.folder("manifests") / "linked").unlink()
     collect_garbage(store, older_than=0)
     assert outside.read_bytes() == b"precious"
-    assert not (store.layout.temporary / "1-a-9").is_symlink()
+    assert not (store.folder("temporary") / "1-a-9").is_symlink()
 
 
 def test_empty_folders_are_removed_and_full_ones_stay(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     for name in ("host/space/model", "host/other", "registry.ollama.ai/library/b"):
-        (store.layout.manifests / name).mkdir(parents=True)
+        (store.folder("manifests") / name).mkdir(parents=True)
     found = collect_garbage(store)
     assert {str(folder) for folder in found.folders} == {
         *("manifests/host", "manifests/host/other", "manifests/host/space"),
         *("manifests/host/space/model", "manifests/registry.ollama.ai/library/b"),
     }
     assert store.resolve(A)
-    assert not (store.layout.manifests / "host").exists()
+    assert not (store.folder("manifests") / "host").exists()
 
 
 TORN = {
@@ -249,7 +249,7 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(
     store: LocalStore, content: bytes, place: str
 ) -> None:
     put(store, b"perhaps needed")
-    path = store.layout.manifests / place
+    path = store.folder("manifests") / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     before = everything(store)
@@ -263,7 +263,7 @@ def test_a_changed_digest_of_a_config_does_not_cost_the_config(
     store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
-    path = store.layout.manifest(Reference.parse("m"))
+    path = store.manifest_path(Reference.parse("m"))
     whole = path.read_bytes()
     config = store.resolve(Reference.parse("m")).config
     named = bytes(str(config.digest), "ascii")
@@ -277,7 +277,7 @@ def test_a_changed_digest_of_a_config_does_not_cost_the_config(
 
 def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
-    path = store.layout.manifest(Reference.parse("m"))
+    path = store.manifest_path(Reference.parse("m"))
     whole = path.read_bytes()
     digest = bytes(str(store.resolve(Reference.parse("m")).layers[0].digest), "ascii")
     other = digest[:-1] + (b"1" if digest.endswith(b"0") else b"0")
@@ -297,7 +297,7 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
     place: str, store: LocalStore, tmp_path: Path
 ) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
-    path = store.layout.manifests / place
+    path = store.folder("manifests") / place
     path.rename(tmp_path / "on a disk that is not mounted")
     path.symlink_to(tmp_path / "absent")
     before = everything(store)
@@ -307,12 +307,12 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
 
 
 def test_tells_what_to_do_with_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
-    path = store.layout.manifest(A)
+    path = store.manifest_path(A)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"{}")
     with pytest.raises(InvalidManifest, match=r"STORE' or 'blobstore rm a:latest' first$"):
         collect_garbage(store)
-    path.rename(store.layout.manifests / "file")
+    path.rename(store.folder("manifests") / "file")
     with pytest.raises(InvalidManifest, match="repair or remove that file first$"):
         collect_garbage(store)
 
@@ -324,7 +324,7 @@ def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
         def collected() -> object:
             store = LocalStore(folder / "store")
             put(store, b"perhaps needed")
-            path = store.layout.manifest(A)
+            path = store.manifest_path(A)
             path.parent.mkdir(parents=True)
             path.write_bytes(b"{}")
             closed = path.parent if is_folder else path
@@ -332,7 +332,7 @@ def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
             try:
                 with pytest.raises(StoreError, match=f"'{closed}'.*: Permission denied"):
                     collect_garbage(store, older_than=0)
-                return len(list(store.layout.blobs.iterdir()))
+                return len(list(store.folder("blobs").iterdir()))
             finally:
                 closed.chmod(0o700)
 
@@ -348,17 +348,17 @@ def test_a_manifest_that_comes_while_it_runs_is_heeded(
     put(store, data, age=10_000)
     put(store, b"garbage")
 
-    def late(layout: Layout) -> object:
+    def late(store: LocalStore) -> object:
         # By then manifests have been marked once.
-        path = store.layout.manifest(A)
+        path = store.manifest_path(A)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(elsewhere.read_manifest(A))
-        return read_leases(layout)
+        return read_leases(store)
 
     monkeypatch.setattr(collect, "read_leases", late)
     found = collect_garbage(store, older_than=0)
     assert names(found.blobs) == {Digest.of(b"garbage").file_name}
-    assert Path(store.layout.blob(Digest.of(data))).read_bytes() == data
+    assert Path(store.blob_path(Digest.of(data))).read_bytes() == data
 
 
 def test_others_are_let_in_between_batches(
@@ -367,23 +367,23 @@ def test_others_are_let_in_between_batches(
     for number in range(7):
         put(store, b"%d" % number)
     times: list[object] = []
-    alone = store.locks.alone
+    alone = store.exclusive_lock
 
     def counted() -> object:
         times.append(None)
         return alone()
 
     monkeypatch.setattr(collect, "_BATCH", 3)
-    monkeypatch.setattr(store.locks, "alone", counted)
+    monkeypatch.setattr(store, "exclusive_lock", counted)
     assert len(collect_garbage(store, older_than=0).blobs) == 7
     assert len(times) == 4
 
 
 def test_a_store_that_others_keep_to_themselves_is_busy(store: LocalStore) -> None:
     put(store, b"x")
-    with store.locks.shared(), pytest.raises(StoreBusy):
+    with store.shared_lock(), pytest.raises(StoreBusy):
         collect_garbage(store, older_than=0)
-    assert Path(store.layout.blob(Digest.of(b"x"))).exists()
+    assert Path(store.blob_path(Digest.of(b"x"))).exists()
 
 
 def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
@@ -391,7 +391,7 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
     add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
     content = store.read_manifest(Reference.parse("m"))
     for number in range(30):
-        path = store.layout.manifest(Reference.parse(f"m{number}"))
+        path = store.manifest_path(Reference.parse(f"m{number}"))
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
     for number in range(20):
@@ -428,14 +428,14 @@ def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
     write_folder(tmp_path / "model", expected)
     blobstore.create(tmp_path / "model", "a", store=store)
     with blobstore.open("a", store=store, **options) as model:
-        store.layout.manifest(A).unlink()
+        store.manifest_path(A).unlink()
         collect_garbage(store, older_than=0)
         for name, array in model.state_dict().items():
             assert array.tobytes() == expected[name].tobytes()
         del array
     collect_garbage(store, older_than=0)
-    assert list(store.layout.blobs.iterdir()) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("blobs").iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
 
 
 @pytest.mark.parametrize("options", READING, ids=str)
@@ -449,7 +449,7 @@ def test_a_model_that_is_let_go_of_holds_nothing(
     model = blobstore.open("a", store=store, **options)
     del model
     gc.collect()
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
     assert len(os.listdir("/dev/fd")) == descriptors
 
 

@@ -44,12 +44,12 @@ def test_counts_what_names_share_once(store: LocalStore, tmp_path: Path) -> None
         assert model.size == sum(blob.size for blob in manifest.blobs)
         assert model.shared == sum(blob.size for blob in shared)
         assert model.digest == Digest.of(store.read_manifest(model.reference))
-        assert model.modified == store.layout.manifest(model.reference).stat().st_mtime
+        assert model.modified == store.manifest_path(model.reference).stat().st_mtime
 
 
 def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None:
     add_gguf_model(store, "one")
-    path = next(store.layout.manifests.rglob("latest"))
+    path = next(store.folder("manifests").rglob("latest"))
     data = path.read_bytes()
     start = data.index(b'{"mediaType":"application/vnd.ollama.image.template"')
     layer = data[start : data.index(b"}", start) + 1]
@@ -58,14 +58,14 @@ def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None
 
     assert len(store.resolve(model.reference).layers) == 6
     assert model.shared == 0
-    assert model.size == sum(blob.stat().st_size for blob in store.layout.blobs.iterdir())
+    assert model.size == sum(blob.stat().st_size for blob in store.folder("blobs").iterdir())
 
 
 def test_lists_manifests_that_cannot_be_read_with_their_error(
     store: LocalStore, tmp_path: Path
 ) -> None:
     make(store, tmp_path, "whole", "mask")
-    folder = store.layout.manifests / "registry.ollama.ai/library/broken"
+    folder = store.folder("manifests") / "registry.ollama.ai/library/broken"
     folder.mkdir(parents=True)
     (folder / "json").write_bytes(b"{")
     with (folder / "huge").open("wb") as file:
@@ -85,13 +85,13 @@ def test_passes_over_a_name_that_vanishes(store: LocalStore) -> None:
     add_gguf_model(store, "stays")
     gone, stays = store.references()
     store.references = lambda: iter((gone, stays))  # type: ignore[method-assign]
-    store.layout.manifest(gone).unlink()
+    store.manifest_path(gone).unlink()
 
     assert [model.reference for model in list_models(store)] == [stays]
 
 
 def test_a_file_is_no_store(store: LocalStore) -> None:
-    store.layout.root.write_bytes(b"")
+    store.root.write_bytes(b"")
 
     with pytest.raises(StoreError, match="is not a folder"):
         list_models(store)

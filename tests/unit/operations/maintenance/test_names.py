@@ -39,7 +39,7 @@ A, B = map(Reference.parse, "ab")
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", wait=0.05)
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
 
 
 def make(store: LocalStore, name: str, *contents: bytes) -> None:
@@ -56,7 +56,7 @@ def listed(store: LocalStore) -> list[str]:
 
 
 def break_manifest(store: LocalStore, name: str) -> Path:
-    path = store.layout.manifest(Reference.parse(name))
+    path = store.manifest_path(Reference.parse(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"{torn")
     return path
@@ -67,20 +67,20 @@ def break_manifest(store: LocalStore, name: str) -> Path:
 
 def test_a_copy_has_the_same_manifest_and_no_blob_moves(store: LocalStore) -> None:
     make(store, "a", b"one", b"two")
-    before = {path.name: path.stat().st_ino for path in store.layout.blobs.iterdir()}
+    before = {path.name: path.stat().st_ino for path in store.folder("blobs").iterdir()}
     named = copy_model("a", "team/b:v2", store=store)
 
     assert (str(named.source), str(named.target)) == ("a:latest", "team/b:v2")
     assert not named.replaced
     assert store.read_manifest(named.target) == store.read_manifest(A)
     assert named.digest == Digest.of(store.read_manifest(A))
-    assert {path.name: path.stat().st_ino for path in store.layout.blobs.iterdir()} == before
-    assert list(store.layout.temporary.iterdir()) == []
+    assert {path.name: path.stat().st_ino for path in store.folder("blobs").iterdir()} == before
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def test_a_manifest_is_copied_byte_for_byte(store: LocalStore) -> None:
     add_gguf_model(store, "a")
-    path = store.layout.manifest(A)
+    path = store.manifest_path(A)
     strange = json.dumps(json.loads(path.read_bytes()) | {"unknown": [1.50]}, indent=7).encode()
     path.write_bytes(strange)
     copy_model(A, B, store=store)
@@ -113,10 +113,10 @@ def test_a_manifest_that_cannot_be_read_is_replaced_by_force_only(
 ) -> None:
     make(store, "a", b"one")
     break_manifest(store, "b").unlink()
-    store.layout.manifest(B).symlink_to("nowhere")
+    store.manifest_path(B).symlink_to("nowhere")
     with pytest.raises(NameTaken):
         give(A, B, store=store)
-    store.layout.manifest(B).unlink()
+    store.manifest_path(B).unlink()
     break_manifest(store, "b")
     with pytest.raises(NameTaken):
         give(A, B, store=store)
@@ -166,9 +166,9 @@ def test_only_what_is_there_and_whole_gets_a_name(
 ) -> None:
     with pytest.raises(ModelNotFound):
         give(A, B, store=store)
-    assert not store.layout.root.exists()
+    assert not store.root.exists()
     make(store, "a", b"one")
-    path = Path(store.layout.blob(store.resolve(A).layers[0].digest))
+    path = Path(store.blob_path(store.resolve(A).layers[0].digest))
     whole = path.read_bytes()
     path.unlink()
     with pytest.raises(BlobMissing):
@@ -197,7 +197,7 @@ def test_nothing_is_collected_or_removed_in_the_middle(
 ) -> None:
     """After the blobs were looked at, and before the new name holds them."""
     make(store, "a", b"one")
-    other = LocalStore(store.layout.root, wait=0)
+    other = LocalStore(store.root, lock_timeout=0)
     attempts = []
 
     def meanwhile(reference: Reference) -> None:
@@ -220,14 +220,14 @@ def test_nothing_is_collected_or_removed_in_the_middle(
 @Giving
 def test_waits_for_those_who_hold_the_store(store: LocalStore, give: Callable[..., object]) -> None:
     make(store, "a", b"one")
-    with store.locks.shared(), pytest.raises(StoreBusy):
+    with store.shared_lock(), pytest.raises(StoreBusy):
         give(A, B, store=store)
     assert listed(store) == ["a:latest"]
 
 
 def test_works_in_a_store_of_ollama_s(store: LocalStore) -> None:
     add_gguf_model(store, "a")
-    assert not store.layout.lock.parent.exists()
+    assert not store._layout.lock.parent.exists()
     copy_model(A, B, store=store)
     rename_model(A, "c", store=store)
     remove_models([B], store=store)
@@ -241,21 +241,21 @@ def test_a_renamed_model_leaves_no_folder_behind(store: LocalStore) -> None:
     make(store, "host/space/a", b"one")
     rename_model("host/space/a", "b", store=store)
     assert listed(store) == ["b:latest"]
-    assert [path.name for path in store.layout.manifests.iterdir()] == ["registry.ollama.ai"]
+    assert [path.name for path in store.folder("manifests").iterdir()] == ["registry.ollama.ai"]
 
 
 def test_the_new_name_is_durable_before_the_old_one_goes(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(store, "a", b"one")
-    store.layout.manifest(B).parent.mkdir()
+    store.manifest_path(B).parent.mkdir()
     states: list[tuple[str, bool, bool]] = []
-    folders = {store.layout.manifest(name).parent.stat().st_ino: str(name) for name in (A, B)}
+    folders = {store.manifest_path(name).parent.stat().st_ino: str(name) for name in (A, B)}
     fsync = os.fsync
 
     def noting(descriptor: int) -> None:
         what = folders.get(os.fstat(descriptor).st_ino, "")
-        is_old, is_new = (store.layout.manifest(name).exists() for name in (A, B))
+        is_old, is_new = (store.manifest_path(name).exists() for name in (A, B))
         states.append((what, is_old, is_new))
         fsync(descriptor)
 
@@ -360,7 +360,7 @@ for what, action in ACTIONS.items():
 
 def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore) -> None:
     make(store, "a", b"one", b"two")
-    with sandbox.start(KILLED, store.layout.root) as process:
+    with sandbox.start(KILLED, store.root) as process:
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     outcomes: dict[str, list[tuple[int, set[str]]]] = {"mv": [], "cp": [], "rm": []}
@@ -378,8 +378,8 @@ def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore)
     assert {frozenset(old), frozenset()} <= found["rm"]
     assert all(len(steps) > 8 for steps in outcomes.values())
     collect_garbage(store, older_than=0)
-    assert list(store.layout.temporary.iterdir()) == []
-    assert list(store.layout.leases.iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert list(store.folder("leases").iterdir()) == []
 
 
 # Removing
@@ -388,12 +388,12 @@ def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore)
 def test_a_removed_name_is_gone_and_its_blobs_stay(store: LocalStore) -> None:
     make(store, "space/a", b"one")
     make(store, "b", b"two")
-    blobs = set(store.layout.blobs.iterdir())
+    blobs = set(store.folder("blobs").iterdir())
     (entry,) = remove_models(["space/a"], store=store).names
     assert str(entry.reference) == "space/a:latest"
     assert listed(store) == ["b:latest"]
-    assert set(store.layout.blobs.iterdir()) == blobs
-    folder = store.layout.manifests / "registry.ollama.ai"
+    assert set(store.folder("blobs").iterdir()) == blobs
+    folder = store.folder("manifests") / "registry.ollama.ai"
     assert [path.name for path in folder.iterdir()] == ["library"]
 
 
@@ -427,7 +427,7 @@ def test_tells_what_a_collection_frees(
 def test_counts_only_blobs_that_are_there(store: LocalStore) -> None:
     make(store, "a", b"one")
     manifest = store.resolve(A)
-    Path(store.layout.blob(manifest.layers[0].digest)).unlink()
+    Path(store.blob_path(manifest.layers[0].digest)).unlink()
     told = remove_models(["a"], store=store)
     assert (told.blobs, told.size) == (1, manifest.config.size)
 
@@ -446,13 +446,13 @@ def test_a_name_that_vanishes_before_the_lock_leaves_the_others(
 ) -> None:
     for name in "ab":
         make(store, name, b"one")
-    alone = store.locks.alone
+    alone = store.exclusive_lock
 
     def late() -> object:
-        store.layout.manifest(B).unlink()
+        store.manifest_path(B).unlink()
         return alone()
 
-    monkeypatch.setattr(store.locks, "alone", late)
+    monkeypatch.setattr(store, "exclusive_lock", late)
     with pytest.raises(ModelNotFound, match="no model 'b:latest'"):
         remove_models(["a", "b"], store=store)
     assert listed(store) == ["a:latest"]
@@ -461,12 +461,12 @@ def test_a_name_that_vanishes_before_the_lock_leaves_the_others(
 def test_a_name_goes_also_if_its_manifest_cannot_be_read(store: LocalStore) -> None:
     make(store, "whole", b"one")
     break_manifest(store, "a")
-    link = store.layout.manifest(Reference.parse("link"))
+    link = store.manifest_path(Reference.parse("link"))
     link.parent.mkdir()
-    outside = store.layout.root.parent / "outside"
+    outside = store.root.parent / "outside"
     outside.write_bytes(b"{")
     link.symlink_to(outside)
-    pipe = store.layout.manifest(Reference.parse("pipe"))
+    pipe = store.manifest_path(Reference.parse("pipe"))
     pipe.parent.mkdir()
     os.mkfifo(pipe)
     names = ["a", "link", "pipe"]
@@ -487,7 +487,7 @@ def test_tells_of_manifests_that_will_stop_a_collection(store: LocalStore) -> No
 
 def test_a_folder_in_the_place_of_a_manifest_is_not_removed(store: LocalStore) -> None:
     make(store, "a", b"one")
-    store.layout.manifest(B).mkdir(parents=True)
+    store.manifest_path(B).mkdir(parents=True)
     with pytest.raises(InvalidManifest, match="is not a regular file"):
         remove_models(["a", "b"], store=store)
     assert listed(store) == ["a:latest"]
@@ -495,7 +495,7 @@ def test_a_folder_in_the_place_of_a_manifest_is_not_removed(store: LocalStore) -
 
 def test_removing_waits_for_those_who_hold_the_store(store: LocalStore) -> None:
     make(store, "a", b"one")
-    with store.locks.shared(), pytest.raises(StoreBusy):
+    with store.shared_lock(), pytest.raises(StoreBusy):
         remove_models(["a"], store=store)
     assert listed(store) == ["a:latest"]
 
@@ -503,8 +503,8 @@ def test_removing_waits_for_those_who_hold_the_store(store: LocalStore) -> None:
 def test_a_store_without_the_name_is_not_touched(store: LocalStore) -> None:
     with pytest.raises(ModelNotFound):
         remove_models(["a"], store=store)
-    assert not store.layout.root.exists()
-    store.layout.root.write_bytes(b"")
+    assert not store.root.exists()
+    store.root.write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
         remove_models(["a"], store=store)
 
@@ -582,7 +582,7 @@ def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Pa
     make(store, "c:0", b"tri", b"for")
     with contextlib.ExitStack() as stack:
         players = {
-            role: stack.enter_context(sandbox.start(PLAYERS, role, store.layout.root, rounds, stop))
+            role: stack.enter_context(sandbox.start(PLAYERS, role, store.root, rounds, stop))
             for role in ("move", "copy", "make", "catch", "collect")
         }
         stack.callback(stop.touch)  # also where one has failed, lest the others go on for ever

@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(folder: Path, tmp_path: Path) -> LocalStore:
     """Return a store with model ``m``: dense tensors, packed experts and small files."""
-    store = LocalStore(tmp_path / "store", wait=10)
+    store = LocalStore(tmp_path / "store", lock_timeout=10)
     create(folder, NAME, store=store)
     return store
 
@@ -70,13 +70,13 @@ def is_whole(store: LocalStore) -> bool:
 
 
 def quarantined(store: LocalStore) -> list[Path]:
-    if not store.layout.quarantine.exists():
+    if not store.folder("quarantine").exists():
         return []
-    return sorted(store.layout.quarantine.iterdir())
+    return sorted(store.folder("quarantine").iterdir())
 
 
 def left_over(store: LocalStore) -> list[Path]:
-    return [*store.layout.temporary.iterdir(), *store.layout.leases.iterdir()]
+    return [*store.folder("temporary").iterdir(), *store.folder("leases").iterdir()]
 
 
 def layers(repaired: Repaired) -> set[str]:
@@ -128,7 +128,7 @@ def test_mends_a_whole_model_however_it_was_made(
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "source", quantizable_tensors(), shards=3)
     create(folder, NAME, store=store, quantize=quantize, experts=experts)
-    paths = sorted(store.layout.blobs.iterdir())
+    paths = sorted(store.folder("blobs").iterdir())
     right = [path.read_bytes() for path in paths]
     for number, path in enumerate(paths):
         DAMAGES[number % len(DAMAGES)](path)
@@ -175,23 +175,23 @@ def test_mends_only_the_models_that_are_named(
 
 
 def test_a_folder_of_blobs_that_is_gone_is_made_again(store: LocalStore, folder: Path) -> None:
-    for path in store.layout.blobs.iterdir():
+    for path in store.folder("blobs").iterdir():
         path.unlink()
-    store.layout.blobs.rmdir()
+    store.folder("blobs").rmdir()
     assert repair_models(source=folder, store=store).faults == ()
     assert is_whole(store)
 
 
 def test_does_nothing_to_a_whole_store(store: LocalStore, folder: Path) -> None:
     def states() -> dict[str, tuple[int, int]]:
-        found = {path.name: path.stat() for path in store.layout.blobs.iterdir()}
+        found = {path.name: path.stat() for path in store.folder("blobs").iterdir()}
         return {name: (item.st_ino, item.st_mtime_ns) for name, item in found.items()}
 
     before = states()
     repaired = repair_models(source=folder, store=store)
     assert (repaired.mended, repaired.faults) == ((), ())
     assert states() == before
-    assert not store.layout.quarantine.exists()
+    assert not store.folder("quarantine").exists()
 
 
 def test_a_map_of_a_damaged_file_stays_as_it_is(store: LocalStore, folder: Path) -> None:
@@ -231,22 +231,22 @@ def test_a_dry_run_tells_and_changes_nothing(
     flip(blob_path(store, EXPERTS))
     flip(blob_path(store, "merges.txt"))
     (folder / "merges.txt").write_bytes(b"c d\n")
-    before = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    before = {path: path.read_bytes() for path in store.folder("blobs").iterdir()}
 
     repaired = repair_models(source=folder, store=store, dry_run=True)
 
     assert layers(repaired) == {EXPERTS}
     assert [item.aside for item in repaired.mended] == [None]
     assert [fault.layer for fault in repaired.faults] == ["merges.txt"]
-    assert {path: path.read_bytes() for path in store.layout.blobs.iterdir()} == before
+    assert {path: path.read_bytes() for path in store.folder("blobs").iterdir()} == before
     assert quarantined(store) == left_over(store) == []
 
 
 def test_a_dry_run_needs_no_lock(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, EXPERTS))
-    shutil.rmtree(store.layout.lock.parent)
+    shutil.rmtree(store._layout.lock.parent)
     assert layers(repair_models(source=folder, store=store, dry_run=True)) == {EXPERTS}
-    assert not store.layout.lock.exists()
+    assert not store._layout.lock.exists()
 
 
 # What cannot be mended
@@ -289,7 +289,7 @@ def test_nothing_is_taken_from_a_store_that_is_damaged_too(
         flip(blob_path(store, layer))
     flip(blob_path(other, PLAIN))
     truncate(blob_path(other, "mask"))
-    repaired = repair_models(source=other.layout.root, store=store)
+    repaired = repair_models(source=other.root, store=store)
     assert layers(repaired) == {"scalar"}
     assert [fault.layer for fault in repaired.faults] == ["mask", PLAIN]
     assert quarantined(other) == []
@@ -305,13 +305,13 @@ def test_a_source_that_cannot_be_read_hinders_only_its_own(
     lost = blob_path(other, PLAIN)
     check_size = LocalStore.check_size
 
-    def losing(self: LocalStore, digest: Digest, size: int) -> None:
-        check_size(self, digest, size)
-        if self.layout.root == other.layout.root and digest.file_name == lost.name:
+    def losing(self: LocalStore, digest: Digest, size: int, *, as_base: bool = False) -> None:
+        check_size(self, digest, size, as_base=as_base)
+        if self.root == other.root and digest.file_name == lost.name:
             lost.unlink(missing_ok=True)
 
     monkeypatch.setattr(LocalStore, "check_size", losing)
-    repaired = repair_models(source=other.layout.root, store=store)
+    repaired = repair_models(source=other.root, store=store)
     assert layers(repaired) == {"scalar"}
     (fault,) = repaired.faults
     assert "cannot be read" in fault.message
@@ -328,21 +328,21 @@ def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
     read_pieces = LocalStore.read_pieces
 
     def endless(self: LocalStore, *arguments: Any) -> Iterable[bytes | memoryview]:
-        if self.layout.root != other.layout.root:
+        if self.root != other.root:
             yield from read_pieces(self, *arguments)
             return
         while True:
             yield b"x"
 
     monkeypatch.setattr(LocalStore, "read_pieces", endless)
-    repaired = repair_models(source=other.layout.root, store=store)
+    repaired = repair_models(source=other.root, store=store)
     assert repaired.mended == ()
     assert "gives other bytes" in repaired.faults[0].message
 
 
 def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
-    path = store.layout.manifest(Reference.parse("broken"))
+    path = store.manifest_path(Reference.parse("broken"))
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     repaired = repair_models(source=folder, store=store)
@@ -353,18 +353,18 @@ def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path)
 
 
 def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path: Path) -> None:
-    other = LocalStore(shutil.copytree(store.layout.root, tmp_path / "other"))
-    store.layout.manifest(NAME).write_bytes(b"")
-    (fault,) = repair_models(source=other.layout.root, store=store).faults
-    assert f"; '{other.layout.root}' has none that is surely the same; " in fault.message
+    other = LocalStore(shutil.copytree(store.root, tmp_path / "other"))
+    store.manifest_path(NAME).write_bytes(b"")
+    (fault,) = repair_models(source=other.root, store=store).faults
+    assert f"; '{other.root}' has none that is surely the same; " in fault.message
 
 
 @pytest.mark.parametrize(("old", "new"), [(PLAIN.encode(), b"x" * len(PLAIN)), (b'e":2', b'e":3')])
 def test_a_dry_run_tells_what_the_manifest_would_mend(
     old: bytes, new: bytes, store: LocalStore, tmp_path: Path
 ) -> None:
-    other = shutil.copytree(store.layout.root, tmp_path / "other")
-    path = store.layout.manifest(NAME)
+    other = shutil.copytree(store.root, tmp_path / "other")
+    path = store.manifest_path(NAME)
     path.write_bytes(path.read_bytes().replace(old, new, 1))  # a layer's name; a config's size
     for dry_run in (True, False):
         repaired = repair_models([NAME], other, store=store, dry_run=dry_run)
@@ -390,7 +390,7 @@ def test_a_size_that_manifests_dispute_harms_no_blob(store: LocalStore, folder: 
     data = manifest.to_bytes()
     layer = next(item for item in manifest.layers if item.name == PLAIN)
     wrong = data.replace(f'"size":{layer.size}'.encode(), f'"size":{layer.size + 1}'.encode())
-    path = store.layout.manifest(Reference.parse("wrong"))
+    path = store.manifest_path(Reference.parse("wrong"))
     path.parent.mkdir(parents=True)
     path.write_bytes(wrong)
 
@@ -411,7 +411,7 @@ def test_a_fault_that_damage_had_hidden_is_told(store: LocalStore, folder: Path)
     for holder in (store, other):
         add_blobs(holder, "odd", {"x": data})
     truncate(blob_path(store, "x", "odd"))
-    repaired = repair_models(source=other.layout.root, store=store)
+    repaired = repair_models(source=other.root, store=store)
     assert layers(repaired) == {"x"}
     (fault,) = repaired.faults
     assert "which is not of this layer" in fault.message
@@ -424,7 +424,7 @@ def test_a_source_that_does_not_exist_is_told_at_once(source: str, store: LocalS
 
 
 def test_a_store_cannot_be_repaired_from_itself(store: LocalStore, tmp_path: Path) -> None:
-    (tmp_path / "alias").symlink_to(store.layout.root)
+    (tmp_path / "alias").symlink_to(store.root)
     with pytest.raises(UsageError, match="is the store itself"):
         repair_models(source=tmp_path / "alias", store=store)
 
@@ -482,7 +482,7 @@ def test_what_is_ready_is_not_garbage(
     ready: list[Path] = []
 
     def collecting(self: _Repair, item: Descriptor, path: Path) -> None:
-        collect_garbage(LocalStore(store.layout.root), older_than=0)
+        collect_garbage(LocalStore(store.root), older_than=0)
         ready.append(path)
         place(self, item, path)
 
@@ -499,24 +499,24 @@ def test_a_blob_of_a_model_that_is_removed_meanwhile_is_garbage_later(
     place = _Repair._place
 
     def removing(self: _Repair, item: Descriptor, path: Path) -> None:
-        store.layout.manifest(NAME).unlink()
+        store.manifest_path(NAME).unlink()
         place(self, item, path)
 
     monkeypatch.setattr(_Repair, "_place", removing)
     assert repair_models(source=folder, store=store).faults == ()
     assert is_whole(store)
     collect_garbage(store, older_than=0)
-    assert list(store.layout.blobs.iterdir()) == []
+    assert list(store.folder("blobs").iterdir()) == []
 
 
 def test_an_interrupt_leaves_no_temporary_files(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in store.layout.blobs.iterdir():
+    for path in store.folder("blobs").iterdir():
         flip(path)
 
     def interrupt(what: str, done: int, total: int) -> None:
-        if list(store.layout.temporary.iterdir()):
+        if list(store.folder("temporary").iterdir()):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -537,7 +537,7 @@ def test_an_interrupt_does_not_wait_for_what_is_being_read(
     begun = threading.Semaphore(0)
 
     def endless(self: LocalStore, digest: Digest, size: int) -> Iterable[bytes | memoryview]:
-        if self.layout.root != other.layout.root:
+        if self.root != other.root:
             yield from read_pieces(self, digest, size)
             return
         begun.release()
@@ -550,7 +550,7 @@ def test_an_interrupt_does_not_wait_for_what_is_being_read(
 
     monkeypatch.setattr(LocalStore, "read_pieces", endless)
     with pytest.raises(KeyboardInterrupt):
-        repair_models(source=other.layout.root, store=store, jobs=2)
+        repair_models(source=other.root, store=store, jobs=2)
     assert left_over(store) == []
 
 
@@ -602,8 +602,8 @@ def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
 def test_says_that_others_keep_the_lock(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
     wrong = blob_path(store, PLAIN).read_bytes()
-    hurried = LocalStore(store.layout.root, wait=0)
-    with store.locks.shared(), pytest.raises(StoreBusy):
+    hurried = LocalStore(store.root, lock_timeout=0)
+    with store.shared_lock(), pytest.raises(StoreBusy):
         repair_models(source=folder, store=hurried)
     assert blob_path(store, PLAIN).read_bytes() == wrong
     assert left_over(store) == []
@@ -612,7 +612,7 @@ def test_says_that_others_keep_the_lock(store: LocalStore, folder: Path) -> None
 def damage_some(store: LocalStore, seed: int) -> None:
     """Damage some blobs in one of several ways."""
     choice = random.Random(seed)
-    for path in choice.sample(sorted(store.layout.blobs.iterdir()), 6):
+    for path in choice.sample(sorted(store.folder("blobs").iterdir()), 6):
         choice.choice((flip, truncate, flip_header, Path.unlink))(path)
 
 
@@ -630,10 +630,10 @@ def test_repairs_and_collections_do_not_harm_each_other(
             failures.append(error)
 
     def repair() -> object:
-        return repair_models(source=folder, store=LocalStore(store.layout.root), jobs=2)
+        return repair_models(source=folder, store=LocalStore(store.root), jobs=2)
 
     def collect() -> object:
-        return collect_garbage(LocalStore(store.layout.root), older_than=0)
+        return collect_garbage(LocalStore(store.root), older_than=0)
 
     works: Iterable[Callable[[], object]] = (repair, repair, collect)
     threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
@@ -688,7 +688,7 @@ for line in sys.stdin:
 
 def start(program: str, store: LocalStore, source: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, store.layout.root, source],
+        [sys.executable, "-c", program, store.root, source],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -703,14 +703,14 @@ def check_after_a_crash(store: LocalStore, right: dict[Path, bytes], folder: Pat
     assert {path: path.read_bytes() for path in right} == right
     collect_garbage(store, older_than=0)
     assert left_over(store) == []
-    assert set(store.layout.blobs.iterdir()) == set(right)
+    assert set(store.folder("blobs").iterdir()) == set(right)
 
 
 def test_survives_a_kill_before_every_step(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "source", {"w": np.arange(99), "v": np.arange(9)})
     create(folder, NAME, store=store)
-    right = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    right = {path: path.read_bytes() for path in store.folder("blobs").iterdir()}
     damaged, missing = blob_path(store, "w"), blob_path(store, "v")
     flip(damaged)
     wrong = damaged.read_bytes()
@@ -740,7 +740,7 @@ def test_survives_a_kill_before_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_survives_a_kill_at_any_moment(seed: int, store: LocalStore, folder: Path) -> None:
-    right = {path: path.read_bytes() for path in store.layout.blobs.iterdir()}
+    right = {path: path.read_bytes() for path in store.folder("blobs").iterdir()}
     damage_some(store, seed)
     with start(_REPAIR, store, folder) as process:
         assert process.stdout is not None

@@ -25,7 +25,7 @@ SEEDS = {"x": 1, "y": 2}
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """A store whose model is hot and cold."""
-    store = LocalStore(tmp_path / "store", wait=0.05)
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "a", SEEDS)
     freeze_models(["a"], store=store, keep_hot=True)
     return store
@@ -37,7 +37,7 @@ def item(store: LocalStore) -> Descriptor:
 
 
 def quarantined(store: LocalStore) -> int:
-    folder = store.layout.quarantine
+    folder = store.folder("quarantine")
     return len(list(folder.iterdir())) if folder.exists() else 0
 
 
@@ -50,16 +50,16 @@ def assert_whole(store: LocalStore) -> None:
 
 
 def test_a_damaged_file_is_told_whatever_is_cold(store: LocalStore, item: Descriptor) -> None:
-    flip(store.layout.blob(item.digest))
+    flip(store.blob_path(item.digest))
     (fault,) = verify_models(store=store).faults
     assert (fault.layer, fault.tensor) == ("x", "x")
-    assert f"'{store.layout.blob(item.digest)}' is damaged" in fault.message
+    assert f"'{store.blob_path(item.digest)}' is damaged" in fault.message
     with pytest.raises(BlobDamaged, match="repair"):
         blobstore.open("a", store=store, verify="digest")
 
 
 def test_a_damaged_file_is_mended_by_its_cold_form(store: LocalStore, item: Descriptor) -> None:
-    flip(store.layout.blob(item.digest))
+    flip(store.blob_path(item.digest))
     would = repair_models(store=store, dry_run=True)
     assert [mended.digest for mended in would.mended] == [item.digest]
     assert verify_models(store=store).faults
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_mended_by_its_cold_form(store: LocalStore, item: Desc
 def test_a_damaged_cold_form_goes_where_the_file_is_whole(
     store: LocalStore, item: Descriptor
 ) -> None:
-    flip(store.layout.cold_blob(item.digest))
+    flip(store.cold_path(item.digest))
     repaired = repair_models(store=store)
     assert [mended.digest for mended in repaired.mended] == [item.digest]
     assert repaired.faults == ()
@@ -86,8 +86,8 @@ def test_a_damaged_cold_form_goes_where_the_file_is_whole(
 def test_what_is_damaged_in_both_forms_stays_and_is_told(
     store: LocalStore, item: Descriptor
 ) -> None:
-    flip(store.layout.blob(item.digest))
-    flip(store.layout.cold_blob(item.digest))
+    flip(store.blob_path(item.digest))
+    flip(store.cold_path(item.digest))
     before = verify_models(store=store).faults
     repaired = repair_models(store=store)
     assert repaired.mended == ()
@@ -98,8 +98,8 @@ def test_what_is_damaged_in_both_forms_stays_and_is_told(
 def test_a_source_is_not_blamed_for_a_cold_form(
     store: LocalStore, item: Descriptor, tmp_path: Path
 ) -> None:
-    flip(store.layout.blob(item.digest))
-    flip(store.layout.cold_blob(item.digest))
+    flip(store.blob_path(item.digest))
+    flip(store.cold_path(item.digest))
     other = LocalStore(tmp_path / "other")
     put(other, "b", {"y": 2})
     (fault,) = repair_models(source=tmp_path / "other", store=store).faults
@@ -113,10 +113,10 @@ def test_a_source_is_not_blamed_for_a_cold_form(
 def test_changing_the_form_takes_what_is_whole(
     store: LocalStore, item: Descriptor, way: str
 ) -> None:
-    flip(store.layout.blob(item.digest))
+    flip(store.blob_path(item.digest))
     if way == "thaw":
         assert thaw_models(["a"], store=store).faults == ()
-        assert Path(store.layout.blob(item.digest)).read_bytes() == layer("x", weights(1))
+        assert Path(store.blob_path(item.digest)).read_bytes() == layer("x", weights(1))
         assert quarantined(store) == 1
     else:
         assert freeze_models(["a"], store=store).faults == ()

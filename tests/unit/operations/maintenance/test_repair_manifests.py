@@ -27,7 +27,7 @@ NAME = Reference.parse("m")
 def stores(tmp_path: Path) -> tuple[LocalStore, LocalStore]:
     """Return two stores that have the same model, in the second one under another name too."""
     folder = write_folder(tmp_path / "source", dense_tensors())
-    store, other = (LocalStore(tmp_path / name, wait=0.01) for name in ("store", "other"))
+    store, other = (LocalStore(tmp_path / name, lock_timeout=0.01) for name in ("store", "other"))
     create(folder, "m", store=store)
     for name in ("m", "another"):
         create(folder, name, store=other)
@@ -39,7 +39,7 @@ def restored(store: LocalStore, other: LocalStore, *, is_dry: bool = False) -> t
 
 
 def change(store: LocalStore, old: bytes, new: bytes) -> bytes:
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     data = path.read_bytes()
     assert old in data
     path.write_bytes(data.replace(old, new, 1))
@@ -77,7 +77,7 @@ def test_a_damaged_manifest_is_put_back(
     assert (found.reference, found.manifest) == (NAME, other.resolve(NAME))
     assert store.read_manifest(NAME) == whole
     assert found.aside is not None
-    assert list(store.layout.quarantine.iterdir()) == [found.aside]
+    assert list(store.folder("quarantine").iterdir()) == [found.aside]
     assert found.aside.read_bytes() == wrong
     assert restored(*stores) == ()
 
@@ -96,7 +96,7 @@ def test_the_other_store_may_have_it_under_another_name(
 ) -> None:
     store, other = stores
     whole = store.read_manifest(NAME)
-    with other.locks.alone():
+    with other.exclusive_lock():
         other.remove(NAME)
     change(store, b"image.tensor", b"image.tenror")
     assert len(restored(*stores)) == 1
@@ -138,7 +138,7 @@ def test_what_is_damaged_there_too_is_not_taken(stores: tuple[LocalStore, LocalS
     store, other = stores
     for either in stores:
         change(either, b"image.tensor", b"image.tenror")
-    with other.locks.alone():
+    with other.exclusive_lock():
         other.remove(Reference.parse("another"))
     assert restored(*stores) == ()
     change(store, b"image.json", b"image.jsoo")
@@ -183,7 +183,7 @@ def test_then_no_other_model_of_the_same_layers_is_taken(
 
 def test_a_model_without_layers_is_like_no_other(stores: tuple[LocalStore, LocalStore]) -> None:
     store, other = stores
-    with other.locks.alone():
+    with other.exclusive_lock():
         other.remove(NAME)
     publish(other, "another", ModelConfig(layers_digest=layers_digest([])), ())
     wrong = change(store, b'"name":"mask"', b'"name":"ma[]"')
@@ -214,7 +214,7 @@ def test_a_name_that_differs_in_case_does_not_matter(
 ) -> None:
     store = stores[0]
     whole = store.read_manifest(NAME)
-    path = store.layout.manifest(Reference.parse("M"))
+    path = store.manifest_path(Reference.parse("M"))
     path.parent.mkdir()
     path.write_bytes(whole)
     change(store, b"image.tensor", b"image.tenror")
@@ -228,13 +228,13 @@ def test_a_dry_run_changes_nothing(stores: tuple[LocalStore, LocalStore]) -> Non
     (found,) = restored(*stores, is_dry=True)
     assert found.aside is None
     assert store.read_manifest(NAME) == wrong
-    assert not store.layout.quarantine.exists()
+    assert not store.folder("quarantine").exists()
 
 
 def test_the_lock_is_needed(stores: tuple[LocalStore, LocalStore]) -> None:
     store = stores[0]
     wrong = change(store, b"image.tensor", b"image.tenror")
-    with store.locks.shared(), pytest.raises(StoreBusy):
+    with store.shared_lock(), pytest.raises(StoreBusy):
         restored(*stores)
     assert store.read_manifest(NAME) == wrong
 
@@ -249,7 +249,7 @@ def test_a_manifest_that_becomes_another_meanwhile_is_left(
     references = stores[1].references
 
     def publishing() -> object:
-        store.layout.manifest(NAME).write_bytes(less)
+        store.manifest_path(NAME).write_bytes(less)
         return references()
 
     monkeypatch.setattr(stores[1], "references", publishing)

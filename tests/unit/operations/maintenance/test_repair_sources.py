@@ -160,8 +160,8 @@ def test_another_store_has_what_it_has(store: LocalStore, tmp_path: Path) -> Non
     made(dense_tensors(), store, tmp_path)
     wanted = all_blobs(store)
     (gone, short, *_) = wanted
-    Path(store.layout.blob(gone[0])).unlink()
-    path = Path(store.layout.blob(short[0]))
+    Path(store.blob_path(gone[0])).unlink()
+    path = Path(store.blob_path(short[0]))
     path.chmod(0o644)
     path.write_bytes(b"")
     had(StoreOrigin(store), wanted)
@@ -174,6 +174,6 @@ def test_what_another_store_loses_meanwhile_cannot_be_read(
     made(dense_tensors(), store, tmp_path)
     wanted = all_blobs(store)
     (candidates,) = StoreOrigin(store).rounds(wanted)
-    Path(store.layout.blob(candidates[0].blob.digest)).unlink()
+    Path(store.blob_path(candidates[0].blob.digest)).unlink()
     with pytest.raises(BlobMissing):
         list(candidates[0].buffers())

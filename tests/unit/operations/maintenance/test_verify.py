@@ -54,7 +54,7 @@ def layer_of(store: LocalStore, name: str) -> Descriptor:
 
 
 def blob_of(store: LocalStore, name: str) -> Path:
-    return Path(store.layout.blob(layer_of(store, name).digest))
+    return Path(store.blob_path(layer_of(store, name).digest))
 
 
 def flip(path: Path, offset: int) -> None:
@@ -241,7 +241,7 @@ def test_names_a_damaged_file(store: LocalStore) -> None:
 def test_names_a_layer_without_a_name_by_its_media_type(store: LocalStore) -> None:
     license_ = add(store, b"terms", media_type=media_types.LICENSE)
     publish_with(store, license_)
-    Path(store.layout.blob(license_.digest)).unlink()
+    Path(store.blob_path(license_.digest)).unlink()
     assert only_fault(store).layer == media_types.LICENSE
 
 
@@ -262,7 +262,7 @@ def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> Non
     manifest = store.resolve(NAME)
     *others, last = manifest.layers
     wrong = with_layers(store, manifest, (*others, last._replace(size=last.size + 1)))
-    path = store.layout.manifest(Reference.parse("wrong"))
+    path = store.manifest_path(Reference.parse("wrong"))
     path.parent.mkdir(parents=True)
     path.write_bytes(wrong.to_bytes())
     (fault,) = verify_models(store=store).faults
@@ -286,7 +286,7 @@ def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> Non
 def test_finds_a_manifest_that_was_changed(
     old: bytes, new: bytes, quick: bool, store: LocalStore
 ) -> None:
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     data = path.read_bytes()
     assert old in data
     path.write_bytes(data.replace(old, new, 1))
@@ -297,20 +297,20 @@ def test_finds_a_manifest_that_was_changed(
 
 def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
     blob_of(store, PLAIN).unlink()
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     path.write_bytes(path.read_bytes().replace(b"merges.txt", b"merges.tyt"))
     layers = [fault.layer for fault in verify_models(store=store).faults]
     assert layers == ["", PLAIN]
 
 
 def test_a_lost_config_is_told_and_nothing_else(store: LocalStore) -> None:
-    Path(store.layout.blob(store.resolve(NAME).config.digest)).unlink()
+    Path(store.blob_path(store.resolve(NAME).config.digest)).unlink()
     (fault,) = verify_models(store=store).faults
     assert fault.layer == media_types.CONFIG
 
 
 def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
-    path = store.layout.manifest(Reference.parse("broken"))
+    path = store.manifest_path(Reference.parse("broken"))
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     flip(blob_of(store, PLAIN), -1)
@@ -350,7 +350,7 @@ def test_finds_a_config_that_is_no_json_object(
 
 
 def test_finds_a_damaged_config(store: LocalStore) -> None:
-    flip(Path(store.layout.blob(store.resolve(NAME).config.digest)), 0)
+    flip(Path(store.blob_path(store.resolve(NAME).config.digest)), 0)
     fault = only_fault(store)
     assert fault.layer == media_types.CONFIG
     assert "have digest" in fault.message
@@ -391,7 +391,7 @@ def test_finds_a_tensor_that_is_in_two_layers(store: LocalStore) -> None:
 
 def test_finds_a_size_that_another_layer_of_the_same_blob_contradicts(store: LocalStore) -> None:
     right = add(store, b"{}", media_type=media_types.JSON, name="right.json")
-    path = store.layout.manifest(NAME)
+    path = store.manifest_path(NAME)
     manifest = store.resolve(NAME)
     wrong = right._replace(size=7, name="wrong.json")
     path.write_bytes(with_layers(store, manifest, (*manifest.layers, wrong, right)).to_bytes())
@@ -420,7 +420,7 @@ def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
             yield from super().references()
             yield Reference.parse("gone")
 
-    racing = Racing(store.layout.root)
+    racing = Racing(store.root)
     verified = verify_models(store=racing)
     assert (verified.models, verified.faults) == (1, ())
     with pytest.raises(ModelNotFound):
@@ -453,7 +453,7 @@ def test_a_quick_look_finds_nothing_wrong_with_a_whole_model(store: LocalStore) 
 
 def test_a_quick_look_notes_nothing_as_whole(store: LocalStore) -> None:
     verify_models(store=store, quick=True)
-    assert not store.layout.verified(os.geteuid()).exists()
+    assert not store._layout.verified(os.geteuid()).exists()
 
 
 def test_a_rate_slows_all_threads_together(
@@ -500,7 +500,7 @@ def changing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def remove(store: LocalStore) -> None:
-    store.layout.manifest(NAME).unlink()
+    store.manifest_path(NAME).unlink()
     collect_garbage(store, older_than=0)
 
 
@@ -561,7 +561,7 @@ def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
     tensors = {"w": np.zeros(3, np.uint8)}
     create(write_folder(tmp_path / "stays", tensors), "stays", store=store)
     stays = store.resolve(Reference.parse("stays"))
-    flip(Path(store.layout.blob(stays.layers[0].digest)), -1)
+    flip(Path(store.blob_path(stays.layers[0].digest)), -1)
     changing({0: lambda: remove(store)})
     verified = verify_models(store=store)
     assert [(fault.reference, fault.layer) for fault in verified.faults] == [("stays:latest", "w")]
