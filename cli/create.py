@@ -197,9 +197,7 @@ def _plan(
 
 
 def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
-    from blobstore.operations.create.blobs import blob_size
-
-    sizes = [(blob, blob_size(blob)) for blob in planned.blobs]
+    sizes = [(blob, blob.size) for blob in planned.blobs]
     _show_notes(planned.notices)
     if as_json:
         render.show_json(

@@ -1,10 +1,11 @@
-"""Which tensors go into which blob. Pure: decided by the specs alone, no byte is read.
+"""The grouping of tensors into blobs. It depends on the specs alone; no data is read.
 
-Tensors are blobs of their own, but for the experts of a layer. In *packed* form all experts of a layer
-keep their tensors and names inside one blob named by their prefix, and so do its shared experts. In
-*stacked* form the experts' tensors of one projection become one tensor with a leading expert
-dimension, as Ollama 0.33 does, in one blob a layer, or in one a projection where the projections are
-of different quantization types. The result does not depend on the sharding or order of the source.
+Each tensor is a blob of its own, except the experts of a layer. In *packed* form, one blob holds all
+experts of a layer and another one its shared experts; tensors keep their names, and the blob has the
+name of their common prefix. In *stacked* form, as in Ollama 0.33, the experts' tensors of one projection
+become one tensor with a leading expert dimension. There is one blob per layer, or one per projection
+if the projections have different quantization types. The result does not depend on the sharding or
+order of the source.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +33,7 @@ from blobstore.quantization.recipes import (
 from blobstore.safetensors.header import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -54,14 +56,16 @@ _EXPERTS = re.compile(
 _SHARED = re.compile(
     rf"(?P<prefix>{_LAYER}\.(?:mlp|mixer)\.shared_experts)\.(?P<rest>.+\.weight)", re.ASCII
 )
+# Ollama stacks only these, and Mixtral's block_sparse_moe is not among them.
 _STACKED_PREFIXES = re.compile(r".*\.(?:mlp|moe|mixer)\.experts", re.ASCII)
-_COMPANION_ENDS = (SCALE, BIAS, GLOBAL_SCALE, "_scale", "_qbias")
-"""What companions of a quantized weight end in, in blobs and at run time."""
+_COMPANION_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, "_scale", "_qbias")
+"""Suffixes of the companions of a quantized weight, in blobs and at run time."""
+_BY_NAME = attrgetter("spec.name")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlobPlan:
-    """One blob: its layer name and its tensors in the order of the data."""
+    """One blob: its layer name, and its tensors in the order of the data."""
 
     name: str
     tensors: tuple[Recipe, ...]
@@ -72,74 +76,102 @@ class BlobPlan:
         """The tensors and their companions in the order of the data."""
         return [spec for recipe in self.tensors for spec in recipe.stored]
 
+    @cached_property
+    def header(self) -> bytes:
+        """The blob's first bytes, which the data follows.
 
-def plan(
+        Raises:
+            InvalidHeader: a header cannot hold the tensors' names, or would exceed its size limit.
+        """
+        return encode_header(self.stored, self.metadata)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of header and data. Raises as :attr:`header`."""
+        return len(self.header) + sum(spec.nbytes for spec in self.stored)
+
+    def buffers(self, convert: Callable[[Recipe], Iterable[Buffer]]) -> Iterator[Buffer]:
+        """Yield the bytes of the blob; ``convert`` returns those of a tensor and its companions.
+
+        A buffer is valid until the next one is requested.
+        """
+        yield self.header
+        for recipe in self.tensors:
+            yield from convert(recipe)
+
+
+def plan_blobs(
     recipes: Mapping[str, Recipe],
     *,
     experts: ExpertForm = "packed",
     policy: Policy | None = None,
 ) -> tuple[BlobPlan, ...]:
-    """Return the blobs for the tensors of a source: plain ones by name, then groups by prefix.
+    """Return the blobs for the tensors of a source: single tensors by name, then groups by prefix.
 
     Args:
         recipes: the logical tensors by name.
         experts: the form of the experts.
-        policy: decides which plain tensors are quantized; None leaves all as they are.
+        policy: decides which plain tensors are quantized; without one, none are.
 
     Raises:
-        UnsupportedSource: the experts of a projection cannot be stacked, for they differ in type
-            or shape; or two tensors would have one name.
-        UsageError: ``experts`` is no known form, or the policy asks for what cannot be.
+        UnsupportedSource: the experts of a projection differ in dtype or shape and cannot be
+            stacked, or two tensors would have the same name.
+        UsageError: ``experts`` is unknown, or a tensor cannot be quantized as the policy asks.
     """
     if experts not in EXPERT_FORMS:
         raise UsageError(f"unknown form of experts {quote(experts)}; expected packed or stacked")
-    plain: list[Recipe] = []
+    single: list[Recipe] = []
     groups: dict[str, list[Recipe]] = defaultdict(list)
     for name, recipe in recipes.items():
         prefix = _group_prefix(name, experts)
         if prefix is None or (experts == "stacked" and isinstance(recipe, Prequantized)):
-            plain.append(recipe)
+            single.append(recipe)
         else:
             groups[prefix].append(recipe)
-    plans = [_blob(recipe.spec.name, [recipe], policy) for recipe in sorted(plain, key=_BY_NAME)]
+    blobs = [
+        _plan_blob(recipe.spec.name, [recipe], policy) for recipe in sorted(single, key=_BY_NAME)
+    ]
     for prefix, members in sorted(groups.items()):
         if experts == "packed":
-            plans.append(_blob(prefix, sorted(members, key=_BY_NAME), policy))
+            blobs.append(_plan_blob(prefix, sorted(members, key=_BY_NAME), policy))
+            continue
+        projections = _stack_experts(members)
+        layer = _plan_blob(prefix, projections, policy)
+        if len(set(map(_quantization, layer.tensors))) == 1:
+            blobs.append(layer)
         else:
-            plans.extend(_stacked_blobs(prefix, _stacked(members), policy))
-    _check_unique(plans)
-    return tuple(plans)
+            blobs += (_plan_blob(recipe.spec.name, [recipe], policy) for recipe in projections)
+    _check_names(blobs)
+    return tuple(blobs)
 
 
-def stacks(plans: Iterable[BlobPlan]) -> dict[str, tuple[str, ...]]:
-    """Return which source tensors each stacked tensor was made of, in order."""
+def stacked_sources(blobs: Iterable[BlobPlan]) -> dict[str, tuple[str, ...]]:
+    """Return the source tensors of each stacked tensor, in order."""
     return {
         recipe.spec.name: recipe.sources
-        for blob in plans
+        for blob in blobs
         for recipe in blob.tensors
         if not isinstance(recipe, Prequantized) and recipe.spec.name not in recipe.sources
     }
 
 
-_BY_NAME = attrgetter("spec.name")
+def _group_prefix(name: str, experts: ExpertForm) -> str | None:
+    """Return the name of the group that a tensor belongs to, or None."""
+    match = _EXPERTS.fullmatch(name)
+    if match is not None:
+        prefix = match["prefix"]
+        return prefix if experts == "packed" or _STACKED_PREFIXES.fullmatch(prefix) else None
+    match = _SHARED.fullmatch(name) if experts == "packed" else None
+    return match["prefix"] if match is not None else None
 
 
-def _blob(name: str, members: Sequence[Recipe], policy: Policy | None) -> BlobPlan:
-    recipes = tuple(_decided(recipe, policy) for recipe in members)
-    metadata = describe({recipe.spec.name: _type(recipe) for recipe in recipes})
+def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> BlobPlan:
+    recipes = tuple(_apply_policy(policy, recipe) for recipe in members)
+    metadata = describe({recipe.spec.name: _quantization(recipe) for recipe in recipes})
     return BlobPlan(name, recipes, metadata)
 
 
-def _stacked_blobs(
-    prefix: str, members: Sequence[Recipe], policy: Policy | None
-) -> Iterable[BlobPlan]:
-    whole = _blob(prefix, members, policy)
-    if len({_type(recipe) for recipe in whole.tensors}) == 1:
-        return [whole]
-    return [_blob(recipe.spec.name, [recipe], policy) for recipe in members]
-
-
-def _decided(recipe: Recipe, policy: Policy | None) -> Recipe:
+def _apply_policy(policy: Policy | None, recipe: Recipe) -> Recipe:
     if policy is None or isinstance(recipe, Prequantized | Quantized):
         return recipe
     decision = policy.decide(recipe.spec)
@@ -148,25 +180,15 @@ def _decided(recipe: Recipe, policy: Policy | None) -> Recipe:
     return Quantized(recipe, decision.item, decision.group_size)
 
 
-def _type(recipe: Recipe) -> tuple[str, int | None] | None:
-    """Return quantization type and group size, None for a plain tensor."""
+def _quantization(recipe: Recipe) -> tuple[str, int | None] | None:
+    """Return quantization type and group size, or None for a plain tensor."""
     if isinstance(recipe, Prequantized | Quantized):
         return recipe.item.name, recipe.group_size
     return None
 
 
-def _group_prefix(name: str, experts: ExpertForm) -> str | None:
-    match = _EXPERTS.fullmatch(name)
-    if match is not None:
-        prefix = match["prefix"]
-        # Ollama stacks only what its own list of prefixes has, and Mixtral's is not in it.
-        return prefix if experts == "packed" or _STACKED_PREFIXES.fullmatch(prefix) else None
-    match = _SHARED.fullmatch(name) if experts == "packed" else None
-    return match["prefix"] if match is not None else None
-
-
-def _stacked(members: Iterable[Recipe]) -> list[Recipe]:
-    """Return the experts' tensors of each projection as one, by projection."""
+def _stack_experts(members: Iterable[Recipe]) -> list[Recipe]:
+    """Return one stacked tensor per projection, sorted by name."""
     projections: dict[str, list[tuple[tuple[int, str], Copied | Decoded]]] = defaultdict(list)
     for recipe in members:
         match = _EXPERTS.fullmatch(recipe.spec.name)
@@ -176,15 +198,15 @@ def _stacked(members: Iterable[Recipe]) -> list[Recipe]:
         number = (len(match["expert"]), match["expert"])
         projections[f"{match['prefix']}.{match['rest']}"].append((number, recipe))
     return [
-        _joined(name, [recipe for _, recipe in sorted(numbered, key=lambda item: item[0])])
+        _stack(name, [recipe for _, recipe in sorted(numbered, key=lambda item: item[0])])
         for name, numbered in sorted(projections.items())
     ]
 
 
-def _joined(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
+def _stack(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
     first = experts[0]
     for expert in experts:
-        if _form(expert) != _form(first):
+        if _stacking_key(expert) != _stacking_key(first):
             raise UnsupportedSource(
                 f"experts {quote(first.spec.name)} and {quote(expert.spec.name)} differ in dtype "
                 "or shape and cannot be stacked; use --experts packed"
@@ -199,60 +221,31 @@ def _joined(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
     return replace(first, spec=spec, sources=sources, scales=scales)
 
 
-def _form(recipe: Copied | Decoded) -> tuple[object, ...]:
-    """Return all that experts must have in common."""
-    own = recipe.spec.dtype, recipe.spec.shape
+def _stacking_key(recipe: Copied | Decoded) -> tuple[object, ...]:
+    """Return everything that experts must have in common to be stacked."""
+    key = recipe.spec.dtype, recipe.spec.shape
     if isinstance(recipe, Copied):
-        return own
-    packed = (recipe.weight.dtype, recipe.scale.dtype, recipe.scale.shape, recipe.block)
-    return (*own, *packed)
+        return key
+    return (*key, recipe.weight.dtype, recipe.scale.dtype, recipe.scale.shape, recipe.block)
 
 
-def _check_unique(plans: Iterable[BlobPlan]) -> None:
-    blobs: set[str] = set()
+def _check_names(blobs: Iterable[BlobPlan]) -> None:
+    """Check that names are unique, and that no tensor could be mistaken for a companion."""
+    layers: set[str] = set()
     tensors: set[str] = set()
-    for blob in plans:
-        for name, seen in ((blob.name, blobs), *((spec.name, tensors) for spec in blob.stored)):
+    for blob in blobs:
+        for name, seen in ((blob.name, layers), *((spec.name, tensors) for spec in blob.stored)):
             if name in seen:
                 raise UnsupportedSource(
                     f"two tensors of the source would both be stored as {quote(name)}"
                 )
             seen.add(name)
-    _check_companions([recipe for blob in plans for recipe in blob.tensors], tensors)
-
-
-def _check_companions(recipes: Iterable[Recipe], names: Collection[str]) -> None:
-    """Check that no other tensor would pass for a quantized weight's companion."""
-    for recipe in filter(_type, recipes):
+    for recipe in (recipe for blob in blobs for recipe in blob.tensors if _quantization(recipe)):
         own = {spec.name for spec in recipe.stored}
-        for name in (recipe.spec.name + end for end in _COMPANION_ENDS):
-            if name in names and name not in own:
+        for name in (recipe.spec.name + suffix for suffix in _COMPANION_SUFFIXES):
+            if name in tensors and name not in own:
                 raise UnsupportedSource(
-                    f"tensor {quote(name)} has the name of a companion of "
-                    f"{quote(recipe.spec.name)}, which is quantized; keep that one with an override "
-                    "to none, or rename the tensor"
+                    f"tensor {quote(name)} has the name of a companion of {quote(recipe.spec.name)}, "
+                    "which is quantized; keep that one with an override to none, or rename "
+                    "the tensor"
                 )
-
-
-def blob_header(blob: BlobPlan) -> bytes:
-    """Return the header of a blob; its data follows.
-
-    Raises:
-        InvalidHeader: the tensors' names cannot stand in a header, or it is over the size limit.
-    """
-    return encode_header(blob.stored, blob.metadata)
-
-
-def blob_size(blob: BlobPlan) -> int:
-    """Return the size in bytes of a blob, header included. Raises as :func:`blob_header`."""
-    return len(blob_header(blob)) + sum(spec.nbytes for spec in blob.stored)
-
-
-def blob_buffers(blob: BlobPlan, make: Callable[[Recipe], Iterable[Buffer]]) -> Iterator[Buffer]:
-    """Yield the bytes of a blob; ``make`` gives the bytes of a tensor and its companions.
-
-    A buffer is good until the next one is asked for.
-    """
-    yield blob_header(blob)
-    for recipe in blob.tensors:
-        yield from make(recipe)

@@ -1,7 +1,7 @@
-"""The bytes of planned tensors: copied from the source, decoded, or quantized on the way.
+"""The bytes of planned tensors: copied from the source, decoded, or quantized.
 
-Everything goes through in pieces of some megabytes. What a thread holds beyond them is the scales and
-biases of the one tensor that it quantizes, which come after the packed weight in a blob.
+Tensors are processed in pieces of a few megabytes. Beyond these, a thread holds only the scales and
+biases of the tensor that it quantizes, because they follow the packed weight in a blob.
 """
 
 from __future__ import annotations
@@ -27,61 +27,63 @@ if TYPE_CHECKING:
     Read = Callable[[str, memoryview], Iterator[memoryview]]
 
 _COPY_SIZE = 1 << 20
-_LAST_EXPONENT = 224
-"""The largest E8M0 byte that cannot come from the least float32, 2^-149, over 448."""
+_MAX_EXPONENT = 224
+"""Larger E8M0 bytes may have wrapped around: the scale of the least float32, 2^-149 / 448, is 225."""
 _PIECE_SIZE = 1 << 22
-"""Bytes that are quantized at once: they outweigh a call, and stay in a processor's cache."""
+"""Bytes to quantize at once: enough to outweigh the call, and few enough for the CPU cache."""
 
 
-class Conversion:
-    """Makes the bytes of recipes, on any number of threads.
+class Converter:
+    """Converts source tensors to stored ones, on any number of threads.
 
-    ``read`` gives the bytes of a source tensor in pieces, each in a buffer until the next one.
+    ``read`` yields the bytes of a source tensor in pieces, each of them in the given buffer.
     """
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._local = threading.local()
 
-    def buffers(self, recipe: Recipe) -> Iterator[Buffer]:
-        """Yield the bytes of a tensor and its companions; each is good until the next one.
+    def convert(self, recipe: Recipe) -> Iterator[Buffer]:
+        """Yield the bytes of a tensor and its companions; each buffer is valid until the next one.
 
         Raises:
-            DamagedSource: the source cannot be read, or holds numbers that cannot be converted.
+            DamagedSource: the source cannot be read, or has values that cannot be converted.
         """
         if isinstance(recipe, Copied):
-            yield from self._copied(recipe)
+            yield from self._copy(recipe)
         elif isinstance(recipe, Prequantized):
             for part in recipe.parts:
-                yield from self._copied(part)
+                yield from self._copy(part)
         elif isinstance(recipe, Decoded):
             from blobstore.safetensors.numpy import as_bytes
 
-            for array in self._decoded(recipe):
-                yield as_bytes(array)
+            yield from map(as_bytes, self._decode(recipe))
         else:
             try:
-                yield from self._quantized(recipe)
+                yield from self._quantize(recipe)
             except BlobstoreError as error:
-                where = f"tensor {quote(recipe.spec.name)}"
-                raise error.at(where) from None
+                raise error.at(f"tensor {quote(recipe.spec.name)}") from None
 
-    def _copied(self, recipe: Copied) -> Iterator[Buffer]:
+    def _copy(self, recipe: Copied) -> Iterator[Buffer]:
         buffer = self._buffer(_COPY_SIZE)
         for source in recipe.sources:
             pieces = self._read(source, buffer)
             yield from map(_reciprocal, pieces) if recipe.is_reciprocal else pieces
 
-    def _quantized(self, recipe: Quantized) -> Iterator[Buffer]:
+    def _quantize(self, recipe: Quantized) -> Iterator[Buffer]:
         from blobstore.quantization.numpy import quantize
         from blobstore.safetensors.numpy import as_bytes
 
+        dense = recipe.dense
+        if isinstance(dense, Decoded):
+            arrays = self._decode(dense)
+        else:
+            unit = recipe.group_size * dense.spec.dtype.bits // 8
+            pieces = (piece for source in dense.sources for piece in self._pieces(source, unit))
+            arrays = (_as_array(piece, dense.spec.dtype) for piece in pieces)
         scales: list[Array] = []
         biases: list[Array] = []
         done = 0
-        dense = recipe.dense
-        unit = recipe.group_size * dense.spec.dtype.bits // 8
-        arrays = self._decoded(dense) if isinstance(dense, Decoded) else self._plain(dense, unit)
         for array in arrays:
             rows = array.reshape(-1, recipe.group_size)
             _check_finite(rows, recipe, done)
@@ -95,31 +97,25 @@ class Conversion:
         for companion in (*scales, *biases):
             yield as_bytes(companion)
 
-    def _plain(self, recipe: Copied, unit: int) -> Iterator[Array]:
-        for source in recipe.sources:
-            for piece in self._pieces(source, unit):
-                yield _numbers(piece, recipe.spec.dtype)
-
-    def _decoded(self, recipe: Decoded) -> Iterator[Array]:
-        from blobstore.quantization import fp8 as float8
+    def _decode(self, recipe: Decoded) -> Iterator[Array]:
+        from blobstore.quantization import fp8
 
         rows, columns = recipe.weight.shape
         height, width = recipe.block
-        # Pieces begin where a block begins; a single block may be cut anywhere.
+        # A piece starts with a row of blocks. If there is only one such row, it may be cut anywhere.
         unit = columns * (height if height < rows else 1)
         for source, scale in zip(recipe.sources, recipe.scales, strict=True):
             data = b"".join(map(bytes, self._read(scale, self._buffer(_COPY_SIZE))))
-            scales = _numbers(memoryview(data), recipe.scale.dtype).reshape(
-                -1, -(-columns // width)
-            )
+            scales = _as_array(memoryview(data), recipe.scale.dtype)
+            scales = scales.reshape(-1, -(-columns // width))
             row = 0
             for piece in self._pieces(source, max(unit, 1)):
-                weight = _numbers(piece, recipe.weight.dtype).reshape(-1, columns)
-                yield float8.decode(weight, scales[row // height :], recipe.block)
+                weight = _as_array(piece, recipe.weight.dtype).reshape(-1, columns)
+                yield fp8.decode(weight, scales[row // height :], recipe.block)
                 row += len(weight)
 
     def _pieces(self, source: str, unit: int) -> Iterator[memoryview]:
-        """Yield the bytes of a source tensor in pieces of whole units."""
+        """Yield the bytes of a source tensor in pieces that are multiples of ``unit`` bytes."""
         buffer = self._buffer(max(_PIECE_SIZE // unit, 1) * unit)
         rest = b""
         for read in self._read(source, buffer):
@@ -145,26 +141,27 @@ def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
 
     index = first_nonfinite(array)
     if index is not None:
-        place = [int(number) for number in np.unravel_index(before + index, recipe.spec.shape)]
+        position = [int(number) for number in np.unravel_index(before + index, recipe.spec.shape)]
         raise DamagedSource(
-            f"element {place} is {array.flat[index]}, which cannot be quantized; keep the tensor "
+            f"element {position} is {array.flat[index]}, which cannot be quantized; keep the tensor "
             "with an override to none"
         )
 
 
 def _check_exponents(scale: Array, recipe: Quantized) -> None:
-    """Refuse exponents that may have overflowed their byte, as MLX lets them.
+    """Reject exponents that may have overflowed their byte, which MLX does not check.
 
-    Those of groups below about 1e-36 do, and so come back as 1e38; no weight is of either size.
+    Groups of values below about 1e-36 overflow and would be read back as 1e38. No weight is that
+    small or that large.
     """
-    if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _LAST_EXPONENT:
+    if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _MAX_EXPONENT:
         raise DamagedSource(
-            f"the numbers of a group are too small or too large for {recipe.item.name}; keep the "
+            f"the values of a group are too small or too large for {recipe.item.name}; keep the "
             "tensor with an override to none"
         )
 
 
-def _numbers(data: memoryview, dtype: DType) -> Array:
+def _as_array(data: memoryview, dtype: DType) -> Array:
     from blobstore.safetensors.numpy import as_array
 
     return as_array(data, 0, TensorSpec("", dtype, (len(data) * 8 // dtype.bits,)))
@@ -178,6 +175,8 @@ def _reciprocal(piece: memoryview) -> memoryview:
     value = np.frombuffer(piece, "<f4")
     with np.errstate(all="ignore"):
         result = np.float32(1) / value
-    if not (np.isfinite(value) & np.isfinite(result)).all():  # that of the smallest is infinite
+    if not (
+        np.isfinite(value) & np.isfinite(result)
+    ).all():  # the smallest float32 has an infinite one
         raise DamagedSource(f"a global scale of {value[0]} has no reciprocal")
     return as_bytes(result)

@@ -25,9 +25,8 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
-from blobstore.operations.create.blobs import blob_buffers, blob_size
-from blobstore.operations.create.convert import Conversion
-from blobstore.operations.create.files import config_bytes, small_layers
+from blobstore.operations.create.convert import Converter
+from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.open import open_source
@@ -162,13 +161,13 @@ def _write(
             )
             for blob, item in zip(blobs, stored, strict=True)
         ]
-        for media_type, name, data in small_layers(source, blobs):
+        for media_type, name, data in (*stacks_layer(blobs), *file_layers(source)):
             item = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
             stored.append(item)
             layers.append(
                 Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
             )
-        data = config_bytes(source, planned.quant_type, layers_digest(layers))
+        data = config_json(source, planned.quant_type, layers_digest(layers))
         config = ingest.add(len(data), lambda: [data])
         stored.append(config)
         ingest.publish()
@@ -193,7 +192,7 @@ def _ingest_blobs(
     progress: Progress | None,
 ) -> list[Ingested]:
     """Add all blobs; the results are in the order of the plan."""
-    work = _Work(source, ingest, stop, Meter(progress, sum(map(blob_size, blobs))))
+    work = _Work(source, ingest, stop, Meter(progress, sum(blob.size for blob in blobs)))
     # In the order of the source's bytes, so that a cold disk is read forwards.
     place = {name: index for index, name in enumerate(source.specs)}
     in_order = sorted(blobs, key=lambda blob: place[blob.tensors[0].sources[0]])
@@ -220,7 +219,7 @@ class _Work:
         self, source: TensorSource, ingest: Ingest, stop: threading.Event, meter: Meter
     ) -> None:
         self._stop = stop
-        self._conversion = Conversion(source.read)
+        self._converter = Converter(source.read)
         self._ingest = ingest
         self._meter = meter
 
@@ -231,7 +230,7 @@ class _Work:
         def buffers() -> Iterator[Buffer]:
             nonlocal reported
             done = 0
-            for buffer in blob_buffers(blob, self._conversion.buffers):
+            for buffer in blob.buffers(self._converter.convert):
                 _check_going(self._stop)
                 yield buffer
                 done += len(buffer)  # type: ignore[arg-type]
@@ -240,7 +239,7 @@ class _Work:
                     reported = done
 
         is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
-        return self._ingest.add(blob_size(blob), buffers, once=not is_copied)
+        return self._ingest.add(blob.size, buffers, once=not is_copied)
 
 
 def _check_going(stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""From a source to the plan of its blobs: recognised, decided, grouped. No byte is read."""
+"""The plan of a model: its quantization detected or decided, and its tensors grouped into blobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.operations.create.blobs import BlobPlan, plan
+from blobstore.operations.create.blobs import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization
 from blobstore.quantization.formats import FORMATS, parse_format
@@ -17,7 +17,7 @@ from blobstore.quantization.recipes import Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from blobstore.operations.create.blobs import ExpertForm
@@ -28,50 +28,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """What a model shall be quantized to, as a user says it."""
+    """How to quantize a model, as a user specifies it."""
 
     quant_type: str | None = None
-    """Name or alias of a type; None leaves the model as it is."""
+    """Name or alias of a type; without one, nothing is quantized."""
     group_size: int | None = None
-    """Of the requested type; None takes its usual one."""
+    """Of the requested type; None is its default."""
     policy: PolicyName = "recommended"
     overrides: Sequence[str] = ()
-    """``GLOB=TYPE``, the last that matches a tensor's name deciding; type ``none`` keeps it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """The blobs of a model and how they were decided."""
-
-    blobs: tuple[BlobPlan, ...]
-    policy: Policy | None
-    quant_type: str
-    """The type that the model as a whole is said to have; empty for none."""
-    notices: tuple[str, ...]
-
-    def decisions(self) -> Iterator[PlannedTensor]:
-        """Yield what becomes of every logical tensor, and why."""
-        for blob in self.blobs:
-            for recipe in blob.tensors:
-                yield _planned(recipe, self.policy)
+    """``GLOB=TYPE``; the last one that matches a tensor's name decides; ``none`` keeps it."""
 
 
 class PlannedTensor(NamedTuple):
-    """What becomes of one tensor."""
+    """How one tensor is stored, and why."""
 
     name: str
     shape: tuple[int, ...]
-    """As the user knows it: unpacked."""
+    """The logical shape, not that of packed weights."""
     dtype: str
-    """Its element type before, or its quantization type if the source has quantized it."""
+    """Element type in the source, or quantization type if the source is quantized."""
     type: str
-    """Its quantization type afterwards, or its element type."""
+    """Quantization type in the store, or element type."""
     group_size: int
-    """Elements that share a scale; 0 for a plain tensor."""
+    """Elements per scale; 0 for a plain tensor."""
     bytes_before: int
-    """In the source, 8-bit floats decoded."""
+    """In the source; 8-bit floats count as decoded."""
     bytes_after: int
-    """Companions included."""
+    """In the store, with companions."""
     reason: str
 
     @property
@@ -80,22 +63,38 @@ class PlannedTensor(NamedTuple):
         return math.prod(self.shape)
 
 
-def _planned(recipe: Recipe, policy: Policy | None) -> PlannedTensor:
-    stored = sum(spec.nbytes for spec in recipe.stored)
-    name, dtype, shape = recipe.spec
-    if isinstance(recipe, Prequantized):
-        kind, group_size = recipe.item.name, recipe.group_size or recipe.item.group_size
-        shape = (*shape[:-1], recipe.item.columns(shape[-1]))
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The blobs of a model, and how they were decided."""
+
+    blobs: tuple[BlobPlan, ...]
+    policy: Policy | None
+    quant_type: str
+    """The type of the model as a whole; empty if it is not quantized."""
+    notices: tuple[str, ...]
+
+    def decisions(self) -> Iterator[PlannedTensor]:
+        """Yield how each logical tensor is stored."""
+        for blob in self.blobs:
+            for recipe in blob.tensors:
+                yield self._decision(recipe)
+
+    def _decision(self, recipe: Recipe) -> PlannedTensor:
+        name, dtype, shape = recipe.spec
+        before, after = recipe.spec.nbytes, sum(spec.nbytes for spec in recipe.stored)
+        source_type, stored_type, group_size = dtype.value, dtype.value, 0
+        if isinstance(recipe, Prequantized):
+            source_type = stored_type = recipe.item.name
+            group_size = recipe.group_size or recipe.item.group_size
+            shape = (*shape[:-1], recipe.item.columns(shape[-1]))
+            before, reason = after, "quantized in the source"
+        else:
+            reason = "copied" if self.policy is None else self.policy.decide(recipe.spec).reason
+            if isinstance(recipe, Quantized):
+                stored_type, group_size = recipe.item.name, recipe.group_size
         return PlannedTensor(
-            name, shape, kind, kind, group_size, stored, stored, "quantized in the source"
+            name, shape, source_type, stored_type, group_size, before, after, reason
         )
-    reason = policy.decide(recipe.spec).reason if policy is not None else "copied"
-    kind, group_size = dtype.value, 0
-    if isinstance(recipe, Quantized):
-        kind, group_size = recipe.item.name, recipe.group_size
-    return PlannedTensor(
-        name, shape, dtype.value, kind, group_size, recipe.spec.nbytes, stored, reason
-    )
 
 
 def plan_source(
@@ -104,53 +103,51 @@ def plan_source(
     """Return the plan for an open source.
 
     Raises:
-        UnsupportedSource: the source is of a kind that cannot be stored, or is quantized already
-            and shall be quantized.
-        UsageError: the request means nothing, or cannot be for one of the tensors.
+        UnsupportedSource: the source cannot be stored, or is already quantized and should be
+            quantized.
+        UsageError: the options contradict each other, or do not apply to one of the tensors.
     """
     recipes, notices, quant_type = detect_quantization(source.specs, source.config)
-    request = quantize or QuantizeOptions()
-    policy = _policy(request, source.config)
+    options = quantize or QuantizeOptions()
+    policy = _policy(options, source.config)
     if policy is not None:
-        for recipe in recipes.values():
-            if isinstance(recipe, Prequantized):
-                raise UnsupportedSource(
-                    f"tensor {quote(recipe.spec.name)} is quantized to {recipe.item.name} already; "
-                    "create from the unquantized weights, or without quantizing"
-                )
-        if SourceQuantConfig(source.config).method == gpt_oss.METHOD:
-            # Stored with this config, plain weights would pass for those of gpt-oss.
-            raise UnsupportedSource(
-                f"config.json says quant_method {quote(gpt_oss.METHOD)}, and no tensor is so; remove "
-                "'quantization_config' from it, if the weights are plain"
-            )
-    # 8-bit floats are decoded, so that nothing of the model is of their type any more.
-    quant_type = quant_type if quant_type in FORMATS else ""
-    blobs = plan(recipes, experts=experts, policy=policy)
-    if policy is not None:
-        _check_overrides(policy)
+        _check_is_plain(recipes.values(), source.config)
+    blobs = plan_blobs(recipes, experts=experts, policy=policy)
+    unused = policy.unused_overrides() if policy is not None else ()
+    if unused:
+        raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")
     if any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
-        quant_type = parse_format(request.quant_type or "").name
+        quant_type = parse_format(options.quant_type or "").name
+    elif quant_type not in FORMATS:
+        quant_type = ""  # 8-bit floats are decoded, so no stored tensor has their type
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
 
 
-def _policy(quantize: QuantizeOptions, config: Mapping[str, Any]) -> Policy | None:
-    if quantize.quant_type is None:
-        if quantize != QuantizeOptions():
-            raise UsageError(
-                "a group size, policy or override means nothing without a type to quantize to"
-            )
+def _policy(options: QuantizeOptions, config: Mapping[str, Any]) -> Policy | None:
+    if options.quant_type is None:
+        if options != QuantizeOptions():
+            raise UsageError("a group size, policy or override requires a type to quantize to")
         return None
     return Policy(
-        parse_format(quantize.quant_type),
-        group_size=quantize.group_size,
-        name=quantize.policy,
-        overrides=tuple(map(parse_override, quantize.overrides)),
+        parse_format(options.quant_type),
+        group_size=options.group_size,
+        name=options.policy,
+        overrides=tuple(map(parse_override, options.overrides)),
         config=config,
     )
 
 
-def _check_overrides(policy: Policy) -> None:
-    unused = policy.unused_overrides()
-    if unused:
-        raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")
+def _check_is_plain(recipes: Iterable[Recipe], config: Mapping[str, Any]) -> None:
+    """Check that a source can be quantized, because nothing of it is quantized yet."""
+    for recipe in recipes:
+        if isinstance(recipe, Prequantized):
+            raise UnsupportedSource(
+                f"tensor {quote(recipe.spec.name)} is already quantized to {recipe.item.name}; "
+                "create from the unquantized weights, or without quantizing"
+            )
+    if SourceQuantConfig(config).method == gpt_oss.METHOD:
+        # Stored with this config, plain weights would be mistaken for those of gpt-oss.
+        raise UnsupportedSource(
+            f"config.json says quant_method {quote(gpt_oss.METHOD)}, but no tensor has that form; "
+            "if the weights are plain, remove 'quantization_config' from it"
+        )

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
-from blobstore.operations.create.blobs import EXPERT_FORMS, blob_buffers, blob_header, blob_size
-from blobstore.operations.create.convert import Conversion
-from blobstore.operations.create.files import config_bytes, file_layers, stacks_bytes
+from blobstore.operations.create.blobs import EXPERT_FORMS
+from blobstore.operations.create.convert import Converter
+from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
@@ -136,7 +136,7 @@ class SourceOrigin:
         """Take an open source; ``overrides`` are those that the model was quantized with."""
         self._source = source
         self._overrides = tuple(overrides)
-        self._conversion = Conversion(source.read)
+        self._converter = Converter(source.read)
 
     def rounds(
         self, wanted: Wanted, lists: Collection[Digest] = ()
@@ -148,11 +148,11 @@ class SourceOrigin:
             UsageError: an override fits no tensor, or cannot be.
         """
         tried: set[tuple[str, Digest]] = set()
-        files = [data for _, _, data in file_layers(self._source)]
+        files = [layer.data for layer in file_layers(self._source)]
         for planned in self._plans():
-            made = [stacks_bytes(planned.blobs)]
+            made = [layer.data for layer in stacks_layer(planned.blobs)]
             made += [
-                config_bytes(self._source, planned.quant_type, layers) for layers in (*lists, None)
+                config_json(self._source, planned.quant_type, layers) for layers in (*lists, None)
             ]
             yield [*_small((*files, *made), wanted), *self._large(planned, wanted, tried)]
             files = []
@@ -194,16 +194,15 @@ class SourceOrigin:
         for blob in wanted.values():
             by_name[blob.name].append(blob)
         for made in planned.blobs:
-            size = blob_size(made) if made.name in by_name else None
             for blob in by_name.get(made.name, ()):
                 # The header tells types and group sizes, so it tells how the bytes are made.
-                attempt = (str(blob.digest), Digest.of(blob_header(made)))
-                if blob.size == size and attempt not in tried:
+                attempt = (str(blob.digest), Digest.of(made.header))
+                if blob.size == made.size and attempt not in tried:
                     tried.add(attempt)
                     yield Candidate(blob, self._making(made))
 
     def _making(self, made: BlobPlan) -> Callable[[], Iterator[Buffer]]:
-        return lambda: blob_buffers(made, self._conversion.buffers)
+        return lambda: made.buffers(self._converter.convert)
 
 
 def open_origin(

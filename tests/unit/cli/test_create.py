@@ -215,7 +215,7 @@ def test_a_dry_run_s_decisions_are_what_is_then_made(store: LocalStore, bf16: Pa
     [
         (["--quantize", "fp8"], "Ollama takes it for int8"),
         (["--quantize", "int4", "--group-size", "48"], "int4 cannot have groups of 48"),
-        (["--group-size", "32"], "means nothing without a type to quantize to"),
+        (["--group-size", "32"], "requires a type to quantize to"),
         (["--quantize", "int4", "--quantize-override", "x"], "'x'"),
         (["--quantize", "int4", "--quantize-override", "x=int4"], "matches the override 'x"),
         (["--quantize", "int4", "--policy", "best"], "--policy"),

@@ -102,7 +102,9 @@ def test_takes_stacked_experts_apart_before_it_transposes_them(
 
 def test_refuses_to_quantize_plain_weights_that_would_pass_for_packed_ones(tmp_path: Path) -> None:
     folder = write(tmp_path / "plain", {NAME: np.ones((3, 64, 64), np.float16)})
-    with pytest.raises(UnsupportedSource, match="quant_method 'mxfp4', and no tensor is so"):
+    with pytest.raises(
+        UnsupportedSource, match="quant_method 'mxfp4', but no tensor has that form"
+    ):
         blobstore.create(folder, "m", store=LocalStore(tmp_path / "store"), quantize="mxfp4")
 
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
-from blobstore.operations.create.blobs import (
-    BlobPlan,
-    blob_buffers,
-    blob_header,
-    blob_size,
-    plan,
-    stacks,
-)
+from blobstore.operations.create.blobs import BlobPlan, plan_blobs, stacked_sources
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import Policy
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe, copies
@@ -42,55 +35,57 @@ def blobs(plans: tuple[BlobPlan, ...]) -> dict[str, list[str]]:
     return {blob.name: [tensor.spec.name for tensor in blob.tensors] for blob in plans}
 
 
-def test_a_plain_tensor_is_a_blob_of_its_own() -> None:
-    (blob,) = plan(specs("a"))
+def test_a_plain_tensor_has_its_own_blob() -> None:
+    (blob,) = plan_blobs(specs("a"))
     assert blob.name == "a"
     assert blob.tensors[0].spec == TensorSpec("a", DType.F32, (2, 3))
     assert blob.tensors[0].sources == ("a",)
     assert blob.metadata == {}
 
 
-def test_no_tensors_are_no_blobs() -> None:
-    assert plan({}) == ()
+def test_no_tensors_give_no_blobs() -> None:
+    assert plan_blobs({}) == ()
 
 
-def test_plain_tensors_come_by_name_and_groups_behind() -> None:
+def test_plain_tensors_come_first_and_groups_last_sorted_by_name() -> None:
     names = [f"{EXPERTS}.0.w.weight", "z", "a", "Z", f"{SHARED}.w.weight", "é", "a.b"]
-    assert list(blobs(plan(specs(*names)))) == ["Z", "a", "a.b", "z", "é", EXPERTS, SHARED]
+    assert list(blobs(plan_blobs(specs(*names)))) == ["Z", "a", "a.b", "z", "é", EXPERTS, SHARED]
 
 
 def test_packs_experts_by_name_under_their_prefix() -> None:
     names = [
         f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
     ]
-    plans = plan(specs(*names))
+    plans = plan_blobs(specs(*names))
     assert blobs(plans) == {EXPERTS: sorted(names)}
-    assert stacks(plans) == {}
+    assert stacked_sources(plans) == {}
 
 
 def test_stacks_experts_by_number() -> None:
     names = [
         f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
     ]
-    plans = plan(specs(*names), experts="stacked")
+    plans = plan_blobs(specs(*names), experts="stacked")
     assert blobs(plans) == {EXPERTS: [f"{EXPERTS}.down.weight", f"{EXPERTS}.up.weight"]}
     assert plans[0].tensors[0].spec == TensorSpec(f"{EXPERTS}.down.weight", DType.F32, (3, 2, 3))
-    assert stacks(plans) == {
+    assert stacked_sources(plans) == {
         f"{EXPERTS}.{part}.weight": tuple(f"{EXPERTS}.{n}.{part}.weight" for n in (0, 2, 10))
         for part in ("down", "up")
     }
 
 
-def test_a_single_expert_is_stacked_too() -> None:
-    plans = plan(specs(f"{EXPERTS}.0.up.weight"), experts="stacked")
+def test_stacks_a_single_expert() -> None:
+    plans = plan_blobs(specs(f"{EXPERTS}.0.up.weight"), experts="stacked")
     assert plans[0].tensors[0].spec.shape == (1, 2, 3)
-    assert plans[0].tensors[0].spec.name in stacks(plans)
+    assert plans[0].tensors[0].spec.name in stacked_sources(plans)
 
 
-def test_shared_experts_are_grouped_only_in_packed_form() -> None:
+def test_groups_shared_experts_only_in_packed_form() -> None:
     names = [f"{SHARED}.up.weight", f"{SHARED}.down.weight"]
-    assert blobs(plan(specs(*names))) == {SHARED: sorted(names)}
-    assert blobs(plan(specs(*names), experts="stacked")) == {name: [name] for name in sorted(names)}
+    assert blobs(plan_blobs(specs(*names))) == {SHARED: sorted(names)}
+    assert blobs(plan_blobs(specs(*names), experts="stacked")) == {
+        name: [name] for name in sorted(names)
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,18 +103,18 @@ def test_shared_experts_are_grouped_only_in_packed_form() -> None:
         "mtp.layers.0",
     ],
 )
-@pytest.mark.parametrize("room", ["mlp", "moe", "mixer"])
+@pytest.mark.parametrize("block", ["mlp", "moe", "mixer"])
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_knows_the_prefixes_of_experts(prefix: str, room: str, experts: ExpertForm) -> None:
-    name = f"{prefix}.{room}.experts.3.up_proj.weight"
-    (blob,) = plan(specs(name), experts=experts)
-    assert blob.name == f"{prefix}.{room}.experts"
+def test_recognizes_the_prefixes_of_experts(prefix: str, block: str, experts: ExpertForm) -> None:
+    name = f"{prefix}.{block}.experts.3.up_proj.weight"
+    (blob,) = plan_blobs(specs(name), experts=experts)
+    assert blob.name == f"{prefix}.{block}.experts"
 
 
-def test_mixtral_s_experts_are_grouped_only_in_packed_form() -> None:
+def test_groups_the_experts_of_mixtral_only_in_packed_form() -> None:
     prefix = "model.layers.0.block_sparse_moe.experts"
-    assert blobs(plan(specs(f"{prefix}.0.w1.weight"))) == {prefix: [f"{prefix}.0.w1.weight"]}
-    stacked = plan(specs(f"{prefix}.0.w1.weight"), experts="stacked")
+    assert blobs(plan_blobs(specs(f"{prefix}.0.w1.weight"))) == {prefix: [f"{prefix}.0.w1.weight"]}
+    stacked = plan_blobs(specs(f"{prefix}.0.w1.weight"), experts="stacked")
     assert blobs(stacked) == {f"{prefix}.0.w1.weight": [f"{prefix}.0.w1.weight"]}
 
 
@@ -148,63 +143,63 @@ def test_mixtral_s_experts_are_grouped_only_in_packed_form() -> None:
     ],
 )
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_what_only_looks_like_an_expert_is_plain(name: str, experts: ExpertForm) -> None:
-    assert blobs(plan(specs(name), experts=experts)) == {name: [name]}
+def test_does_not_group_names_that_only_resemble_experts(name: str, experts: ExpertForm) -> None:
+    assert blobs(plan_blobs(specs(name), experts=experts)) == {name: [name]}
 
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_the_order_of_the_source_does_not_matter(experts: ExpertForm) -> None:
+def test_the_plan_does_not_depend_on_the_order_of_the_source(experts: ExpertForm) -> None:
     names = [f"{EXPERTS}.{number}.{part}.weight" for number in range(12) for part in "ab"]
     names += ["x", "y", f"{SHARED}.a.weight"]
-    expected = plan(specs(*names), experts=experts)
+    expected = plan_blobs(specs(*names), experts=experts)
     for seed in range(5):
         random.Random(seed).shuffle(names)
-        assert plan(specs(*names), experts=experts) == expected
+        assert plan_blobs(specs(*names), experts=experts) == expected
 
 
 @pytest.mark.parametrize("other", [{"shape": (3, 2)}, {"dtype": DType.I32}])
-def test_experts_that_differ_cannot_be_stacked(other: dict[str, Any]) -> None:
+def test_rejects_stacking_experts_that_differ(other: dict[str, Any]) -> None:
     first, second = f"{EXPERTS}.0.up.weight", f"{EXPERTS}.1.up.weight"
     unequal = specs(first) | specs(second, **other)
     with pytest.raises(
         UnsupportedSource, match=f"'{first}' and '{second}' differ in dtype or shape"
     ):
-        plan(unequal, experts="stacked")
-    assert set(blobs(plan(unequal))) == {EXPERTS}
+        plan_blobs(unequal, experts="stacked")
+    assert set(blobs(plan_blobs(unequal))) == {EXPERTS}
 
 
 def test_projections_may_differ_from_each_other() -> None:
     mixed = specs(f"{EXPERTS}.0.up.weight") | specs(f"{EXPERTS}.0.down.weight", shape=(5,))
-    (blob,) = plan(mixed, experts="stacked")
+    (blob,) = plan_blobs(mixed, experts="stacked")
     assert [tensor.spec.shape for tensor in blob.tensors] == [(1, 5), (1, 2, 3)]
 
 
-def test_experts_may_have_more_digits_than_an_int() -> None:
+def test_sorts_expert_numbers_that_are_too_long_for_an_int() -> None:
     numbers = ["9" * 5000, "1" + "0" * 5000, "7"]
     names = [f"{EXPERTS}.{number}.up.weight" for number in numbers]
-    (blob,) = plan(specs(*names), experts="stacked")
+    (blob,) = plan_blobs(specs(*names), experts="stacked")
     assert blob.tensors[0].sources == (names[2], names[0], names[1])
 
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_a_tensor_must_not_have_a_group_s_name(experts: ExpertForm) -> None:
+def test_rejects_a_tensor_with_the_name_of_a_group(experts: ExpertForm) -> None:
     with pytest.raises(UnsupportedSource, match=f"both be stored as '{EXPERTS}'"):
-        plan(specs(EXPERTS, f"{EXPERTS}.0.up.weight"), experts=experts)
+        plan_blobs(specs(EXPERTS, f"{EXPERTS}.0.up.weight"), experts=experts)
 
 
-def test_a_tensor_must_not_have_a_stacked_tensor_s_name() -> None:
+def test_rejects_a_tensor_with_the_name_of_a_stacked_one() -> None:
     names = [f"{EXPERTS}.up.weight", f"{EXPERTS}.0.up.weight"]
-    assert len(plan(specs(*names))) == 2
+    assert len(plan_blobs(specs(*names))) == 2
     with pytest.raises(UnsupportedSource, match=f"both be stored as '{EXPERTS}.up.weight'"):
-        plan(specs(*names), experts="stacked")
+        plan_blobs(specs(*names), experts="stacked")
 
 
-def test_refuses_an_unknown_form() -> None:
+def test_rejects_an_unknown_form() -> None:
     with pytest.raises(UsageError, match="unknown form of experts 'pack'; expected packed or"):
-        plan({}, experts="pack")  # type: ignore[arg-type]
+        plan_blobs({}, experts="pack")  # type: ignore[arg-type]
 
 
-def test_hostile_names_are_planned_in_time() -> None:
+def test_plans_hostile_names_quickly() -> None:
     names = [
         "model." * 10_000 + "layers.0.mlp.experts.0.up.weight",
         EXPERTS + ".0" * 30_000 + ".weigh",
@@ -214,17 +209,19 @@ def test_hostile_names_are_planned_in_time() -> None:
         "",
     ]
     for experts in ("packed", "stacked"):
-        assert len(plan(specs(*names), experts=experts)) == len(names)  # type: ignore[arg-type]
+        assert len(plan_blobs(specs(*names), experts=experts)) == len(names)  # type: ignore[arg-type]
 
 
 @given(st.data(), st.sampled_from(["packed", "stacked"]))
-def test_the_blobs_are_those_of_the_set_of_names(data: st.DataObject, experts: ExpertForm) -> None:
+def test_the_plan_depends_on_the_set_of_names_alone(
+    data: st.DataObject, experts: ExpertForm
+) -> None:
     part = st.sampled_from(["up.weight", "down.weight", "up.bias", "x.up.weight"])
     expert = st.builds(lambda number, name: f"{EXPERTS}.{number}.{name}", st.integers(0, 300), part)
     shared = st.builds(lambda name: f"{SHARED}.{name}", part)
     names = data.draw(st.lists(expert | shared | st.text(max_size=3), unique=True))
-    expected = plan(specs(*names), experts=experts)
-    assert plan(specs(*data.draw(st.permutations(names))), experts=experts) == expected
+    expected = plan_blobs(specs(*names), experts=experts)
+    assert plan_blobs(specs(*data.draw(st.permutations(names))), experts=experts) == expected
     tensors = [tensor for blob in expected for tensor in blob.tensors]
     assert sorted(name for tensor in tensors for name in tensor.sources) == sorted(names)
     for tensor in tensors:
@@ -236,7 +233,7 @@ def test_the_blobs_are_those_of_the_set_of_names(data: st.DataObject, experts: E
 
 
 def quantized_specs() -> dict[str, Copied]:
-    """Return two experts of a layer, a shared one and a norm; down is promoted to 8 bits."""
+    """Return two experts of a layer, a shared one and a norm; ``down`` is promoted to 8 bits."""
     names = [
         *(f"{EXPERTS}.{number}.{part}.weight" for number in (1, 0) for part in ("up", "down_proj")),
         f"{SHARED}.up.weight",
@@ -248,8 +245,8 @@ def described(blob: BlobPlan) -> dict[str, tuple[DType, tuple[int, ...]]]:
     return {spec.name: (spec.dtype, spec.shape) for spec in blob.stored}
 
 
-def test_a_quantized_tensor_is_followed_by_its_companions() -> None:
-    (blob,) = plan(
+def test_companions_follow_a_quantized_tensor() -> None:
+    (blob,) = plan_blobs(
         specs("a.weight", dtype=DType.F16, shape=(64, 128)), policy=Policy(FORMATS["int4"])
     )
     assert described(blob) == {
@@ -264,16 +261,16 @@ def test_a_quantized_tensor_is_followed_by_its_companions() -> None:
 @pytest.mark.parametrize(
     ("name", "words", "groups"), [("nvfp4", 16, 8), ("mxfp4", 16, 4), ("mxfp8", 32, 4)]
 )
-def test_a_type_of_floats_has_no_biases(name: str, words: int, groups: int) -> None:
-    (blob,) = plan(specs("a.weight", shape=(64, 128)), policy=Policy(FORMATS[name]))
+def test_floating_point_types_have_no_biases(name: str, words: int, groups: int) -> None:
+    (blob,) = plan_blobs(specs("a.weight", shape=(64, 128)), policy=Policy(FORMATS[name]))
     assert described(blob) == {
         "a.weight": (DType.U32, (64, words)),
         "a.weight.scale": (DType.U8, (64, groups)),
     }
 
 
-def test_packed_experts_of_mixed_types_say_so_one_by_one() -> None:
-    norm, group, shared = plan(quantized_specs(), policy=Policy(FORMATS["int4"]))
+def test_the_metadata_of_packed_experts_with_mixed_types_lists_each_tensor() -> None:
+    norm, group, shared = plan_blobs(quantized_specs(), policy=Policy(FORMATS["int4"]))
     assert norm.metadata == {}
     assert group.metadata == {
         f"{EXPERTS}.{number}.{part}.weight.{key}": value
@@ -288,39 +285,42 @@ def test_packed_experts_of_mixed_types_say_so_one_by_one() -> None:
     assert shared.metadata == {"quant_type": "int4", "group_size": "32"}
 
 
-def test_stacked_experts_of_mixed_types_are_blobs_of_their_own() -> None:
-    plans = plan(quantized_specs(), experts="stacked", policy=Policy(FORMATS["int4"]))
+def test_stacked_experts_with_mixed_types_have_one_blob_per_projection() -> None:
+    plans = plan_blobs(quantized_specs(), experts="stacked", policy=Policy(FORMATS["int4"]))
     down, up = f"{EXPERTS}.down_proj.weight", f"{EXPERTS}.up.weight"
     assert [blob.name for blob in plans] == [f"{SHARED}.up.weight", "norm.weight", down, up]
     assert plans[2].metadata == {"quant_type": "int8", "group_size": "64"}
     assert described(plans[2])[down] == (DType.U32, (2, 64, 32))
-    assert stacks(plans)[down] == (f"{EXPERTS}.0.down_proj.weight", f"{EXPERTS}.1.down_proj.weight")
+    assert stacked_sources(plans)[down] == (
+        f"{EXPERTS}.0.down_proj.weight",
+        f"{EXPERTS}.1.down_proj.weight",
+    )
 
 
 def test_stacked_experts_of_one_type_share_a_blob() -> None:
     policy = Policy(FORMATS["int4"], name="uniform")
-    *_, group = plan(quantized_specs(), experts="stacked", policy=policy)
+    *_, group = plan_blobs(quantized_specs(), experts="stacked", policy=policy)
     assert group.name == EXPERTS
     assert group.metadata == {"quant_type": "int4", "group_size": "32"}
     assert len(group.stored) == 6
 
 
-def test_a_tensor_must_not_have_a_companion_s_name() -> None:
+def test_rejects_a_tensor_with_the_name_of_a_companion() -> None:
     both = specs("a.weight", shape=(64, 128)) | specs("a.weight.scale")
-    assert len(plan(both)) == 2
+    assert len(plan_blobs(both)) == 2
     with pytest.raises(UnsupportedSource, match=r"both be stored as 'a\.weight\.scale'"):
-        plan(both, policy=Policy(FORMATS["int4"]))
+        plan_blobs(both, policy=Policy(FORMATS["int4"]))
 
 
 @pytest.mark.parametrize("end", [".bias", ".global_scale", "_scale", "_qbias"])
 @pytest.mark.parametrize("quant_type", ["int4", "nvfp4"])
-def test_a_tensor_must_not_pass_for_a_companion(quant_type: str, end: str) -> None:
+def test_rejects_a_tensor_that_could_be_mistaken_for_a_companion(quant_type: str, end: str) -> None:
     both = specs("a.weight", shape=(64, 128)) | specs(f"a.weight{end}")
-    assert len(plan(both)) == 2
+    assert len(plan_blobs(both)) == 2
     with pytest.raises(UnsupportedSource, match=rf"'a\.weight{end}'"):
-        plan(both, policy=Policy(FORMATS[quant_type]))
+        plan_blobs(both, policy=Policy(FORMATS[quant_type]))
     kept = Policy(FORMATS[quant_type], overrides=[("a.weight", None)])
-    assert len(plan(both, policy=kept)) == 2
+    assert len(plan_blobs(both, policy=kept)) == 2
 
 
 def prequantized(name: str) -> Prequantized:
@@ -329,14 +329,14 @@ def prequantized(name: str) -> Prequantized:
     return Prequantized((weight, scale), FORMATS["nvfp4"], None)
 
 
-def test_prequantized_experts_are_packed_but_never_stacked() -> None:
+def test_packs_prequantized_experts_but_never_stacks_them() -> None:
     names = [f"{EXPERTS}.{number}.up.weight" for number in (0, 1)]
     recipes = {name: prequantized(name) for name in names}
-    (group,) = plan(recipes)
+    (group,) = plan_blobs(recipes)
     assert (group.name, group.metadata) == (EXPERTS, {"quant_type": "nvfp4"})
-    plans = plan(recipes, experts="stacked")
+    plans = plan_blobs(recipes, experts="stacked")
     assert [blob.name for blob in plans] == names
-    assert stacks(plans) == {}
+    assert stacked_sources(plans) == {}
 
 
 def decoded(name: str, *, block: tuple[int, int] = (128, 128)) -> Decoded:
@@ -350,10 +350,10 @@ def decoded(name: str, *, block: tuple[int, int] = (128, 128)) -> Decoded:
     )
 
 
-def test_decoded_experts_are_stacked_with_their_scales_and_quantized() -> None:
+def test_stacks_decoded_experts_with_their_scales_and_quantizes_them() -> None:
     names = [f"{EXPERTS}.{number}.up.weight" for number in (1, 0)]
     policy = Policy(FORMATS["mxfp8"])
-    (group,) = plan({name: decoded(name) for name in names}, experts="stacked", policy=policy)
+    (group,) = plan_blobs({name: decoded(name) for name in names}, experts="stacked", policy=policy)
     (recipe,) = group.tensors
     assert isinstance(recipe, Quantized)
     assert isinstance(recipe.dense, Decoded)
@@ -362,11 +362,11 @@ def test_decoded_experts_are_stacked_with_their_scales_and_quantized() -> None:
     assert recipe.dense.scales == tuple(f"{name}_scale_inv" for name in sorted(names))
 
 
-def test_decoded_experts_of_different_blocks_cannot_be_stacked() -> None:
+def test_rejects_stacking_decoded_experts_with_different_blocks() -> None:
     first, second = (f"{EXPERTS}.{number}.up.weight" for number in (0, 1))
     recipes = {first: decoded(first), second: decoded(second, block=(64, 128))}
     with pytest.raises(UnsupportedSource, match="cannot be stacked"):
-        plan(recipes, experts="stacked")
+        plan_blobs(recipes, experts="stacked")
 
 
 SOURCES = {name: bytes([number] * 6) for number, name in enumerate("abc")}
@@ -376,44 +376,44 @@ def planned(name: str, *sources: str) -> Copied:
     return Copied(TensorSpec(name, DType.U8, (len(sources), 6)), sources)
 
 
-def test_a_blob_is_its_header_and_the_sources_bytes_in_order() -> None:
+def test_a_blob_is_its_header_and_the_bytes_of_its_sources_in_order() -> None:
     blob = BlobPlan("g", (planned("z", "b", "a"), planned("m", "c")), metadata={"k": "v"})
-    data = b"".join(blob_buffers(blob, lambda recipe: [SOURCES[name] for name in recipe.sources]))
-    assert data == blob_header(blob) + SOURCES["b"] + SOURCES["a"] + SOURCES["c"]
-    assert len(data) == blob_size(blob)
+    data = b"".join(blob.buffers(lambda recipe: [SOURCES[name] for name in recipe.sources]))
+    assert data == blob.header + SOURCES["b"] + SOURCES["a"] + SOURCES["c"]
+    assert len(data) == blob.size
     theirs = {name: bytes(value["data"]) for name, value in safetensors.deserialize(data)}
     assert theirs == {"z": SOURCES["b"] + SOURCES["a"], "m": SOURCES["c"]}
 
 
-def test_a_buffer_may_be_reused_for_the_next() -> None:
+def test_a_buffer_may_be_reused_for_the_next_one() -> None:
     buffer = bytearray(6)
 
-    def make(recipe: Recipe) -> Iterator[bytearray]:
+    def convert(recipe: Recipe) -> Iterator[bytearray]:
         for name in recipe.sources:
             buffer[:] = SOURCES[name]
             yield buffer
 
     blob = BlobPlan("g", (planned("x", "a", "b", "c"),))
-    data = b"".join(bytes(np.frombuffer(part, np.uint8)) for part in blob_buffers(blob, make))  # type: ignore[call-overload]
+    data = b"".join(bytes(np.frombuffer(part, np.uint8)) for part in blob.buffers(convert))  # type: ignore[call-overload]
     assert data.endswith(SOURCES["a"] + SOURCES["b"] + SOURCES["c"])
 
 
-def test_nothing_is_read_before_it_is_asked_for() -> None:
-    asked: list[str] = []
+def test_reads_tensors_only_when_requested() -> None:
+    requested: list[str] = []
 
-    def make(recipe: Recipe) -> Iterator[bytes]:
+    def convert(recipe: Recipe) -> Iterator[bytes]:
         for name in recipe.sources:
-            asked.append(name)
+            requested.append(name)
             yield SOURCES[name]
 
-    buffers = blob_buffers(BlobPlan("g", (planned("x", "a", "b"),)), make)
+    buffers = BlobPlan("g", (planned("x", "a", "b"),)).buffers(convert)
     next(buffers)
-    assert asked == []
+    assert requested == []
     next(buffers)
-    assert asked == ["a"]
+    assert requested == ["a"]
 
 
-def test_a_name_that_no_header_can_hold_is_refused() -> None:
+def test_rejects_a_name_that_a_header_cannot_hold() -> None:
     blob = BlobPlan("__metadata__", (planned("__metadata__", "a"),))
     with pytest.raises(InvalidHeader, match="reserved"):
-        blob_size(blob)
+        _ = blob.size

@@ -9,8 +9,8 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
-from blobstore.operations.create import convert as conversion
-from blobstore.operations.create.convert import Conversion
+from blobstore.operations.create import convert
+from blobstore.operations.create.convert import Converter
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.fp8 import decode
@@ -23,7 +23,7 @@ NUMBERS = RANDOM.normal(size=(64, 256)).astype(ml_dtypes.bfloat16)
 
 
 def reader(arrays: Arrays, step: int = 10**9) -> Callable[[str, memoryview], Iterator[memoryview]]:
-    """Return what reads arrays in pieces of at most ``step`` bytes."""
+    """Return a function that reads arrays in pieces of at most ``step`` bytes."""
 
     def read(name: str, buffer: memoryview) -> Iterator[memoryview]:
         data = arrays[name].tobytes()
@@ -38,7 +38,7 @@ def reader(arrays: Arrays, step: int = 10**9) -> Callable[[str, memoryview], Ite
 
 
 def converted(recipe: Recipe, arrays: Arrays, step: int = 10**9) -> bytes:
-    return b"".join(map(bytes, Conversion(reader(arrays, step)).buffers(recipe)))  # type: ignore[arg-type]
+    return b"".join(map(bytes, Converter(reader(arrays, step)).convert(recipe)))  # type: ignore[arg-type]
 
 
 def packed_bytes(array: Array, name: str, group_size: int) -> bytes:
@@ -59,26 +59,24 @@ def test_copies_sources_one_after_another() -> None:
 
 @pytest.mark.parametrize("step", [10**9, 1000, 33])
 @pytest.mark.parametrize(("name", "group_size"), [("int4", 32), ("int8", 128), ("nvfp4", 16)])
-def test_quantizes_whatever_pieces_the_source_comes_in(
-    name: str, group_size: int, step: int
-) -> None:
+def test_quantizes_pieces_of_any_size(name: str, group_size: int, step: int) -> None:
     recipe = quantized(NUMBERS, name, group_size)
     assert converted(recipe, {"w": NUMBERS}, step) == packed_bytes(NUMBERS, name, group_size)
 
 
-def test_quantizes_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "_PIECE_SIZE", 1000)
+def test_quantizes_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_PIECE_SIZE", 1000)
     recipe = quantized(NUMBERS, "mxfp8", 32)
     assert converted(recipe, {"w": NUMBERS}) == packed_bytes(NUMBERS, "mxfp8", 32)
 
 
-def test_stacked_experts_are_quantized_as_one() -> None:
+def test_quantizes_stacked_experts_as_one_tensor() -> None:
     stack = NUMBERS.reshape(2, 32, 256)
     recipe = quantized(stack, "int4", 64, "a", "b")
     assert converted(recipe, {"a": stack[0], "b": stack[1]}) == packed_bytes(stack, "int4", 64)
 
 
-def test_the_stored_specs_are_those_of_the_bytes() -> None:
+def test_the_bytes_have_the_size_of_the_stored_specs() -> None:
     for name, item in FORMATS.items():
         if item.is_target:
             recipe = quantized(NUMBERS, name, item.group_size)
@@ -87,7 +85,7 @@ def test_the_stored_specs_are_those_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_number_without_end_is_told_with_its_place(value: float) -> None:
+def test_rejects_a_non_finite_value_and_reports_its_index(value: float) -> None:
     array = np.zeros((2, 32, 256), ml_dtypes.bfloat16)
     array[1, 3, 5] = value
     recipe = quantized(array, "int4", 32)
@@ -97,7 +95,7 @@ def test_a_number_without_end_is_told_with_its_place(value: float) -> None:
         converted(recipe, {"w": array}, step=4096)
 
 
-def test_what_the_source_quantized_is_copied_part_by_part() -> None:
+def test_copies_prequantized_weights_part_by_part() -> None:
     weight = Copied(TensorSpec("w", DType.U32, (1, 2)), ("w_packed",))
     scale = Copied(TensorSpec("w.scale", DType.U8, (1, 1)), ("w_scale",))
     recipe = Prequantized((weight, scale), FORMATS["nvfp4"], 16)
@@ -110,12 +108,12 @@ def reciprocal(value: float) -> bytes:
     return converted(Copied(spec, ("g",), is_reciprocal=True), {"g": np.array([value], np.float32)})
 
 
-def test_a_reciprocal_is_rounded_once() -> None:
+def test_rounds_a_reciprocal_once() -> None:
     assert reciprocal(3) == (np.float32(1) / np.float32(3)).tobytes()
 
 
 @pytest.mark.parametrize("value", [1e-45, 2.9e-39, -1e-39, 0.0, np.inf, np.nan])
-def test_a_global_scale_without_a_reciprocal_is_damage(value: float) -> None:
+def test_rejects_a_global_scale_without_a_reciprocal(value: float) -> None:
     with pytest.raises(
         DamagedSource, match=f"a global scale of {np.float32(value)} has no reciprocal"
     ):
@@ -123,7 +121,7 @@ def test_a_global_scale_without_a_reciprocal_is_damage(value: float) -> None:
 
 
 def float8(rows: int, columns: int, block: tuple[int, int]) -> tuple[Decoded, Arrays, Array]:
-    """Return a recipe, its sources, and the numbers that it stands for."""
+    """Return a recipe, its sources, and the decoded values."""
     codes = RANDOM.normal(size=(rows, columns)).astype(ml_dtypes.float8_e4m3fn)
     shape = (-(-rows // block[0]), -(-columns // block[1]))
     scales = RANDOM.uniform(0.5, 2, shape).astype(np.float32)
@@ -145,16 +143,16 @@ def float8(rows: int, columns: int, block: tuple[int, int]) -> tuple[Decoded, Ar
     [(256, 384, (128, 128)), (300, 200, (128, 128)), (70, 64, (70, 64)), (70, 64, (1, 64))],
 )
 @pytest.mark.parametrize("piece", [1 << 22, 1000])
-def test_decodes_blocks_whatever_pieces_they_come_in(
+def test_decodes_blocks_from_pieces_of_any_size(
     rows: int, columns: int, block: tuple[int, int], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "_PIECE_SIZE", piece)
+    monkeypatch.setattr(convert, "_PIECE_SIZE", piece)
     recipe, arrays, expected = float8(rows, columns, block)
     assert converted(recipe, arrays, step=999) == expected.tobytes()
     np.testing.assert_array_equal(decode(arrays["w"], arrays["s"], block), expected)
 
 
-def test_quantizes_what_it_decodes() -> None:
+def test_quantizes_decoded_values() -> None:
     recipe, arrays, expected = float8(256, 128, (128, 128))
     found = converted(Quantized(recipe, FORMATS["mxfp8"], 32), arrays)
     assert found == packed_bytes(expected, "mxfp8", 32)
@@ -162,7 +160,7 @@ def test_quantizes_what_it_decodes() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 @pytest.mark.parametrize("value", [1e-38, 1e-40, 1e36, 3e38])
-def test_numbers_whose_exponent_does_not_fit_a_byte_are_told(name: str, value: float) -> None:
+def test_rejects_values_whose_exponent_does_not_fit_a_byte(name: str, value: float) -> None:
     array = np.zeros((4, 64), np.float32)
     array[2, 5] = value
     dense = Copied(TensorSpec("w", DType.F32, array.shape), ("w",))
@@ -173,6 +171,6 @@ def test_numbers_whose_exponent_does_not_fit_a_byte_are_told(name: str, value: f
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e28])
-def test_numbers_of_any_reasonable_size_are_quantized(name: str, value: float) -> None:
+def test_quantizes_values_of_any_reasonable_size(name: str, value: float) -> None:
     array = np.full((4, 64), value, ml_dtypes.bfloat16)
     assert converted(quantized(array, name, 32), {"w": array}) == packed_bytes(array, name, 32)

@@ -1,4 +1,4 @@
-"""Tensor blobs compared with what Ollama's own importer made of the same folders."""
+"""Tensor blobs compared with those that Ollama's own importer created from the same folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensor_layers(store: LocalStore) -> Layers:
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
 @pytest.mark.parametrize("model", ["dense", "moe", "odd"])
-def test_makes_the_tensor_layers_that_ollama_makes(
+def test_creates_the_tensor_layers_that_ollama_creates(
     model: str, form: ExpertForm, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -51,7 +51,7 @@ def test_makes_the_tensor_layers_that_ollama_makes(
 
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
-def test_an_exported_folder_makes_them_again(form: ExpertForm, tmp_path: Path) -> None:
+def test_an_exported_folder_gives_the_same_layers(form: ExpertForm, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(DATA / "hf" / "moe", NAME, store=store, experts=form)
     export_model(NAME, tmp_path / "out", store=store, shard_size=300_000)
@@ -61,7 +61,7 @@ def test_an_exported_folder_makes_them_again(form: ExpertForm, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model", ["mlx-mode", "ct-nvfp4"])
-def test_keeps_what_the_source_quantized_as_ollama_does(model: str, tmp_path: Path) -> None:
+def test_keeps_prequantized_weights_as_ollama_does(model: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(DATA / "hf" / model, NAME, store=store, experts="stacked")
     assert tensor_layers(store) == golden_layers(model, "stacked")
@@ -71,7 +71,7 @@ def test_keeps_what_the_source_quantized_as_ollama_does(model: str, tmp_path: Pa
     ("model", "quant_type", "group_size"),
     [("dense", "int4", 64), ("dense", "nvfp4", None), ("moe", "int4", 64)],
 )
-def test_quantizes_what_ollama_quantizes_to_the_same_types(
+def test_quantizes_the_same_tensors_to_the_same_types_as_ollama(
     model: str, quant_type: str, group_size: int | None, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")

@@ -34,7 +34,7 @@ def decisions(found: ModelPlan) -> dict[str, PlannedTensor]:
     return {row.name: row for row in found.decisions()}
 
 
-def test_without_a_type_all_is_copied(folder: Path) -> None:
+def test_copies_everything_without_a_type(folder: Path) -> None:
     found = planned(folder)
     assert found.quant_type == ""
     assert {row.reason for row in found.decisions()} == {"copied"}
@@ -42,7 +42,7 @@ def test_without_a_type_all_is_copied(folder: Path) -> None:
     assert {row.name for row in found.decisions()} == set(quantizable_tensors())
 
 
-def test_every_tensor_is_decided_with_its_reason(folder: Path) -> None:
+def test_decides_every_tensor_and_gives_the_reason(folder: Path) -> None:
     found = planned(folder, quant_type="int4")
     rows = decisions(found)
     assert found.quant_type == "int4"
@@ -62,7 +62,7 @@ def test_every_tensor_is_decided_with_its_reason(folder: Path) -> None:
     assert (promoted.type, promoted.group_size) == ("int8", 64)
 
 
-def test_stacked_experts_are_decided_as_one(folder: Path) -> None:
+def test_decides_stacked_experts_as_one_tensor(folder: Path) -> None:
     rows = decisions(planned(folder, experts="stacked", quant_type="nvfp4"))
     row = rows[f"{LAYER}.mlp.experts.up_proj.weight"]
     assert (row.shape, row.type, row.elements) == ((12, 64, 128), "nvfp4", 12 * 64 * 128)
@@ -75,7 +75,7 @@ def test_stacked_experts_are_decided_as_one(folder: Path) -> None:
         ("ct-nvfp4", f"{LAYER}.mlp.up_proj.weight", "nvfp4", 16),
     ],
 )
-def test_what_the_source_quantized_is_said(
+def test_reports_quantization_in_the_source(
     model: str, name: str, kind: str, group_size: int
 ) -> None:
     found = planned(DATA / model)
@@ -86,8 +86,8 @@ def test_what_the_source_quantized_is_said(
     assert row.bytes_after * 8 / row.elements < 6
 
 
-def test_what_is_quantized_is_not_quantized_again() -> None:
-    with pytest.raises(UnsupportedSource, match=r"is quantized to int4 already; create from"):
+def test_rejects_quantizing_a_quantized_source() -> None:
+    with pytest.raises(UnsupportedSource, match=r"is already quantized to int4; create from"):
         planned(DATA / "mlx-mode", quant_type="int8")
 
 
@@ -95,8 +95,8 @@ def test_what_is_quantized_is_not_quantized_again() -> None:
     "options",
     [{"group_size": 32}, {"policy": "uniform"}, {"overrides": ("*=int4",)}],
 )
-def test_options_mean_nothing_without_a_type(folder: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="means nothing without a type to quantize to"):
+def test_rejects_options_without_a_type(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="requires a type to quantize to"):
         planned(folder, **options)
 
 
@@ -111,20 +111,18 @@ def test_options_mean_nothing_without_a_type(folder: Path, options: dict[str, An
         ({"quant_type": "int4", "policy": "best"}, "best"),
     ],
 )
-def test_a_request_that_means_nothing_is_told(
-    folder: Path, options: dict[str, Any], what: str
-) -> None:
+def test_rejects_invalid_options(folder: Path, options: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         planned(folder, **options)
 
 
-def test_the_last_override_that_matches_decides(folder: Path) -> None:
+def test_the_last_matching_override_decides(folder: Path) -> None:
     overrides = ("*.q_proj.weight=none", "*lm_head*=none", "lm_head.weight=int8")
     rows = decisions(planned(folder, quant_type="mxfp4", overrides=overrides))
     assert rows[f"{LAYER}.self_attn.q_proj.weight"].type == "BF16"
     assert rows["lm_head.weight"].type == "int8"
 
 
-def test_a_model_of_which_nothing_is_quantized_has_no_type(folder: Path) -> None:
+def test_a_model_without_quantized_tensors_has_no_type(folder: Path) -> None:
     found = planned(folder, quant_type="int4", overrides=("*=none",))
     assert found.quant_type == ""

@@ -1,6 +1,6 @@
 """The golden vectors of docs/format.md. None was written by the code under test.
 
-Those of quantized weights are what MLX 0.32.4 computes on a processor, the others were written by hand.
+MLX 0.32.4 computed those of quantized weights on a CPU; the others were written by hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _specs(vector: dict[str, Any]) -> list[TensorSpec]:
 
 
 @pytest.mark.parametrize("vector", _BLOBS, ids=_why)
-def test_writes_a_blob_s_canonical_bytes(vector: dict[str, Any]) -> None:
+def test_writes_the_canonical_bytes_of_a_blob(vector: dict[str, Any]) -> None:
     written = encode_header(_specs(vector), vector["metadata"])
     text = vector["header"].encode()
     assert written == len(text).to_bytes(8, "little") + text
@@ -48,7 +48,7 @@ def test_writes_a_blob_s_canonical_bytes(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", _BLOBS, ids=_why)
-def test_reads_a_blob_s_header_back(vector: dict[str, Any]) -> None:
+def test_reads_the_header_of_a_blob(vector: dict[str, Any]) -> None:
     header = parse_header(vector["header"].encode(), vector["size"])
     assert [entry.spec for entry in header.tensors.values()] == _specs(vector)
     assert header.metadata == vector["metadata"]
@@ -70,7 +70,7 @@ def test_quantizes_to_the_words_and_scales(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", _QUANTIZED, ids=_why)
-def test_words_and_scales_mean_the_numbers(vector: dict[str, Any]) -> None:
+def test_dequantizes_the_words_and_scales(vector: dict[str, Any]) -> None:
     item = FORMATS[vector["quant_type"]]
     kind = vector["dtype"] if item.has_bias else "uint8"
     weight, scale = _array(vector["weight"], "uint32"), _array(vector["scale"], kind)
@@ -87,14 +87,14 @@ def test_a_canonical_manifest_survives_reading_and_writing(vector: dict[str, Any
 
 
 @pytest.mark.parametrize("vector", _MANIFESTS["refused"], ids=_why)
-def test_refuses_a_manifest_and_names_the_json_path(vector: dict[str, Any]) -> None:
+def test_rejects_a_manifest_and_reports_the_json_path(vector: dict[str, Any]) -> None:
     with pytest.raises(InvalidManifest) as caught:
         Manifest.from_bytes(vector["text"].encode())
     assert str(caught.value).startswith(f"{vector['path']}: " if vector["path"] else "manifest is")
 
 
 @pytest.mark.parametrize("vector", _MANIFESTS["with_config"], ids=_why)
-def test_a_config_tells_whether_a_manifest_is_what_was_written(vector: dict[str, Any]) -> None:
+def test_a_config_proves_that_a_manifest_is_unchanged(vector: dict[str, Any]) -> None:
     manifest, config = vector["text"].encode(), vector["config"].encode()
     assert Manifest.from_bytes(manifest).config.digest == Digest.of(config)
     if vector["proven"] is None:
@@ -113,6 +113,6 @@ def test_reads_a_reference_and_fills_in_the_defaults(vector: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("text", _REFERENCES["refused"], ids=lambda text: repr(text[:20]))
-def test_refuses_a_reference(text: str) -> None:
+def test_rejects_a_reference(text: str) -> None:
     with pytest.raises(InvalidReference):
         Reference.parse(text)
