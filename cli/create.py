@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -10,11 +10,12 @@ from blobstore.cli import render
 from blobstore.cli.options import jobs_option, json_option, parse_name, store_option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
     from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions
+    from blobstore.sources.base import SourceOptions
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
@@ -114,16 +115,17 @@ def command(
         return
     if dry_run:
         from blobstore.operations.create.plan import QuantizeOptions
+        from blobstore.sources.base import SourceOptions
 
         quantize = QuantizeOptions(
             quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
         )
-        options: dict[str, Any] = {
-            "weights": weights,
-            "ignore_unindexed": ignore_unindexed,
-            "subtree": subtree,
-            "keep_names": keep_names,
-        }
+        options = SourceOptions(
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+        )
         planned, files = _plan(source, name, store, experts, quantize, options)
         _show_plan(name, planned, files, as_json)
         return
@@ -180,7 +182,7 @@ def _plan(
     store: LocalStore,
     experts: ExpertForm,
     quantize: QuantizeOptions,
-    options: Mapping[str, Any],
+    options: SourceOptions,
 ) -> tuple[ModelPlan, list[str]]:
     """Return the plan of a source and the names of its small files."""
     from blobstore.operations.create.plan import plan_source
@@ -188,7 +190,7 @@ def _plan(
 
     store.check_name(name)
     with render.progress_bar() as progress:
-        opened = open_source(source, **options, progress=progress)
+        opened = open_source(source, options, progress=progress)
     try:
         planned = plan_source(opened, experts=experts, quantize=quantize)
         return planned, [file.name for file in opened.files]

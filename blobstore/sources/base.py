@@ -30,6 +30,24 @@ MAX_FILE_DEPTH = 3
 """Parts of a kept file's name: ``folder/folder/file`` at most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """Which tensors of a source are read, and under which names."""
+
+    weights: str | None = None
+    """Pattern of file names, to choose one of several sets of weights in a folder."""
+    ignore_unindexed: bool = False
+    """Leave out tensors that the weight index does not name. Otherwise they are an error."""
+    subtree: str | None = None
+    """Part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole checkpoint; by
+    default it is the model, found by the keys that training programs use."""
+    keep_names: bool = False
+    """Keep the tensor names and the row order of Meta's Llamas."""
+
+
+DEFAULT_OPTIONS = SourceOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """A small file to keep: its checked name (``file`` or ``folder/file``) and where it is."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
-from blobstore.sources.base import MAX_FILE_DEPTH
+from blobstore.sources.base import DEFAULT_OPTIONS, MAX_FILE_DEPTH
 from blobstore.sources.sharded import (
     CHECKPOINTS,
     SAFETENSORS,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.sources.base import SourceFile
+    from blobstore.sources.base import SourceFile, SourceOptions
 
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
@@ -49,18 +49,8 @@ _OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 class HuggingFaceFolder:
     """A :class:`TensorSource` over a folder, or over a single weight file."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        weights: str | None = None,
-        ignore_unindexed: bool = False,
-        subtree: str | None = None,
-    ) -> None:
-        """Open all weight files of ``path`` and check that they are whole and agree.
-
-        ``weights`` is a pattern of file names that chooses among several sets of weights,
-        ``subtree`` a part of a PyTorch checkpoint.
+    def __init__(self, path: Path, options: SourceOptions = DEFAULT_OPTIONS) -> None:
+        """Open all weight files of ``path`` and check that they are intact and consistent.
 
         Raises:
             DamagedSource: a file is missing, cut short or breaks the format, or files and index
@@ -71,10 +61,10 @@ class HuggingFaceFolder:
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
-        self._shards = ShardSet(subtree)
+        self._shards = ShardSet(options.subtree)
         try:
             if path.is_dir():
-                self._open_folder(path, weights, ignore_unindexed)
+                self._open_folder(path, options)
             else:
                 self._shards.add(path)
             self.notices.extend(self._shards.notices)
@@ -95,25 +85,26 @@ class HuggingFaceFolder:
         """See :class:`TensorSource`."""
         self._shards.close()
 
-    def _open_folder(self, folder: Path, weights: str | None, ignore: bool) -> None:
+    def _open_folder(self, folder: Path, options: SourceOptions) -> None:
         self.config = _read_object(folder / "config.json")
         components = _components(folder)
-        found = self._add_weights(folder, "", weights, ignore)
+        found = self._add_weights(folder, "", options)
         for name in components:
-            found |= self._add_weights(folder / name, f"{name}/", weights, ignore)
+            found |= self._add_weights(folder / name, f"{name}/", options)
         if not found:
-            raise _no_weights(folder, weights)
+            raise _no_weights(folder, options.weights)
         kept = _kept_files(folder, components)
         self.files = sorted(kept, key=lambda file: file.name)
-        told = set(_weight_files(folder, weights))
+        told = set(_weight_files(folder, options.weights))
         self.notices.extend(_left_out(folder, components, told))
 
-    def _add_weights(self, folder: Path, prefix: str, weights: str | None, ignore: bool) -> bool:
-        """Add the weights of one component; tell whether it has any."""
-        names = _weight_files(folder, weights)
-        index, chosen = _choose(folder, names, weights)
+    def _add_weights(self, folder: Path, prefix: str, options: SourceOptions) -> bool:
+        """Add the weights of one component; return whether it has any."""
+        names = _weight_files(folder, options.weights)
+        index, chosen = _choose(folder, names, options.weights)
         if index is not None:
             weight_map = read_weight_map(index)
+            ignore = options.ignore_unindexed
             self.notices.extend(
                 add_indexed(self._shards, index, weight_map, prefix=prefix, ignore=ignore)
             )

@@ -87,7 +87,7 @@ class ShardSet:
             return checkpoint
         if self._subtree is not None:
             raise UsageError(
-                f"{quote(path)} has no parts to choose with --subtree: it is no checkpoint"
+                f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
             )
         return SafetensorsShard(path)
 

@@ -29,6 +29,7 @@ from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.recipes import Copied, Prequantized
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
@@ -120,10 +121,12 @@ def create(
     store.check_name(reference)
     opened = open_source(
         source,
-        weights=weights,
-        ignore_unindexed=ignore_unindexed,
-        subtree=subtree,
-        keep_names=keep_names,
+        SourceOptions(
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+        ),
         progress=progress,
     )
     try:

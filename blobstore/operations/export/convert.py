@@ -11,6 +11,7 @@ from blobstore.core.escape import quote
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.writer import write_safetensors
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def convert_checkpoint(
             f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")
         )
     opened = open_source(
-        source, weights=weights, subtree=subtree, keep_names=keep_names, progress=progress
+        source,
+        SourceOptions(weights=weights, subtree=subtree, keep_names=keep_names),
+        progress=progress,
     )
     try:
         meter = Meter(progress, sum(spec.nbytes for spec in opened.specs.values()))

@@ -29,6 +29,7 @@ from blobstore.models.index import load_index, write_index
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import OwnOrigin, StoreOrigin, open_origin
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.sources.base import SourceOptions
 from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_cold_aside, put_in_place
@@ -121,7 +122,12 @@ def repair_models(
         origin: BlobProvider | None = None
         notices: Sequence[str] = ()
         if source is not None:
-            options = (weights, ignore_unindexed, subtree, keep_names)
+            options = SourceOptions(
+                weights=weights,
+                ignore_unindexed=ignore_unindexed,
+                subtree=subtree,
+                keep_names=keep_names,
+            )
             origin, notices = open_origin(source, store, overrides, options, progress)
             stack.callback(origin.close)
         restored: tuple[Restored, ...] = ()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.create.blobs import BlobPlan
     from blobstore.operations.create.plan import ModelPlan
-    from blobstore.sources.base import TensorSource
+    from blobstore.sources.base import SourceOptions, TensorSource
 
 Wanted = Mapping["BlobId", "Descriptor"]
 
@@ -209,7 +209,7 @@ def open_origin(
     source: str | os.PathLike[str],
     store: LocalStore,
     overrides: Sequence[str],
-    options: tuple[str | None, bool, str | None, bool],
+    options: SourceOptions,
     progress: Progress | None,
 ) -> tuple[BlobProvider, Sequence[str]]:
     """Return what blobs are to be had from, and what a person should know of it.
@@ -225,15 +225,7 @@ def open_origin(
                 f"{quote(source)} is the store itself, which cannot be repaired from itself"
             )
         return StoreOrigin(LocalStore(path)), ()
-    weights, ignore_unindexed, subtree, keep_names = options
-    opened = open_source(
-        source,
-        weights=weights,
-        ignore_unindexed=ignore_unindexed,
-        subtree=subtree,
-        keep_names=keep_names,
-        progress=progress,
-    )
+    opened = open_source(source, options, progress=progress)
     return SourceOrigin(opened, overrides), opened.notices
 
 

@@ -287,13 +287,13 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
 def test_a_part_is_of_a_checkpoint_only(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "m", "--subtree", "model")
     assert result.exit_code == 2
-    assert "has no parts to choose with --subtree" in result.stderr
+    assert "so it has no parts for --subtree" in result.stderr
 
 
 def test_names_are_kept_of_metas_folders_only(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "m", "--keep-names")
     assert result.exit_code == 2
-    assert "is no folder of Meta's" in result.stderr
+    assert "is not a Meta Llama folder" in result.stderr
 
 
 def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_path: Path) -> None:

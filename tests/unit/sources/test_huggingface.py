@@ -21,6 +21,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
@@ -45,7 +46,7 @@ class Found:
     """What a folder gives, read and closed."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        source = HuggingFaceFolder(folder, **options)
+        source = HuggingFaceFolder(folder, SourceOptions(**options))
         self.names = set(source.specs)
         self.files = [file.name for file in source.files]
         self.paths = {file.name: file.path for file in source.files}
@@ -672,7 +673,7 @@ def test_chooses_a_part_of_a_checkpoint(tmp_path: Path) -> None:
 def test_safetensors_have_no_parts(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(UsageError, match="has no parts to choose with --subtree"):
+        with pytest.raises(UsageError, match="so it has no parts for --subtree"):
             Found(path, subtree="model")
 
 

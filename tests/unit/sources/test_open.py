@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from blobstore.errors import CheckpointRefused, SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from tests.support import sandbox
 from tests.support.models import write_folder
@@ -28,10 +29,10 @@ def test_opens_a_folder_and_a_file(tmp_path: Path) -> None:
         opened.close()
 
 
-def test_hands_its_options_on(tmp_path: Path) -> None:
+def test_passes_its_options_on(tmp_path: Path) -> None:
     write_folder(tmp_path, ONE)
     save_file({"b": np.zeros(1)}, tmp_path / "other.safetensors")
-    opened = open_source(tmp_path, weights="other*")
+    opened = open_source(tmp_path, SourceOptions(weights="other*"))
     assert set(opened.specs) == {"b"}
     opened.close()
 
@@ -92,7 +93,7 @@ def test_what_may_not_be_read_says_so() -> None:
     assert outcomes[1] == (
         f"SourceError: cannot open '{folder}/file/model.safetensors': Permission denied"
     )
-    assert outcomes[2].startswith(f"SourceNotFound: cannot look at '{folder}/closed/deeper'")
+    assert outcomes[2].startswith(f"SourceNotFound: cannot access '{folder}/closed/deeper'")
 
 
 def test_a_shard_name_too_long_for_the_system_is_an_error(tmp_path: Path) -> None:
@@ -150,39 +151,43 @@ def test_opens_a_folder_of_a_checkpoint(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_hands_the_part_that_is_asked_for_on(tmp_path: Path) -> None:
+def test_passes_the_subtree_on(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"model": {"a": torch.zeros(1)}, "ema": {"b": torch.zeros(1)}}, path)
     for source in (path, tmp_path):
         for subtree, names in ((None, {"a"}), ("ema", {"b"}), (".", {"model.a", "ema.b"})):
-            opened = open_source(source, subtree=subtree)
+            opened = open_source(source, SourceOptions(subtree=subtree))
             assert set(opened.specs) == names
             opened.close()
         with pytest.raises(UsageError, match="there is no subtree 'x' with tensors; there are"):
-            open_source(source, subtree="x")
+            open_source(source, SourceOptions(subtree="x"))
 
 
 def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
     write_folder(tmp_path, ONE)
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(UsageError, match="has no parts to choose with --subtree: it is no"):
-            open_source(source, subtree="model")
+        with pytest.raises(
+            UsageError, match="is not a PyTorch checkpoint, so it has no parts for --subtree"
+        ):
+            open_source(source, SourceOptions(subtree="model"))
 
 
 def test_only_folders_of_meta_s_have_names_to_keep(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "x.pt")
     for source in (tmp_path, tmp_path / "x.pt"):
-        with pytest.raises(UsageError, match="is no folder of Meta's, whose names --keep-names"):
-            open_source(source, keep_names=True)
+        with pytest.raises(UsageError, match="is not a Meta Llama folder; --keep-names"):
+            open_source(source, SourceOptions(keep_names=True))
 
 
 def test_a_folder_of_meta_s_has_no_parts(tmp_path: Path) -> None:
     torch.save({"norm.weight": torch.zeros(1)}, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text('{"dim": 8, "n_layers": 1}')
-    with pytest.raises(UsageError, match="has no parts to choose with --subtree: it is Meta's"):
-        open_source(tmp_path, subtree="model")
+    with pytest.raises(
+        UsageError, match="is a Meta Llama folder, which has no parts for --subtree"
+    ):
+        open_source(tmp_path, SourceOptions(subtree="model"))
     # A pattern means the files as they are.
-    opened = open_source(tmp_path, weights="consolidated*")
+    opened = open_source(tmp_path, SourceOptions(weights="consolidated*"))
     assert set(opened.specs) == {"norm.weight"}
     opened.close()
 

@@ -255,7 +255,7 @@ def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:
 def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": np.zeros(1)}, path)
-    with pytest.raises(UsageError, match=f"'{path}' has no parts to choose with --subtree"):
+    with pytest.raises(UsageError, match=f"'{path}' is not a PyTorch checkpoint"):
         ShardSet("model").add(path)
 
 
