@@ -39,8 +39,7 @@ from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Memb
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import SMALLEST, gather_blobs, gather_models
 from blobstore.operations.archive.reader import check_case
-from blobstore.operations.freeze.base_search import LEAST_GAIN
-from blobstore.operations.freeze.blob_encoder import BlobEncoder, Level
+from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -148,6 +147,7 @@ class _ArchiveWriter:
         self._store = store
         self._folder = folder
         self._level: Level = level
+        self._estimator = SizeEstimator(store, level)
         self._line = OrderedWriter(descriptor, PREFIX)
         self._written: dict[Digest, tuple[int, OrderedSlot, bool]] = {}
         """The numbers of blobs that were written, their bytes, and whether these are as they are."""
@@ -223,11 +223,7 @@ class _ArchiveWriter:
         """Write the cold form of a blob."""
         found = BlobId(blob.digest, blob.size)
         if self._store.has_hot(blob.digest):
-            coding = BlobEncoder(self._store, found, self._level, blob.base)
-            if coding.has_base:
-                alone = BlobEncoder(self._store, found, self._level)
-                if coding.estimate() > (1 - LEAST_GAIN) * alone.estimate():
-                    coding = alone
+            coding = self._estimator.choose_encoder(found, blob.base)
             coding.write(entry.write, lambda count: self._crew.report(count, blob.where))
             return
         # It is cold, but what it is coded by does not come along.

@@ -16,7 +16,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.operations.freeze.base_search import BaseFinder
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.duplicates import DuplicateFinder
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _ArchivePlanner:
     def __init__(self, store: LocalStore, models: Sequence[GatheredModel], level: Level) -> None:
         self._store = store
         self._models = models
-        self._level: Level = level
+        self._estimator = SizeEstimator(store, level)
         self._blobs: dict[Digest, PlannedMember] = {}
         for model in models:
             for blob in (model.manifest.config, *model.manifest.layers):
@@ -124,9 +124,9 @@ class _ArchivePlanner:
         bases = set(coded.values())
         if all(blob.cold is not None or blob.size <= SMALLEST for blob in self._blobs.values()):
             return
-        equals = DuplicateFinder(self._store, self._level, self._tensors(), coded)
-        equals.look_at(())
-        for digest, base in equals.joined(self._likely()).items():
+        equals = DuplicateFinder(self._store, self._estimator, self._tensors(), coded)
+        equals.read(())
+        for digest, base in equals.choose_bases(self._likely()).items():
             blob, other = self._blobs[digest], self._blobs[base.digest]
             is_free = blob.cold is None and digest not in bases and self._store.has_hot(digest)
             if is_free and other.base is None and blob.size > SMALLEST:
@@ -172,11 +172,7 @@ class _ArchivePlanner:
         found = PlannedMember(base.digest, base.size, f"the base of {blobs[0].where}")
         try:
             found = self._with_cold(found)
-            alone = (
-                BlobEncoder(self._store, base, self._level).estimate()
-                if found.cold is None
-                else len(found.cold)
-            )
+            alone = self._estimator.estimate(base).size if found.cold is None else len(found.cold)
         except (BlobMissing, BlobDamaged):
             return
         stored = sum(len(blob.cold) for blob in blobs if blob.cold is not None)
@@ -199,15 +195,11 @@ class _ArchivePlanner:
             }
             for model in self._models
         }
-        relatives = BaseFinder(self._store, list(layers), self._level)
-        # A name may be gone meanwhile, or be another model's: what that is like does no harm.
-        hot = [
-            model.reference
-            for model in self._models
-            if self._is_any_hot(model) and relatives.layers(model.reference)
-        ]
+        manifests = {model.reference: model.manifest for model in self._models}
+        relatives = BaseFinder(self._store, manifests, self._estimator)
+        hot = [model.reference for model in self._models if self._is_any_hot(model)]
         likely: dict[Digest, BlobId] = {}
-        for reference, base in relatives.bases_of(hot).items():
+        for reference, base in relatives.find_bases(hot).items():
             for name, layer in layers[reference].items():
                 other = layers[base].get(name, layer)
                 if other.digest != layer.digest:

@@ -1,4 +1,4 @@
-"""Which model of a store another is most like: what it was trained from, by its card or by its bytes."""
+"""Finds the base model of each model: the one that its card or config names, or the most similar one."""
 
 from __future__ import annotations
 
@@ -9,55 +9,49 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.blob_encoder import MIN_GAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from typing import Final
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
-_MOST = 8
-"""Models that are compared by their bytes."""
-_SAMPLES = 2
-"""Blobs of each that are compared."""
-_ALIKE = 0.5
-"""The least part of its bytes that a model must have in layers that the other has too."""
-LEAST_GAIN = 0.05
-"""What part of a blob coding it by another must save over coding it alone."""
-_MAX_CARD = 1 << 20
+_MAX_CANDIDATES: Final = 8
+"""Models whose bytes are sampled for one model."""
+_SAMPLED_BLOBS: Final = 2
+_MIN_SIMILAR: Final = 0.5
+"""The share of a model's bytes that must lie in layers of equal name and size."""
+_MAX_CARD: Final = 1 << 20
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
 _BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
 class BaseFinder:
-    """The models of a store, some of which are like others."""
+    """Finds base models among some models of a store."""
 
-    def __init__(self, store: LocalStore, references: Sequence[Reference], level: Level) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        manifests: Mapping[Reference, Manifest],
+        estimator: SizeEstimator,
+    ) -> None:
         self._store = store
-        self._level: Level = level
-        self._manifests: dict[Reference, Manifest] = {}
-        for reference in references:
-            try:
-                self._manifests[reference] = store.parse(reference)[1]
-            except BlobstoreError:
-                continue
+        self._manifests = manifests
+        self._estimator = estimator
+        self._layers = {name: tensor_layers(manifest) for name, manifest in manifests.items()}
 
-    @property
-    def references(self) -> list[Reference]:
-        """The models, without those whose manifests cannot be read, by name."""
-        return sorted(self._manifests)
+    def find_bases(self, references: Sequence[Reference]) -> dict[Reference, Reference]:
+        """Return the base of each of the models that has one; a base has no base itself.
 
-    def bases_of(self, references: Sequence[Reference]) -> dict[Reference, Reference]:
-        """Return by which models others are best coded; no such model is coded itself.
-
-        That which is the best for most comes first: of a family, all are coded by what they were made
-        from. Others are thought of again without those that are coded.
+        The base that is best for most models is chosen first, so that all fine-tunes of a model get that
+        model. The others then choose among the models that have no base.
         """
-        best = {reference: self.base_of(reference, ()) for reference in references}
+        best = {reference: self.find_base(reference) for reference in references}
         votes = Counter(base for base in best.values() if base is not None)
         bases: dict[Reference, Reference] = {}
         for base, _ in votes.most_common():
@@ -66,88 +60,93 @@ class BaseFinder:
                 bases |= {item: base for item in theirs if item not in bases.values()}
         for reference in references:
             if best[reference] is not None and reference not in {*bases, *bases.values()}:
-                found = self.base_of(reference, list(bases))
+                found = self.find_base(reference, list(bases))
                 if found is not None:
                     bases[reference] = found
         return bases
 
-    def base_of(self, reference: Reference, excluded: Sequence[Reference]) -> Reference | None:
-        """Return the model by which another is best coded; None if there is none.
+    def find_base(
+        self, reference: Reference, excluded: Sequence[Reference] = ()
+    ) -> Reference | None:
+        """Return the best base of a model; None if there is none.
 
         Args:
             reference: the model.
-            excluded: models that cannot serve, for they are coded by others themselves.
+            excluded: models that have a base themselves.
         """
-        mine = self.layers(reference)
-        near = [
+        mine = self._layers.get(reference, {})
+        similar = [
             (share, other)
-            for other in self._manifests
+            for other, layers in self._layers.items()
             if other != reference
             and other not in excluded
-            and (share := _share(mine, self.layers(other))) >= _ALIKE
+            and (share := _similar_share(mine, layers)) >= _MIN_SIMILAR
         ]
-        named = set(self._named(reference))
-        for _, other in near:
-            if _plain(other.model) in named:
+        named = set(self._named_bases(reference))
+        for _, other in similar:
+            if _normalize(other.model) in named:
                 return other
-        nearest = sorted(near, key=lambda item: (-item[0], item[1]))[:_MOST]
-        gains = [(self._gain(mine, self.layers(other)), other) for _, other in nearest]
+        nearest = sorted(similar, key=lambda item: (-item[0], item[1]))[:_MAX_CANDIDATES]
+        gains = [(self._estimate_gain(mine, self._layers[other]), other) for _, other in nearest]
         gain, best = max(gains, key=lambda item: item[0], default=(0.0, None))
-        return best if gain >= LEAST_GAIN else None
+        return best if gain >= MIN_GAIN else None
 
-    def layers(self, reference: Reference) -> Mapping[str, Descriptor]:
-        """Return the tensor layers of a model by name."""
-        manifest = self._manifests.get(reference)
-        found = () if manifest is None else manifest.layers_of(media_types.TENSOR)
-        return {layer.name: layer for layer in found}
-
-    def _named(self, reference: Reference) -> Iterator[str]:
-        """Yield what a model's own files say that it was made from."""
+    def _named_bases(self, reference: Reference) -> Iterator[str]:
+        """Yield the base models that the model card and config name, normalized."""
+        files = {"README.md": _card_bases, "config.json": _config_bases}
         for layer in self._manifests[reference].layers:
-            if layer.name not in {"README.md", "config.json"} or layer.size > _MAX_CARD:
+            if layer.name not in files or layer.size > _MAX_CARD:
                 continue
             try:
                 text = self._store.read_blob(layer.digest, layer.size).decode()
             except (BlobstoreError, ValueError):
                 continue
-            for name in _card_bases(text) if layer.name == "README.md" else _config_bases(text):
-                yield _plain(name.rpartition("/")[2])
+            for name in files[layer.name](text):
+                yield _normalize(name.rpartition("/")[2])
 
-    def _gain(self, mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]) -> float:
-        """Return what part of some large blobs is saved when they are coded by the others."""
+    def _estimate_gain(
+        self, mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]
+    ) -> float:
+        """Return the share of the compressed size that a base saves for the largest blobs."""
         pairs = [
-            (layer, theirs[name])
+            (layer.id, theirs[name].id)
             for name, layer in mine.items()
             if name in theirs
             and theirs[name].digest != layer.digest
             and self._store.has_hot(layer.digest)
         ]
-        alone = beside = 0
-        for layer, other in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLES]:
+        alone = delta = 0
+        for blob, base in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLED_BLOBS]:
             try:
-                blob, base = layer.id, other.id
-                coding = BlobEncoder(self._store, blob, self._level, base)
-                beside += coding.estimate()
-                coding.alone()
-                alone += coding.estimate()
-            except BlobstoreError:  # told when it is its turn
+                sizes = (
+                    self._estimator.estimate(blob, base).size,
+                    self._estimator.estimate(blob).size,
+                )
+            except BlobstoreError:  # reported when the blob is compressed
                 continue
-        return 1 - beside / alone if alone else 0.0
+            delta += sizes[0]
+            alone += sizes[1]
+        return 1 - delta / alone if alone else 0.0
 
 
-def _share(mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]) -> float:
+def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
+    """Return the tensor layers of a model by name."""
+    return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
+
+
+def _similar_share(mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]) -> float:
     total = sum(layer.size for layer in mine.values())
-    alike = sum(
+    similar = sum(
         layer.size
         for name, layer in mine.items()
         if name in theirs and theirs[name].size == layer.size
     )
-    return alike / total if total else 0.0
+    return similar / total if total else 0.0
 
 
 def _card_bases(text: str) -> list[str]:
-    front = _FRONT_MATTER.match(text)
-    return _BASE_MODEL.findall(front[1]) if front else []
+    front_matter = _FRONT_MATTER.match(text)
+    return _BASE_MODEL.findall(front_matter[1]) if front_matter else []
 
 
 def _config_bases(text: str) -> list[str]:
@@ -161,6 +160,6 @@ def _config_bases(text: str) -> list[str]:
     return [name for name in found if isinstance(name, str) and name]
 
 
-def _plain(name: str) -> str:
-    """Return a name without what is written one way or the other."""
+def _normalize(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())

@@ -1,14 +1,19 @@
-"""The bytes of a hot blob made cold, alone or by a base, and an estimate of what that comes to."""
+"""Compresses hot blobs, each alone or as a delta against a base, and estimates the compressed size.
+
+An estimate samples the blob and its base. :class:`SizeEstimator` remembers the estimates of a run, so that
+the searches for bases and the compression do not sample the same pair twice.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import copy
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blobstore.errors import Damaged, InvalidHeader, StoreError
 from blobstore.operations.freeze.fingerprints import (
-    LEAST_PIECE,
+    MIN_PIECE,
     FingerprintIndex,
-    print_of,
+    fingerprint_of,
     slices_of,
     whole_of,
 )
@@ -16,6 +21,7 @@ from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Final
 
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.estimate import Known
@@ -27,87 +33,155 @@ if TYPE_CHECKING:
 
 Level = Literal["fast", "small"]
 
-_PIECE = 16 << 20
+MIN_GAIN: Final = 0.05
+"""The share of the compressed size that a base must save."""
+_CHUNK: Final = 16 << 20
+
+
+class Estimate(NamedTuple):
+    """About how many bytes a blob compresses to, seldom too few."""
+
+    size: int
+    has_base: bool
+    """False if the base has no similar tensors: the blob would be compressed alone."""
+    factors: Known
+    """The low-rank factors that the samples gave."""
+
+
+_Key = tuple["BlobId", "BlobId | None", Level]
+
+
+class SizeEstimator:
+    """Estimates what the hot blobs of a store compress to, each pair once. Threads may share it."""
+
+    def __init__(self, store: LocalStore, level: Level) -> None:
+        self._store = store
+        self._level: Level = level
+        self._estimates: dict[_Key, Estimate] = {}
+
+    def estimate(
+        self, blob: BlobId, base: BlobId | None = None, level: Level | None = None
+    ) -> Estimate:
+        """Return the estimate for a blob with a base, at the level of this estimator or another.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob has no readable hot form.
+            StoreError: the store cannot be read.
+        """
+        key = blob, base, level or self._level
+        if key not in self._estimates:
+            self._estimates[key] = BlobEncoder(
+                self._store, blob, key[2], base, self._estimates
+            ).estimate()
+        return self._estimates[key]
+
+    def choose_encoder(self, blob: BlobId, base: BlobId | None = None) -> BlobEncoder:
+        """Return an encoder against ``base`` if that saves ``MIN_GAIN``, otherwise one without a base.
+
+        Raises as :meth:`estimate`.
+        """
+        encoder = BlobEncoder(self._store, blob, self._level, base, self._estimates)
+        if not encoder.has_base:
+            return encoder
+        alone = encoder.without_base()
+        is_gain = encoder.estimate().size <= (1 - MIN_GAIN) * alone.estimate().size
+        return encoder if is_gain else alone
 
 
 class BlobEncoder:
-    """A hot blob that is to be coded, by ``base`` if that is given and has tensors like it.
+    """Compresses a hot blob, against ``base`` if that is given and has similar tensors.
 
     Raises:
-        BlobMissing, BlobDamaged: it is not there.
-        StoreError: it cannot be read.
+        BlobMissing, BlobDamaged: the blob has no readable hot form.
+        StoreError: the store cannot be read.
     """
 
     def __init__(
-        self, store: LocalStore, blob: BlobId, level: Level, base: BlobId | None = None
+        self,
+        store: LocalStore,
+        blob: BlobId,
+        level: Level,
+        base: BlobId | None = None,
+        estimates: dict[_Key, Estimate] | None = None,
     ) -> None:
-        from blobstore.compression.spans import spans_of  # brings numpy
-        from blobstore.compression.tuning import Level as Effort
+        from blobstore.compression.spans import spans_of  # imports numpy
+        from blobstore.compression.tuning import Level as TuningLevel
 
-        self._digest = blob.digest
-        self._level = Effort(level)
-        self._data = store.mmap_hot(blob.digest, blob.size)
-        self._runs = spans_of(self._data, blob.size)
-        self._compared = self._runs
+        self._blob = blob
+        self._level: Level = level
+        self._tuning = TuningLevel(level)
+        self._estimates = {} if estimates is None else estimates
+        self._data = store.mmap_hot(*blob)
+        self._spans = spans_of(self._data, blob.size)
+        self._aligned: Sequence[Span] = self._spans
+        """The spans, with their offsets in the base."""
         self._base: BaseBlob | None = None
-        self._known: Known = {}
-        if base is not None:
-            self._compare(store, base)
+        header = None if base is None else _header(self._data)
+        if base is None or header is None:
+            return
+        try:
+            base_header, base_blob = store.read_blob_header(*base), store.base(*base)
+            aligner = _BaseAligner(self._data, header, base_blob, base_header)
+            aligned = list(aligner.align(self._spans))
+        except (Damaged, StoreError):
+            return  # a base that cannot be read is not used
+        if any(span.base_begin is not None for span in aligned):
+            self._aligned, self._base = aligned, base_blob
 
     @property
     def has_base(self) -> bool:
-        """Whether there is a base with tensors like those of the blob."""
+        """Whether the blob is compressed against a base."""
         return self._base is not None
 
-    def alone(self) -> None:
-        """Use no base after all."""
-        self._base, self._compared, self._known = None, self._runs, {}
+    def without_base(self) -> BlobEncoder:
+        """Return the encoder of the same blob without a base."""
+        alone = copy.copy(self)
+        alone._aligned, alone._base = self._spans, None  # noqa: SLF001 - a copy of this one
+        return alone
 
-    def write(self, write: Callable[..., object], tell: Callable[[int], None]) -> None:
-        """Code the blob; ``tell`` gets the bytes that are being coded."""
+    def estimate(self) -> Estimate:
+        """Return about how many bytes :meth:`write` writes, from samples of each tensor."""
+        from blobstore.compression.estimate import estimate_size
+
+        if self._key not in self._estimates:
+            factors: Known = {}
+            size = estimate_size(self._data, self._aligned, self._base, self._tuning, factors)
+            self._estimates[self._key] = Estimate(size, self.has_base, factors)
+        return self._estimates[self._key]
+
+    def write(self, write: Callable[..., object], report: Callable[[int], None]) -> None:
+        """Compress the blob into ``write``; ``report`` gets the number of bytes of each chunk read."""
         from blobstore.compression.encoder import encode
         from blobstore.compression.estimate import fit_low_rank
         from blobstore.compression.spans import with_equals
 
-        runs: Sequence[Span] = self._compared
+        spans: Sequence[Span] = self._aligned
         if self._base is not None:
-            runs = list(fit_low_rank(self._data, runs, self._base, self._level, self._known))
-        runs = [
-            run if run.same_as is None else run._replace(base_begin=None, factors=None)
-            for run in with_equals(runs, self._data)
+            known = self._estimates.pop(self._key, None)  # written once, so that it is not kept
+            factors = {} if known is None else known.factors
+            spans = list(fit_low_rank(self._data, spans, self._base, self._tuning, factors))
+        spans = [
+            span if span.same_as is None else span._replace(base_begin=None, factors=None)
+            for span in with_equals(spans, self._data)
         ]
         encode(
-            self._pieces(tell), runs, write, level=self._level, digest=self._digest, base=self._base
+            self._chunks(report),
+            spans,
+            write,
+            level=self._tuning,
+            digest=self._blob.digest,
+            base=self._base,
         )
 
-    def estimate(self) -> int:
-        """Return about how many bytes it comes to, from some slices of each tensor; seldom fewer."""
-        from blobstore.compression.estimate import estimate_size
+    @property
+    def _key(self) -> _Key:
+        return self._blob, None if self._base is None else self._base.identity, self._level
 
-        return estimate_size(self._data, self._compared, self._base, self._level, self._known)
-
-    def _pieces(self, tell: Callable[[int], None]) -> Iterator[memoryview]:
-        size = len(self._data)
-        for begin in range(0, size, _PIECE):
-            yield self._data[begin : begin + _PIECE]
-            tell(min(_PIECE, size - begin))
-
-    def _compare(self, store: LocalStore, blob: BlobId) -> None:
-        """Note for each tensor where the one lies in the base that it is to be compared with."""
-        try:
-            theirs = store.read_blob_header(*blob)
-            base = store.base(*blob)
-        except (Damaged, StoreError):
-            return
-        mine = _header(self._data)
-        if mine is None:
-            return
-        try:
-            compared = list(_Compared(self._data, mine, theirs, base).runs(self._runs))
-        except (Damaged, StoreError):
-            return
-        if any(run.base_begin is not None for run in compared):
-            self._compared, self._base = compared, base
+    def _chunks(self, report: Callable[[int], None]) -> Iterator[memoryview]:
+        for begin in range(0, len(self._data), _CHUNK):
+            chunk = self._data[begin : begin + _CHUNK]
+            yield chunk
+            report(len(chunk))
 
 
 def _header(data: memoryview) -> Header | None:
@@ -118,61 +192,63 @@ def _header(data: memoryview) -> Header | None:
         return None
 
 
-class _Compared:
-    """The runs of a blob, with the places in a base that they are compared with.
+class _BaseAligner:
+    """Finds the bytes of a base that each tensor of a blob is compared with.
 
-    What has the bytes of a tensor is compared with these, whatever the name is; a stack also by slices.
-    All else is compared with the tensor of its name, or with the only one if it is the only one, if that
-    has its type and shape.
+    Equal data comes first, whatever the tensor that has it is called, and for a stacked tensor also slice
+    by slice. Otherwise it is the tensor of the same name, type and shape; if both blobs have a single
+    tensor, the names need not match.
     """
 
-    def __init__(self, data: memoryview, mine: Header, theirs: Header, base: BaseBlob) -> None:
+    def __init__(
+        self, data: memoryview, header: Header, base: BaseBlob, base_header: Header
+    ) -> None:
         self._data = data
-        self._mine = mine
-        self._theirs = theirs
+        self._header = header
         self._base = base
-        self._pieces = FingerprintIndex(theirs, base.read_into)
+        self._base_header = base_header
+        self._pieces = FingerprintIndex(base_header, base.read_into)
 
-    def runs(self, runs: Sequence[Span]) -> Iterator[Span]:
-        """Yield the runs, of which the first is the header."""
-        yield runs[0]
-        named = [(name, item) for name, item in self._mine.tensors.items() if item.end > item.begin]
-        for run, (name, entry) in zip(runs[1:], named, strict=True):
-            yield from self._compared(run, name, entry)
+    def align(self, spans: Sequence[Span]) -> Iterator[Span]:
+        """Yield the spans of the blob, the header first, with their offsets in the base."""
+        yield spans[0]
+        tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
+        for span, (name, entry) in zip(spans[1:], tensors, strict=True):
+            yield from self._align_tensor(span, name, entry)
 
-    def _compared(self, run: Span, name: str, entry: TensorEntry) -> Sequence[Span]:
-        whole = whole_of(entry, self._mine.data_start)
-        by_name = self._by_name(name, entry)
-        place = self._place(whole, by_name)
-        if place is not None or by_name is not None:
-            return [run._replace(base_begin=by_name if place is None else place)]
+    def _align_tensor(self, span: Span, name: str, entry: TensorEntry) -> Sequence[Span]:
         from blobstore.compression.spans import split
 
-        places = [self._place(piece) for piece in slices_of(entry, self._mine.data_start)]
-        if all(place is None for place in places):
-            return [run]
+        named = self._find_named(name, entry)
+        equal = self._find_equal(whole_of(entry, self._header.data_start), named)
+        if equal is not None or named is not None:
+            return [span._replace(base_begin=named if equal is None else equal)]
+        slices = slices_of(entry, self._header.data_start)
+        begins = [self._find_equal(piece) for piece in slices]
+        if all(begin is None for begin in begins):
+            return [span]
         return [
-            part._replace(base_begin=place) for part, place in zip(split(run), places, strict=True)
+            part._replace(base_begin=begin) for part, begin in zip(split(span), begins, strict=True)
         ]
 
-    def _by_name(self, name: str, entry: TensorEntry) -> int | None:
-        is_single = len(self._mine.tensors) == len(self._theirs.tensors) == 1
-        tensors = self._theirs.tensors
-        other = next(iter(tensors.values())) if is_single else tensors.get(name)
+    def _find_named(self, name: str, entry: TensorEntry) -> int | None:
+        theirs = self._base_header.tensors
+        is_single = len(self._header.tensors) == len(theirs) == 1
+        other = next(iter(theirs.values())) if is_single else theirs.get(name)
         if other is None or other.spec[1:] != entry.spec[1:]:
             return None
-        return self._theirs.data_start + other.begin
+        return self._base_header.data_start + other.begin
 
-    def _place(self, piece: Piece, first: int | None = None) -> int | None:
-        """Return where the base has a piece's bytes, if it does: at ``first``, or elsewhere."""
-        if piece.size < LEAST_PIECE:
+    def _find_equal(self, piece: Piece, preferred: int | None = None) -> int | None:
+        """Return the offset of equal data in the base, ``preferred`` if it is there too."""
+        if piece.size < MIN_PIECE:
             return None
-        printed = print_of(piece, self._read)
-        if first is not None and printed is not None:
-            there = print_of(piece._replace(begin=first), self._base.read_into)
-            if there == printed:
-                return first
-        return self._pieces.place_of(printed)
+        fingerprint = fingerprint_of(piece, self._read)
+        if preferred is not None and fingerprint is not None:
+            there = piece._replace(begin=preferred)
+            if fingerprint_of(there, self._base.read_into) == fingerprint:
+                return preferred
+        return self._pieces.find(fingerprint)
 
     def _read(self, out: memoryview, begin: int) -> None:
         out[:] = self._data[begin : begin + len(out)]

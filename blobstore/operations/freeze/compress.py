@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import write_all
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.operations.freeze.base_search import LEAST_GAIN
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.store.bases import WholeBases, forms_of_base
 from blobstore.store.cold import ColdBlob, file_state
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.batches import BatchRunner
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.operations.freeze.blob_encoder import BlobEncoder, SizeEstimator
     from blobstore.store.cold import State
     from blobstore.store.local import LocalStore
 
@@ -52,10 +50,12 @@ class EncodedBlob(NamedTuple):
 class ColdBlobBuilder:
     """Makes cold forms, on any thread."""
 
-    def __init__(self, store: LocalStore, level: Level, bases: Mapping[Digest, BlobId]) -> None:
+    def __init__(
+        self, store: LocalStore, estimator: SizeEstimator, bases: Mapping[Digest, BlobId]
+    ) -> None:
         """Take the store, how hard to try, and by what blobs may be coded."""
         self._store = store
-        self._level = level
+        self._estimator = estimator
         self._bases = bases
         self._whole = WholeBases(store)
         self.has_links = True
@@ -69,13 +69,10 @@ class ColdBlobBuilder:
         base = self._bases.get(blob.digest)
         if base is None or not (self.has_links or self._store.has_cold(base.digest)):
             return self._alone(blob)
-        coding = BlobEncoder(self._store, blob.id, self._level, base)
-        if coding.has_base:
-            other = self._alone(blob)
-            is_gain = coding.estimate() <= (1 - LEAST_GAIN) * other.estimate()
-            # What would be in vain need not be tried; it is looked at again when it is done.
-            if not is_gain or not self._whole.is_whole(*base, self._whole.form(base.digest)):
-                return other
+        coding = self._estimator.choose_encoder(blob.id, base)
+        # What would be in vain need not be tried; it is looked at again when it is done.
+        if coding.has_base and not self._whole.is_whole(*base, self._whole.form(base.digest)):
+            return coding.without_base()
         return coding
 
     def make(self, blob: Descriptor, moving: BatchRunner) -> EncodedBlob:
@@ -104,7 +101,7 @@ class ColdBlobBuilder:
             self._whole.add(made.blob.digest, (cold, made.state))
 
     def _alone(self, blob: Descriptor) -> BlobEncoder:
-        return BlobEncoder(self._store, blob.id, self._level)
+        return self._estimator.choose_encoder(blob.id)
 
     def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> EncodedBlob | None:
         """Return the cold form beside the hot one, kept or left by a killed freeze, if it is whole."""
@@ -124,7 +121,7 @@ class ColdBlobBuilder:
                 made = self._coded(blob, coding, moving, tell)
                 if made is not None:
                     return made
-            coding.alone()
+            coding = coding.without_base()
         try:
             made = self._coded(blob, coding, moving, tell)
         except BlobDamaged:

@@ -19,7 +19,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import BatchRunner
-from blobstore.operations.freeze.blob_encoder import Level
+from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, blocks
 from blobstore.operations.freeze.plan import FreezePlan, Need
 from blobstore.store.bases import pin
@@ -131,11 +131,12 @@ def freeze_models(
     asked = [_parsed(reference) for reference in references]
     names = tuple(dict.fromkeys(asked)) or tuple(store.references())
     with store.writing():
+        estimator = SizeEstimator(store, level)
         chosen = FreezePlan(store)
         chosen.choose(names, older_than, must_exist=bool(asked))
         if base is not None or find_base:
-            chosen.compare(None if base is None else _parsed(base), level)
-        work = _Freezing(store, chosen, level, keep_hot=keep_hot)
+            chosen.compare(None if base is None else _parsed(base), estimator)
+        work = _Freezing(store, chosen, estimator, keep_hot=keep_hot)
         if dry_run:
             work.estimate(progress)
         elif work.blobs:
@@ -155,10 +156,10 @@ def _parsed(reference: str | Reference) -> Reference:
 
 class _Freezing:
     def __init__(
-        self, store: LocalStore, chosen: FreezePlan, level: Level, *, keep_hot: bool
+        self, store: LocalStore, chosen: FreezePlan, estimator: SizeEstimator, *, keep_hot: bool
     ) -> None:
         self._store = store
-        self._maker = ColdBlobBuilder(store, level, chosen.base_blobs)
+        self._maker = ColdBlobBuilder(store, estimator, chosen.base_blobs)
         self._keeps_hot = keep_hot
         self._chosen = chosen
         self.blobs = chosen.blobs
@@ -181,7 +182,7 @@ class _Freezing:
                 if outcome is not None:
                     self._note(blob, outcome)
                 else:
-                    stored = self._maker.coding(blob).estimate()
+                    stored = self._maker.coding(blob).estimate().size
                     is_gain = blocks(stored) < blocks(blob.size)
                     self._note(blob, *(("frozen", stored) if is_gain else ("no gain",)))
             except (BlobMissing, BlobDamaged) as error:

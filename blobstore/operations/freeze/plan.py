@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.digest import BlobId
-from blobstore.errors import ModelNotFound
+from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.base_search import BaseFinder
+from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
 from blobstore.operations.freeze.duplicates import DuplicateFinder
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
 Need = Literal["shared", "in use"]
@@ -75,7 +77,7 @@ class FreezePlan:
             if path not in self._frozen and not cold_only.isdisjoint(item.blobs):
                 self._frozen[path] = item.state
 
-    def compare(self, base: Reference | None, level: Level) -> None:
+    def compare(self, base: Reference | None, estimator: SizeEstimator) -> None:
         """Find the models by which others are coded, ``base`` if that is given, and equal tensors.
 
         Raises:
@@ -83,28 +85,31 @@ class FreezePlan:
         """
         if base is not None:
             self._store.resolve(base)
-        relatives = BaseFinder(self._store, list(self._store.references()), level)
-        hot = [item for item in self.references if self._is_any_hot(relatives, item)]
+        manifests = _manifests(self._store)
+        relatives = BaseFinder(self._store, manifests, estimator)
+        hot = [item for item in self.references if self._is_any_hot(manifests, item)]
         if base is None:
-            self.bases = relatives.bases_of(hot)
+            self.bases = relatives.find_bases(hot)
         else:
             self.bases = {reference: base for reference in hot if reference != base}
         for reference, other in self.bases.items():
-            theirs = relatives.layers(other)
-            for name, layer in relatives.layers(reference).items():
+            theirs = tensor_layers(manifests[other]) if other in manifests else {}
+            for name, layer in tensor_layers(manifests[reference]).items():
                 if name in theirs and theirs[name].digest != layer.digest:
                     blob = BlobId(theirs[name].digest, theirs[name].size)
                     self.base_blobs[layer.digest] = blob
-        self._join_equals(relatives, level)
+        self._join_equals(manifests, estimator)
         self._drop_chains()
 
-    def _join_equals(self, relatives: BaseFinder, level: Level) -> None:
+    def _join_equals(
+        self, manifests: Mapping[Reference, Manifest], estimator: SizeEstimator
+    ) -> None:
         """Let blobs be coded by those whose tensors they have under other names."""
         coded = self._store.cold_bases()
-        equals = DuplicateFinder(self._store, level, self.blobs, coded)
-        others = [item for item in relatives.references if item not in self.references]
-        equals.look_at([relatives.layers(reference) for reference in others])
-        self.base_blobs = equals.joined(self.base_blobs)
+        equals = DuplicateFinder(self._store, estimator, self.blobs, coded)
+        others = [item for item in sorted(manifests) if item not in self.references]
+        equals.read([tensor_layers(manifests[reference]) for reference in others])
+        self.base_blobs = equals.choose_bases(self.base_blobs)
 
     def _drop_chains(self) -> None:
         """Leave no base that is coded by another itself."""
@@ -115,8 +120,8 @@ class FreezePlan:
             if blob.digest in cold:
                 del self.base_blobs[digest]
 
-    def _is_any_hot(self, relatives: BaseFinder, reference: Reference) -> bool:
-        layers = relatives.layers(reference).values()
+    def _is_any_hot(self, manifests: Mapping[Reference, Manifest], reference: Reference) -> bool:
+        layers = tensor_layers(manifests[reference]).values() if reference in manifests else ()
         return any(self._store.has_hot(layer.digest) for layer in layers)
 
     def _age(self, path: str, layers: Sequence[Descriptor]) -> float:
@@ -140,6 +145,14 @@ class FreezePlan:
             else:
                 needed.update(dict.fromkeys(item.blobs, "shared"))
         return needed | dict.fromkeys((digest.hex for digest in leased), "in use")
+
+
+def _manifests(store: LocalStore) -> dict[Reference, Manifest]:
+    found: dict[Reference, Manifest] = {}
+    for reference in store.references():
+        with contextlib.suppress(BlobstoreError):
+            found[reference] = store.parse(reference)[1]
+    return found
 
 
 def _modified(path: str) -> float:

@@ -11,7 +11,8 @@ import pytest
 
 import blobstore
 from blobstore.operations.freeze import duplicates as equals
-from blobstore.operations.freeze.fingerprints import Piece, print_of
+from blobstore.operations.freeze.blob_encoder import SizeEstimator
+from blobstore.operations.freeze.fingerprints import Piece, fingerprint_of
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -159,7 +160,7 @@ def sampled_like(true: bytes, other: bytes) -> bytes:
     def copy(out: memoryview, begin: int) -> None:
         data[begin : begin + len(out)] = out[:] = true[begin : begin + len(out)]
 
-    print_of(Piece(0, len(true), 16), copy)
+    fingerprint_of(Piece(0, len(true), 16), copy)
     return bytes(data)
 
 
@@ -330,7 +331,7 @@ def test_few_models_are_looked_at(store: LocalStore, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(LocalStore, "base", noted)
     look_at(store, "m")
-    assert len(sampled) == len(set(sampled)) == 2 + 12 + equals._MOST_MODELS
+    assert len(sampled) == len(set(sampled)) == 2 + 12 + equals._MAX_MODELS
     assert not {item.digest for item in layers(store, "alike-0").values()} & {*sampled}
     monkeypatch.undo()
     frozen = freeze_models(["m"], store=store)
@@ -341,7 +342,7 @@ def look_at(store: LocalStore, name: str) -> None:
     """Look for equals of a model."""
     mine = {item.digest: item for item in layers(store, name).values()}
     others = [layers(store, item.model) for item in store.references() if item.model != name]
-    equals.DuplicateFinder(store, "fast", mine, {}).look_at(others)
+    equals.DuplicateFinder(store, SizeEstimator(store, "fast"), mine, {}).read(others)
 
 
 def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:

@@ -3,11 +3,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.operations.freeze.fingerprints import (
-    LEAST_PIECE,
+    MIN_PIECE,
+    Fingerprint,
     FingerprintIndex,
     Piece,
+    fingerprint_of,
     pieces_of,
-    print_of,
     slices_of,
 )
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.fingerprints import Read
     from blobstore.safetensors.header import Header
 
-SIZE = 2 * LEAST_PIECE
+SIZE = 2 * MIN_PIECE
 
 
 def header_of(data: bytes) -> Header:
@@ -37,7 +38,7 @@ def test_pieces_are_tensors_and_slices_of_stacks() -> None:
     data = blob(
         ("stack", "U8", (3, 2, SIZE // 2), noise(3 * SIZE)),
         ("matrix", "U8", (2, SIZE), noise(2 * SIZE)),
-        ("small", "U8", (LEAST_PIECE - 1,), noise(LEAST_PIECE - 1)),
+        ("small", "U8", (MIN_PIECE - 1,), noise(MIN_PIECE - 1)),
     )
     header = header_of(data)
     found = list(pieces_of(header))
@@ -62,14 +63,14 @@ def test_a_piece_is_found_where_its_bytes_are() -> None:
     pieces = FingerprintIndex(header_of(data), reading(data))
     where = {bytes_: data.index(bytes_) for bytes_ in (one, other)}
     for bytes_, place in where.items():
-        assert pieces.place_of(print_of(Piece(0, SIZE, 8), reading(bytes_))) == place
-    assert pieces.place_of(print_of(Piece(0, SIZE, 8), reading(noise(SIZE, 3)))) is None
-    assert pieces.place_of(print_of(Piece(0, SIZE, 16), reading(one))) is None
+        assert pieces.find(fingerprint_of(Piece(0, SIZE, 8), reading(bytes_))) == place
+    assert pieces.find(fingerprint_of(Piece(0, SIZE, 8), reading(noise(SIZE, 3)))) is None
+    assert pieces.find(fingerprint_of(Piece(0, SIZE, 16), reading(one))) is None
 
 
 def test_what_is_one_byte_over_and_over_is_like_nothing() -> None:
     data = blob(("a", "U8", (SIZE,), bytes(SIZE)))
     pieces = FingerprintIndex(header_of(data), reading(data))
-    assert print_of(Piece(0, SIZE, 8), reading(bytes(SIZE))) is None
-    assert pieces.place_of(None) is None
-    assert pieces.place_of(((SIZE, 8), bytes(192))) is None
+    assert fingerprint_of(Piece(0, SIZE, 8), reading(bytes(SIZE))) is None
+    assert pieces.find(None) is None
+    assert pieces.find(Fingerprint((SIZE, 8), bytes(192))) is None
