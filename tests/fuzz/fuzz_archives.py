@@ -1,16 +1,16 @@
-"""Fuzz the reader of archives: nothing but refusals, no hang, no growth, and what is read is right.
+"""Fuzz the archive reader: it may refuse an input, but not crash, hang, grow or read wrong bytes.
 
 In an environment with this package and ``atheris``, from the root of the repository::
 
     python tests/fuzz/fuzz_archives.py
 
-runs for five minutes on the golden vectors. Options of libFuzzer and folders with more inputs may
-follow; the first folder is where new inputs are kept. An input that ends it is written to
+runs for five minutes, starting from the golden vectors. Options of libFuzzer and folders with more
+inputs may follow; new inputs are kept in the first folder. An input that fails is written to
 ``crash-*``, ``timeout-*`` or ``oom-*``, and is run again if it is given as the only argument.
 
-An input is members, a table, and three bytes with the table's size; the target puts what belongs in
-front and behind, and leaves out the comparison of stored digests, so that what lies behind those is
-reached. The digests of what comes out stay.
+An input is the members, a table, and three bytes with the size of the table. The target adds a valid
+prefix and footer, and skips the comparison of stored digests, so that the code behind it is reached.
+The digests of decoded blobs are still checked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ sys.path.insert(0, str(ROOT))
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.core.digest import Digest
     from blobstore.errors import ArchiveDamaged
-    from blobstore.operations.archive.bundle import Bundle
     from blobstore.operations.archive.format import PREFIX
-    from blobstore.operations.archive.reader import open_archive
+    from blobstore.operations.archive.reader import ArchiveReader, open_archive
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
 _LARGEST = 1 << 24
@@ -44,35 +43,35 @@ _SIZE = 3
 
 
 def read_one(data: bytes, path: Path) -> None:
-    """Read an archive as a file, with all of its models and members."""
+    """Read all members and models of an archive."""
     size = int.from_bytes(data[-_SIZE:], "little")
     body = data[:-_SIZE]
     members, table = body[: max(len(body) - size, 0)], body[max(len(body) - size, 0) :]
-    seal = hashlib.sha256(PREFIX + table).digest()
-    path.write_bytes(PREFIX + members + table + len(table).to_bytes(8, "little") + seal + _END)
+    digest = hashlib.sha256(PREFIX + table).digest()
+    path.write_bytes(PREFIX + members + table + len(table).to_bytes(8, "little") + digest + _END)
     try:
-        with mock.patch.object(Bundle, "judge_stored"), open_archive(path) as bundle:
-            for number, member in enumerate(bundle.bundle.members):
+        with mock.patch.object(ArchiveReader, "_check_digest"), open_archive(path) as reader:
+            for number, member in enumerate(reader.members):
                 if member.size <= _LARGEST and member.base is None:
-                    _read(bundle.bundle, number)
-            bundle.models()
+                    _read(reader, number)
+            reader.models()
     except ArchiveDamaged as error:
         assert str(error).isprintable(), str(error)
         assert len(str(error)) < 4000, str(error)
 
 
-def _read(bundle: Bundle, number: int) -> None:
-    member = bundle.members[number]
+def _read(reader: ArchiveReader, number: int) -> None:
+    member = reader.members[number]
     try:
-        found = bundle.read(number)
+        found = reader.read(number)
     except ArchiveDamaged:
         return
-    if member.stored != member.size:  # what is raw is judged by its stored bytes
+    if member.stored_size != member.size:  # a raw member has no other digest than the stored one
         assert Digest.of(found) == member.digest
 
 
 def write_seeds(folder: Path) -> None:
-    """Write the golden vectors, without what the target puts around them, as inputs."""
+    """Write the golden vectors as inputs, without prefix and footer."""
     vectors = json.loads((ROOT / "tests" / "vectors" / "archive.json").read_text())
     for number, vector in enumerate(vectors):
         file = base64.b64decode(vector["archive"])

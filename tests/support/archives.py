@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
-from blobstore.operations.archive.bundle import Bundle
-from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, encode_contents
+from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.operations.archive.pack import pack_models
 from tests.support.frozen import layer, tuned, weights
 from tests.support.models import add_blobs
@@ -48,10 +48,12 @@ class Parts:
     """An archive taken apart, to be changed and put together again with right digests."""
 
     def __init__(self, data: bytes) -> None:
-        bundle = Bundle(data)
-        self.members: list[Member] = list(bundle.members)
-        self.names: list[tuple[str, int]] = list(bundle.names)
-        self.stored = [bytes(bundle.stored(number)) for number in range(len(self.members))]
+        table = ArchiveTable.parse(memoryview(data))
+        self.members: list[Member] = list(table.members)
+        self.names: list[tuple[str, int]] = list(table.names)
+        self.places = list(pairwise(table.offsets()))
+        """Where in the archive each member begins and ends."""
+        self.stored = [data[begin:end] for begin, end in self.places]
 
     def number(self, kind: Kind) -> int:
         """Return the first member of a kind."""
@@ -64,7 +66,7 @@ class Parts:
     def put(self, number: int, data: bytes) -> None:
         """Change what is stored of a member, and its stored digest."""
         self.stored[number] = data
-        self.change(number, stored=len(data), seal=Digest.of(data))
+        self.change(number, stored_size=len(data), stored_digest=Digest.of(data))
 
     def add(self, member: Member, data: bytes) -> None:
         """Add a member at the end."""
@@ -80,7 +82,7 @@ def archive(
     members: Sequence[Member], stored: Sequence[bytes], names: Sequence[tuple[str, int]]
 ) -> bytes:
     """Return an archive with a right footer."""
-    return PREFIX + b"".join(stored) + encode_contents(ArchiveTable(members, names))
+    return PREFIX + b"".join(stored) + ArchiveTable(members, names).to_bytes()
 
 
 def raw(data: bytes, kind: Kind = Kind.RAW) -> Member:

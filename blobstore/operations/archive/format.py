@@ -1,8 +1,9 @@
-"""The table of an archive: what its members are, and which models they make. Pure values and bytes.
+"""The archive file format: which members an archive has, and which models they make.
 
-docs/archive-format.md is the text that this follows. Members lie in the file in the order in which the
-table lists them, without gaps, so the table states their sizes and no offsets: none can overlap, and
-together they must fill the file. A base comes before what is coded by it: so there are no cycles.
+This module turns the table of an archive into bytes and back, and does no I/O; the format is specified
+in docs/archive-format.md. Members lie in the file in the order of the table, without gaps. So the table
+states sizes and no offsets: members cannot overlap, and together they must fill the file. A base comes
+before the members that are encoded against it, so there are no cycles.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from enum import IntEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
@@ -18,7 +20,7 @@ from blobstore.errors import ArchiveDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from typing import Final
+    from typing import Final, Self
 
 MAGIC: Final = b"\x8fBSARCH"
 VERSION: Final = 1
@@ -34,145 +36,152 @@ _HEAD: Final = struct.Struct("<II")
 _MEMBER: Final = struct.Struct("<B3xIQQ32s32s")
 _NAME: Final = struct.Struct("<IH")
 _RESERVED: Final = slice(1, 4)
-LEAST_SIZE: Final = len(PREFIX) + _HEAD.size + _FOOTER.size
+MIN_SIZE: Final = len(PREFIX) + _HEAD.size + _FOOTER.size
+"""Bytes of an archive without members."""
 
 
 class Kind(IntEnum):
-    """What a member is."""
+    """How a member is stored."""
 
     MANIFEST = 0
     RAW = 1
-    """A blob as it is."""
+    """A blob, uncompressed."""
     COLD = 2
-    """A blob in its cold form, coded by itself."""
+    """A cold blob without a base."""
     DELTA = 3
-    """A blob in its cold form, coded by another member."""
+    """A cold blob that is delta-encoded against another member."""
 
 
 class Member(NamedTuple):
-    """What the table says of a manifest or blob."""
+    """The table entry of a manifest or blob."""
 
     kind: Kind
     size: int
     digest: Digest
-    """Of the manifest's or blob's bytes."""
-    stored: int
+    """Digest of the manifest or blob."""
+    stored_size: int
     """Bytes in the archive."""
-    seal: Digest
-    """Of these."""
+    stored_digest: Digest
+    """Digest of the bytes in the archive."""
     base: int | None = None
-    """The number of the member that it is coded by."""
+    """Number of the member that this one is delta-encoded against."""
 
 
 class ArchiveTable(NamedTuple):
-    """All that an archive says but its members' bytes."""
+    """The members of an archive, and the names of its models."""
 
     members: Sequence[Member]
     names: Sequence[tuple[str, int]]
-    """Names of models, ascending, and the numbers of their manifests."""
+    """Full names of models, ascending, with the numbers of their manifests."""
+
+    @classmethod
+    def parse(cls, archive: memoryview) -> Self:
+        """Return the table of an archive, without reading its members.
+
+        Raises:
+            ArchiveDamaged: the archive is truncated or altered, or breaks the format.
+        """
+        table, begin = _find_table(archive)
+        count, name_count = _HEAD.unpack_from(table)
+        if count > MAX_MEMBERS or name_count > MAX_NAMES:
+            raise ArchiveDamaged(
+                f"{count} members and {name_count} names are more than an archive can have"
+            )
+        at = _HEAD.size + count * _MEMBER.size
+        if at + name_count * _NAME.size > len(table):
+            raise ArchiveDamaged(
+                f"{count} members and {name_count} names do not fit in a table of {len(table)} bytes"
+            )
+        members: list[Member] = []
+        for start in range(_HEAD.size, at, _MEMBER.size):
+            members.append(_decode_member(table[start : start + _MEMBER.size], members))
+        names = list(_decode_names(table[at:], name_count, members))
+        stored = sum(member.stored_size for member in members)
+        if len(PREFIX) + stored != begin:
+            raise ArchiveDamaged(
+                f"the table lists members of {stored} bytes, but the file stores "
+                f"{begin - len(PREFIX)}"
+            )
+        _check_unique("manifest", (item for item in members if item.kind == Kind.MANIFEST))
+        _check_unique("blob", (item for item in members if item.kind != Kind.MANIFEST))
+        named = {number for _, number in names}
+        for number, member in enumerate(members):
+            if member.kind == Kind.MANIFEST and number not in named:
+                raise ArchiveDamaged(f"member {number} is a manifest without a name")
+        return cls(members, names)
+
+    def to_bytes(self) -> bytes:
+        """Return the end of an archive: the table, and the footer that locates it."""
+        pieces = [_HEAD.pack(len(self.members), len(self.names))]
+        for member in self.members:
+            digests = bytes.fromhex(member.stored_digest.hex), bytes.fromhex(member.digest.hex)
+            sizes = member.stored_size, member.size
+            pieces.append(_MEMBER.pack(member.kind, member.base or 0, *sizes, *digests))
+        for name, number in self.names:
+            text = name.encode("ascii")
+            pieces += (_NAME.pack(number, len(text)), text)
+        table = b"".join(pieces)
+        return table + _FOOTER.pack(len(table), _table_digest(table), _END)
+
+    def offsets(self) -> list[int]:
+        """Return where in the archive each member begins, and where the last one ends."""
+        sizes = (member.stored_size for member in self.members)
+        return list(accumulate(sizes, initial=len(PREFIX)))
 
 
-def encode_contents(contents: ArchiveTable) -> bytes:
-    """Return the bytes that end an archive: the table, and the footer by which it is found."""
-    pieces = [_HEAD.pack(len(contents.members), len(contents.names))]
-    for member in contents.members:
-        digests = bytes.fromhex(member.seal.hex), bytes.fromhex(member.digest.hex)
-        sizes = member.stored, member.size
-        pieces.append(_MEMBER.pack(member.kind, member.base or 0, *sizes, *digests))
-    for name, number in contents.names:
-        text = name.encode("ascii")
-        pieces += (_NAME.pack(number, len(text)), text)
-    table = b"".join(pieces)
-    return table + _FOOTER.pack(len(table), _seal(table), _END)
-
-
-def decode_contents(data: memoryview) -> ArchiveTable:
-    """Return what an archive says of itself; no member is looked at.
-
-    Raises:
-        ArchiveDamaged: it is cut short, altered, or breaks the format.
-    """
-    table, begin = _table(data)
-    count, names = _HEAD.unpack_from(table)
-    if count > MAX_MEMBERS or names > MAX_NAMES:
-        raise ArchiveDamaged(f"{count} members and {names} names are more than an archive can have")
-    at = _HEAD.size + count * _MEMBER.size
-    if at + names * _NAME.size > len(table):
-        raise ArchiveDamaged(
-            f"{count} members and {names} names do not fit in a table of {len(table)} bytes"
-        )
-    members = _decode_members(table[_HEAD.size : at])
-    listed = list(_decode_names(table[at:], names, members))
-    stored = sum(member.stored for member in members)
-    if len(PREFIX) + stored != begin:
-        raise ArchiveDamaged(
-            f"members of {stored} bytes are listed, and {begin - len(PREFIX)} stored"
-        )
-    _check_once("manifest", (item for item in members if item.kind == Kind.MANIFEST))
-    _check_once("blob", (item for item in members if item.kind != Kind.MANIFEST))
-    named = {number for _, number in listed}
-    for number, member in enumerate(members):
-        if member.kind == Kind.MANIFEST and number not in named:
-            raise ArchiveDamaged(f"member {number} is a manifest without a name")
-    return ArchiveTable(members, listed)
-
-
-def _table(data: memoryview) -> tuple[memoryview, int]:
-    """Return the table without its footer, and where it begins."""
-    start = bytes(data[: len(PREFIX)])
+def _find_table(archive: memoryview) -> tuple[memoryview, int]:
+    """Return the table without its footer, and its offset."""
+    start = bytes(archive[: len(PREFIX)])
     if start[: len(MAGIC)] != MAGIC[: len(start)]:
-        raise ArchiveDamaged("not an archive of models: it does not begin like one")
-    if len(data) < LEAST_SIZE:
-        raise ArchiveDamaged(f"an archive of {len(data)} bytes is cut short: none has so few")
+        raise ArchiveDamaged("this is not a model archive: it does not start like one")
+    if len(archive) < MIN_SIZE:
+        raise ArchiveDamaged(f"the archive is cut short: no archive has only {len(archive)} bytes")
     if start != PREFIX:
         raise ArchiveDamaged(
-            f"an archive of version {start[-1]}; this program reads version {VERSION}"
+            f"archive version {start[-1]} is not supported; this program reads version {VERSION}"
         )
-    size, seal, end = _FOOTER.unpack(data[-_FOOTER.size :])
+    size, digest, end = _FOOTER.unpack(archive[-_FOOTER.size :])
     if end != _END:
         raise ArchiveDamaged("it does not end like an archive: it is cut short or altered")
-    begin = len(data) - _FOOTER.size - size
+    begin = len(archive) - _FOOTER.size - size
     if begin < len(PREFIX) or size < _HEAD.size:
-        raise ArchiveDamaged(f"an archive of {len(data)} bytes states a table of {size} bytes")
-    table = data[begin : begin + size]
-    if _seal(table) != seal:
-        raise ArchiveDamaged("the table does not have its digest: the archive is altered")
+        raise ArchiveDamaged(f"an archive of {len(archive)} bytes has no table of {size} bytes")
+    table = archive[begin : begin + size]
+    if _table_digest(table) != digest:
+        raise ArchiveDamaged("the table does not match its digest: the archive is altered")
     return table, begin
 
 
-def _seal(table: bytes | memoryview) -> bytes:
-    seal = hashlib.sha256(PREFIX)
-    seal.update(table)
-    return seal.digest()
-
-
-def _decode_members(table: memoryview) -> list[Member]:
-    members: list[Member] = []
-    for begin in range(0, len(table), _MEMBER.size):
-        entry = table[begin : begin + _MEMBER.size]
-        members.append(_decode_member(entry, members))
-    return members
+def _table_digest(table: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(PREFIX)
+    digest.update(table)
+    return digest.digest()
 
 
 def _decode_member(entry: memoryview, before: Sequence[Member]) -> Member:
-    kind, base, stored, size, seal, digest = _MEMBER.unpack(entry)
+    kind, base, stored_size, size, stored_digest, digest = _MEMBER.unpack(entry)
     where = f"member {len(before)}"
     if any(entry[_RESERVED]):
-        raise ArchiveDamaged(f"{where}: there is something where 0 is reserved")
+        raise ArchiveDamaged(f"{where}: the reserved bytes are not 0")
     if kind not in iter(Kind):
         raise ArchiveDamaged(f"{where}: kind {kind} is unknown")
-    member = Member(Kind(kind), size, Digest(digest.hex()), stored, Digest(seal.hex()))
-    if member.kind in {Kind.MANIFEST, Kind.RAW} and (member[1:3] != member[3:5]):
-        raise ArchiveDamaged(f"{where}: what is stored as it is has two sizes or digests")
+    member = Member(
+        Kind(kind), size, Digest(digest.hex()), stored_size, Digest(stored_digest.hex())
+    )
+    is_plain = member.kind in {Kind.MANIFEST, Kind.RAW}
+    if is_plain and (member.size, member.digest) != (member.stored_size, member.stored_digest):
+        raise ArchiveDamaged(f"{where}: an uncompressed member has two sizes or digests")
     if member.kind == Kind.MANIFEST and size > MAX_MANIFEST:
-        raise ArchiveDamaged(f"{where}: a manifest of {size} bytes is over {MAX_MANIFEST}")
+        raise ArchiveDamaged(
+            f"{where}: a manifest of {size} bytes is over the limit of {MAX_MANIFEST}"
+        )
     if member.kind != Kind.DELTA:
         if base:
-            raise ArchiveDamaged(f"{where}: kind {kind} has no base, and {base} is stated")
+            raise ArchiveDamaged(f"{where}: kind {kind} has no base, but {base} is stated")
         return member
     if base >= len(before) or before[base].kind not in {Kind.RAW, Kind.COLD}:
         raise ArchiveDamaged(
-            f"{where}: member {base} is no base: one is an earlier blob that has none itself"
+            f"{where}: member {base} cannot be its base, which must be an earlier blob without a base"
         )
     return member._replace(base=base)
 
@@ -180,29 +189,31 @@ def _decode_member(entry: memoryview, before: Sequence[Member]) -> Member:
 def _decode_names(
     table: memoryview, count: int, members: Sequence[Member]
 ) -> Iterator[tuple[str, int]]:
-    at, last = 0, b""
+    at, last = 0, ""
     for _ in range(count):
         if len(table) - at < _NAME.size:
-            raise ArchiveDamaged("the table ends amid a name")
+            raise ArchiveDamaged("the table ends in the middle of a name")
         number, length = _NAME.unpack_from(table, at)
         at += _NAME.size
-        text = bytes(table[at : at + length])
+        name = bytes(table[at : at + length]).decode("latin-1")
         at += length
-        if not 0 < length <= MAX_NAME or len(text) < length or not text.isascii():
-            raise ArchiveDamaged(f"the name {quote(text)} is cut short, too long or not ASCII")
-        if text <= last:
-            raise ArchiveDamaged(f"the name {quote(text)} stands behind {quote(last)}")
+        if not 0 < length <= MAX_NAME or len(name) < length or not name.isascii():
+            raise ArchiveDamaged(f"the name {quote(name)} is cut short, too long or not ASCII")
+        if name <= last:
+            raise ArchiveDamaged(f"the name {quote(name)} is not sorted after {quote(last)}")
         if number >= len(members) or members[number].kind != Kind.MANIFEST:
-            raise ArchiveDamaged(f"the name {quote(text)} is that of member {number}, no manifest")
-        yield text.decode(), number
-        last = text
+            raise ArchiveDamaged(
+                f"the name {quote(name)} refers to member {number}, which is not a manifest"
+            )
+        yield name, number
+        last = name
     if at != len(table):
-        raise ArchiveDamaged(f"the table goes on for {len(table) - at} bytes after its last name")
+        raise ArchiveDamaged(f"the table has {len(table) - at} bytes after its last name")
 
 
-def _check_once(what: str, members: Iterable[Member]) -> None:
+def _check_unique(what: str, members: Iterable[Member]) -> None:
     seen: set[Digest] = set()
     for member in members:
         if member.digest in seen:
-            raise ArchiveDamaged(f"the {what} {member.digest} is there twice")
+            raise ArchiveDamaged(f"the {what} {member.digest} is listed twice")
         seen.add(member.digest)

@@ -105,7 +105,7 @@ class OrderedSlot:
         return self._digester.size
 
     @property
-    def seal(self) -> Digest:
+    def digest(self) -> Digest:
         """Their digest."""
         return self._digester.digest()
 

@@ -35,7 +35,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, encode_contents
+from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import SMALLEST, gather_blobs, gather_models
 from blobstore.operations.archive.reader import check_case
@@ -169,7 +169,7 @@ class _ArchiveWriter:
         _check_needed(models, members)
         places = list(manifests)
         names = [(model.reference.full, places.index(Digest.of(model.data))) for model in models]
-        write_all(self._line.descriptor, encode_contents(ArchiveTable(members, names)))
+        write_all(self._line.descriptor, ArchiveTable(members, names).to_bytes())
         return members
 
     def _manifest(self, number: int, item: tuple[Digest, bytes]) -> Member:
@@ -187,7 +187,7 @@ class _ArchiveWriter:
             kind, base = self._checked(blob, entry, is_raw=is_raw)
         except Damaged as error:
             raise error.at(blob.where) from None
-        return Member(kind, blob.size, blob.digest, entry.size, entry.seal, base)
+        return Member(kind, blob.size, blob.digest, entry.size, entry.digest, base)
 
     def _write(self, blob: PlannedMember, entry: OrderedSlot) -> bool:
         """Write the smallest form of a blob, and tell whether that is the blob as it is."""
@@ -248,7 +248,7 @@ class _ArchiveWriter:
         self, blob: PlannedMember, entry: OrderedSlot, *, is_raw: bool
     ) -> tuple[Kind, int | None]:
         """Return the kind and the base of what was written, after it was hashed."""
-        if is_raw and self._read_back(blob, entry) == entry.seal == blob.digest:
+        if is_raw and self._read_back(blob, entry) == entry.digest == blob.digest:
             return Kind.RAW, None
         with contextlib.suppress(ColdDamaged):
             if not is_raw:

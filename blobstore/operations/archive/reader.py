@@ -1,8 +1,9 @@
-"""An archive of models that is open: its names and manifests, held against its members.
+"""A reader of archives: the table first, then manifests, then single members.
 
-The table is checked first, then the manifests that are wanted; no blob is looked at before these agree.
-A member is read from the file and hashed as it is stored, and only then decoded: so a disk that fails is
-an error like any other, and no codec sees altered bytes.
+Opening an archive checks its table, :meth:`ArchiveReader.models` the manifests, and reading a member its
+digest. Reading a member costs that member and its base; no other member is touched. The stored bytes of
+a cold member are read from the file and hashed before a codec sees them, so a failing disk is an error
+like any other, and no codec decodes altered bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
@@ -19,6 +22,7 @@ from blobstore.core.mmap import mapped
 from blobstore.errors import (
     ArchiveDamaged,
     BlobstoreError,
+    ColdDamaged,
     InvalidManifest,
     InvalidReference,
     ModelNotFound,
@@ -28,11 +32,12 @@ from blobstore.errors import (
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.bundle import Bundle
-from blobstore.operations.archive.format import Kind
+from blobstore.operations.archive.format import ArchiveTable, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from blobstore.core.digest import Digest
 
 _READ_SIZE = 1 << 20
 
@@ -42,132 +47,136 @@ class ArchivedModel(NamedTuple):
 
     reference: Reference
     data: bytes
-    """Of the manifest."""
+    """The bytes of the manifest."""
     manifest: Manifest
 
 
 class ArchiveReader:
-    """An open archive; threads may share it."""
+    """An open archive. Threads may share it.
+
+    Members are known by their numbers, from 0, in the order of the table.
+    """
 
     def __init__(self, descriptor: int, size: int, path: str) -> None:
         """Read and check the table.
 
         Raises:
-            ArchiveDamaged: the archive is cut short, altered, or breaks the format.
+            ArchiveDamaged: the archive is truncated or altered, or breaks the format.
             OSError: it cannot be mapped.
         """
         self._descriptor = descriptor
         self._path = path
-        self.bundle = Bundle(mapped(descriptor, size))
-        self._manifests = {_parsed(name): number for name, number in self.bundle.names}
+        self._data = mapped(descriptor, size)
+        table = ArchiveTable.parse(self._data)
+        self.members = table.members
+        """The manifests and blobs."""
+        self.offsets = table.offsets()
+        """Where in the archive each member begins, and where the last one ends."""
+        self.blobs: dict[Digest, int] = {
+            member.digest: number
+            for number, member in enumerate(self.members)
+            if member.kind != Kind.MANIFEST
+        }
+        """The number of each blob, by its digest."""
+        self._manifests = {_parse_name(name): number for name, number in table.names}
         self.references = tuple(self._manifests)
         """The names of the models."""
-        self._models: dict[int, tuple[bytes, Manifest]] = {}
-        folded = {reference.full.casefold() for reference in self.references}
-        if len(folded) != len(self.references):
+        if len({reference.full.casefold() for reference in self.references}) < len(table.names):
             raise ArchiveDamaged("two names differ in case only")
-        self._checking = threading.Lock()
-        self._checks: dict[int, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._models: dict[int, tuple[bytes, Manifest]] = {}
+        self._bases: dict[int, BaseBlob] = {}
         self._checked: set[int] = set()
+        """Members whose stored digest was right."""
+        self._checking: dict[int, threading.Lock] = {}
 
     def models(self, references: Sequence[Reference] = ()) -> list[ArchivedModel]:
-        """Return some models, or all.
+        """Return the models of these names, by default all.
+
+        If these are all models of the archive, it must hold no blob that none of them needs.
 
         Raises:
             ModelNotFound: the archive has no such name.
-            ArchiveDamaged: a manifest is not what was packed, or a blob of it is not there.
+            ArchiveDamaged: a manifest was altered, or one of its blobs is missing.
         """
-        for reference in references:
-            if reference not in self._manifests:
-                raise ModelNotFound(
-                    f"no model {quote(reference)} in the archive {quote(self._path)}"
-                )
-        found = [self._model(reference) for reference in references or self.references]
+        found = [self.resolve(reference) for reference in references or self.references]
         if len({model.reference for model in found}) == len(self.references):
-            self._check_needed(found)
+            needed = set(self.needed(found))
+            bases = {self.members[number].base for number in needed}
+            for number in self.blobs.values():
+                if number not in needed and number not in bases:
+                    raise ArchiveDamaged(f"no model needs {self._label(number)}")
         return found
 
+    def resolve(self, reference: Reference) -> ArchivedModel:
+        """Return a model by its name. Raises as :meth:`models`."""
+        number = self._manifests.get(reference)
+        if number is None:
+            raise ModelNotFound(f"no model {quote(reference)} in the archive {quote(self._path)}")
+        # Thousands of names may share one manifest, which is kept once.
+        if number not in self._models:
+            try:
+                data = self.read(number)
+                manifest = Manifest.from_bytes(data)
+                self._check_blobs(manifest)
+                if manifest.config.size <= MAX_CONFIG_SIZE:
+                    check_layers(data, self.read(self.blobs[manifest.config.digest]))
+            except (InvalidManifest, ArchiveDamaged) as error:
+                raise ArchiveDamaged(f"model {quote(reference)}: {error}") from None
+            self._models[number] = data, manifest
+        return ArchivedModel(reference, *self._models[number])
+
     def needed(self, models: Iterable[ArchivedModel]) -> list[int]:
-        """Return the numbers of the blobs that the models' manifests list, as they lie."""
-        blobs = self.bundle.blobs
-        return sorted({blobs[blob.digest] for model in models for blob in model.manifest.blobs})
+        """Return the numbers of the blobs that the models' manifests list, in archive order."""
+        return sorted({self.blobs[blob.digest] for item in models for blob in item.manifest.blobs})
 
     def pieces(
-        self, number: int, going: Callable[[], object] = lambda: None
+        self, number: int, report: Callable[[], object] = lambda: None
     ) -> Iterator[memoryview]:
-        """Yield the bytes of a member; see :meth:`Bundle.pieces`. What is stored is checked first.
+        """Yield the bytes of a member; each piece is valid until the next one is asked for.
 
-        ``going`` is called now and then meanwhile, and may raise.
+        The digest is checked when the last piece has been used: callers must run to the end.
+
+        Args:
+            number: the member.
+            report: called between reads of the file; may raise to stop.
 
         Raises:
-            ArchiveDamaged: it is altered, or what it is coded by.
+            ArchiveDamaged: the member or its base is altered, or cannot be decoded.
             BlobstoreError: the file cannot be read.
         """
-        base = self.bundle.members[number].base
-        if base is not None:
-            self._check_once(base, going)
-        self._check_once(number, going)
-        yield from self.bundle.pieces(number)
+        member = self.members[number]
+        if member.kind in {Kind.MANIFEST, Kind.RAW}:
+            yield from self._read_stored(number, report)
+            return
+        if member.base is not None:
+            self._check_stored(member.base, report)
+        self._check_stored(number, report)
+        with self._naming(number):
+            yield from self._open_cold(number).pieces()
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a small member. Raises as :meth:`pieces`."""
         return b"".join(map(bytes, self.pieces(number)))
 
-    def _model(self, reference: Reference) -> ArchivedModel:
-        # Thousands of names may have one manifest, which is kept once.
-        number = self._manifests[reference]
-        if number not in self._models:
-            try:
-                self._models[number] = self._manifest(self.read(number))
-            except (InvalidManifest, ArchiveDamaged) as error:
-                raise ArchiveDamaged(f"model {quote(reference)}: {error}") from None
-        return ArchivedModel(reference, *self._models[number])
-
-    def _manifest(self, data: bytes) -> tuple[bytes, Manifest]:
-        manifest = Manifest.from_bytes(data)
-        self._check_blobs(manifest)
-        self._check_config(data, manifest)
-        return data, manifest
-
     def _check_blobs(self, manifest: Manifest) -> None:
-        """Check that all blobs of a manifest are there."""
+        """Check that all blobs of a manifest are members."""
         for blob in (manifest.config, *manifest.layers):
-            number = self.bundle.blobs.get(blob.digest)
+            number = self.blobs.get(blob.digest)
             what = f"layer {quote(blob.name)}" if blob.name else f"{quote(blob.media_type)}"
             if number is None:
                 raise ArchiveDamaged(f"{what}: blob {blob.digest} is not in the archive")
-            size = self.bundle.members[number].size
+            size = self.members[number].size
             if size != blob.size:
                 raise ArchiveDamaged(
                     f"{what}: blob {blob.digest} has {size} bytes, expected {blob.size}"
                 )
 
-    def _check_config(self, data: bytes, manifest: Manifest) -> None:
-        """Check by its config that a manifest is the one that was written."""
-        if manifest.config.size <= MAX_CONFIG_SIZE:
-            check_layers(data, self.read(self.bundle.blobs[manifest.config.digest]))
-
-    def _check_needed(self, models: Iterable[ArchivedModel]) -> None:
-        """Check that there is no blob that no model needs."""
-        needed = set(self.needed(models))
-        members = self.bundle.members
-        bases = {members[number].base for number in needed}
-        for number, member in enumerate(members):
-            if member.kind != Kind.MANIFEST and number not in needed and number not in bases:
-                raise ArchiveDamaged(f"no model needs {self.bundle.named(number)}")
-
-    def _check_once(self, number: int, going: Callable[[], object]) -> None:
-        """Hash the stored bytes of a member, unless that was done."""
-        with self._checking:
-            lock = self._checks.setdefault(number, threading.Lock())
-        with lock:
-            if number not in self._checked:
-                self._check(number, going)
-                self._checked.add(number)
-
-    def _check(self, number: int, going: Callable[[], object]) -> None:
+    def _read_stored(self, number: int, report: Callable[[], object]) -> Iterator[memoryview]:
+        """Yield the stored bytes of a member in a buffer, and check their digest at the end."""
         digester = Digester()
-        at, end = self.bundle.place(number)
+        at, end = self.offsets[number : number + 2]
+        # A copy, so that callers use the bytes that are hashed even if the file is written to.
         buffer = memoryview(bytearray(min(_READ_SIZE, end - at)))
         while at < end:
             try:
@@ -179,46 +188,100 @@ class ArchiveReader:
             if not count:
                 raise ArchiveDamaged(f"it was cut short at byte {at} while it was read")
             digester.update(buffer[:count])
+            yield buffer[:count]
             at += count
-            going()
-        self.bundle.judge_stored(number, digester.digest())
+            report()
+        self._check_digest(number, digester.digest())
+
+    def _check_digest(self, number: int, found: Digest) -> None:
+        expected = self.members[number].stored_digest
+        if found != expected:
+            raise ArchiveDamaged(
+                f"{self._label(number)} is altered: its stored bytes have digest {found}, expected "
+                f"{expected}"
+            )
+        self._checked.add(number)
+
+    def _check_stored(self, number: int, report: Callable[[], object]) -> None:
+        """Hash the stored bytes of a member, unless that was done."""
+        with self._lock:
+            checking = self._checking.setdefault(number, threading.Lock())
+        with checking:
+            if number not in self._checked:
+                for _ in self._read_stored(number, report):
+                    pass
+
+    def _open_cold(self, number: int) -> ColdBlobDecoder:
+        """Open a cold member whose stored bytes, and those of its base, were checked."""
+        member = self.members[number]
+        cold = ColdBlobDecoder(self._stored(number))
+        table = cold.table
+        if (table.digest, table.size) != (member.digest, member.size):
+            raise ColdDamaged(f"it holds {table.digest} of {table.size} bytes")
+        if member.base is not None:
+            cold.give_base(self._base(member.base))
+        elif table.base is not None:
+            raise ColdDamaged(f"it is a delta against {table.base.digest}, but no base is stated")
+        return cold
+
+    def _base(self, number: int) -> BaseBlob:
+        """Return a base, which is opened once for all its deltas."""
+        with self._lock:
+            if number not in self._bases:
+                member = self.members[number]
+                with self._naming(number):
+                    self._bases[number] = (
+                        BaseBlob.hot(self._stored(number), member.digest)
+                        if member.kind == Kind.RAW
+                        else self._open_cold(number).as_base()
+                    )
+            return self._bases[number]
+
+    def _stored(self, number: int) -> memoryview:
+        return self._data[slice(*self.offsets[number : number + 2])]
+
+    def _label(self, number: int) -> str:
+        member = self.members[number]
+        kind = "manifest" if member.kind == Kind.MANIFEST else "blob"
+        return f"{kind} {member.digest} (member {number})"
+
+    @contextlib.contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Name the member in errors of the codec."""
+        try:
+            yield
+        except ColdDamaged as error:
+            raise ArchiveDamaged(f"{self._label(number)}: {error}") from None
 
 
 @contextlib.contextmanager
 def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
-    """Open an archive; what is wrong with it is said with its path.
+    """Open an archive. Errors in the block name its path.
 
     Raises:
         NotFound: there is no such file.
         BlobstoreError: it cannot be read.
-        ArchiveDamaged: it is cut short, altered, or breaks the format; also in the block.
+        ArchiveDamaged: it is truncated or altered, or breaks the format; also in the block.
     """
     text = os.fspath(path)
-    with _explained(text):
-        try:
-            descriptor, size = open_regular(text)
-        except FileNotFoundError:
-            raise NotFound(f"there is no archive {quote(text)}") from None
-        except OSError as error:
-            raise BlobstoreError(f"cannot read {quote(text)}: {error.strerror}") from error
-        try:
-            yield ArchiveReader(descriptor, size, text)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
     try:
-        yield
+        descriptor, size = open_regular(text)
+    except FileNotFoundError:
+        raise NotFound(f"there is no archive {quote(text)}") from None
+    except OSError as error:
+        raise BlobstoreError(f"cannot read {quote(text)}: {error.strerror}") from error
+    try:
+        yield ArchiveReader(descriptor, size, text)
     except ArchiveDamaged as error:
         raise ArchiveDamaged(
-            f"archive {quote(path)}: {error}; copy it again from where it was packed"
+            f"archive {quote(text)}: {error}; copy it again from where it was packed"
         ) from None
+    finally:
+        os.close(descriptor)
 
 
 def check_case(references: Iterable[Reference]) -> None:
-    """Check that no names, nor what they begin with, differ in case only: no store takes them all.
+    """Check that one store can have all these names: no two, nor parts of them, differ in case only.
 
     Raises:
         NameConflict: two do.
@@ -231,14 +294,13 @@ def check_case(references: Iterable[Reference]) -> None:
             first = spellings.setdefault(folded, parts)
             if first != parts:
                 raise NameConflict(
-                    f"{quote(reference)} and another of the names begin with "
-                    f"{quote('/'.join(parts))} and {quote('/'.join(first))}, which differ in case "
-                    "only: no store has both"
+                    f"{quote(reference)} and another name begin with {quote('/'.join(parts))} and "
+                    f"{quote('/'.join(first))}, which differ in case only: a store cannot have both"
                 )
 
 
-def _parsed(name: str) -> Reference:
-    """Return the reference that a name in an archive spells, in full."""
+def _parse_name(name: str) -> Reference:
+    """Return the reference that a full name in an archive spells."""
     with contextlib.suppress(InvalidReference):
         reference = Reference.parse(name)
         if reference.full == name:
@@ -246,11 +308,15 @@ def _parsed(name: str) -> Reference:
     raise ArchiveDamaged(f"{quote(name)} is not the full name of a model")
 
 
-def layers_by_blob(models: Iterable[ArchivedModel], bundle: Bundle) -> Callable[[int], str]:
-    """Return what gives, for the number of a blob, the model and layer that it is, for messages."""
-    names: dict[int, str] = {}
+def label_blobs(models: Iterable[ArchivedModel], archive: ArchiveReader) -> dict[int, str]:
+    """Return the model and layer of each blob that the models need, for messages, and of each base."""
+    labels: dict[int, str] = {}
     for model in models:
         for blob in (model.manifest.config, *model.manifest.layers):
             what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
-            names.setdefault(bundle.blobs[blob.digest], f"{model.reference}: {what}")
-    return lambda number: names.get(number, "a blob that others are coded by")
+            labels.setdefault(archive.blobs[blob.digest], f"{model.reference}: {what}")
+    for number in list(labels):
+        base = archive.members[number].base
+        if base is not None:
+            labels.setdefault(base, f"the base of {labels[number]}")
+    return labels

@@ -1,8 +1,8 @@
-"""Workflow: models of an archive come into a store, or are only checked.
+"""Import the models of an archive into a store, or only check them.
 
-The archive's table is checked before anything else, then the manifests that are wanted, against the
-members. Each blob is decoded into a file of the store's import, which hashes it; names come last, when
-all that they need is durable. Whatever is wrong with the archive, no name appears.
+The table of the archive is checked first, then the manifests of the models. Each blob is decoded into a
+file of the store's ingest, which hashes it. Names are published last, when all blobs are durable. If
+anything is wrong with the archive, no name appears.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blobstore.core.files import write_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import ArchiveDamaged, BlobstoreError, NameTaken, StoreError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.reader import check_case, layers_by_blob, open_archive
+from blobstore.operations.archive.reader import check_case, label_blobs, open_archive
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """What :func:`unpack_archive` did."""
+    """The result of :func:`unpack_archive`."""
 
     path: Path
     references: tuple[Reference, ...]
@@ -41,22 +41,22 @@ class Unpacked:
     """Blobs of the models."""
     bytes_written: int
     bytes_present: int
-    """Bytes of blobs that the store had already."""
+    """Bytes of blobs that the store already had."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedArchive:
-    """What :func:`check_archive` found: nothing wrong."""
+    """The result of :func:`check_archive`, which found no damage."""
 
     path: Path
     references: tuple[Reference, ...]
     blobs: int
     """Blobs that were decoded and hashed."""
     size: int
-    """Bytes of these."""
+    """Bytes of these blobs."""
     stored: int
-    """Bytes of them in the archive."""
+    """Bytes that they take in the archive."""
     seconds: float
 
 
@@ -69,42 +69,41 @@ def unpack_archive(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Unpacked:
-    """Bring models of an archive into a store: all of them, or none.
+    """Import models of an archive into a store: all of them, or none.
 
     Args:
         path: the archive.
-        references: the models; by default all of it. No more is read than they need.
+        references: the models, by default all. Only their members are read.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        force: take the names from other models that have them.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        force: replace other models that have the names.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current blob, the bytes done and the total.
 
     Raises:
-        ArchiveDamaged: the archive is cut short, altered, or breaks the format.
+        ArchiveDamaged: the archive is truncated or altered, or breaks the format.
         ModelNotFound: it has no such model.
         NotFound: there is no such file.
-        NameTaken: another model has a name.
-        NameConflict: a name of the store, or another of the models, differs from one in case only.
-        BlobDamaged: the store has a blob, and it is not whole.
-        StoreBusy: others have kept the store's lock all the time.
-        StoreError: the store cannot be written, or has not enough room.
-        UsageError: an argument means nothing.
+        NameTaken: a name belongs to another model of the store.
+        NameConflict: a name differs only in case from one in the store or from another model's.
+        BlobDamaged: the store has one of the blobs, and it is damaged.
+        StoreBusy: timed out waiting for the store's lock.
+        StoreError: the store cannot be written, or is short of space.
+        UsageError: an argument is invalid.
     """
     started = time.monotonic()
     check_jobs(jobs)
-    wanted = [_parsed(reference) for reference in references]
+    names = _parse_names(references)
     store = store or LocalStore()
-    with open_archive(path) as bundle:
-        models = bundle.models(list(dict.fromkeys(wanted)))
+    with open_archive(path) as archive:
+        models = archive.models(names)
         check_case(model.reference for model in models)
         _check_names(store, models, force=force)
         with store.ingest() as ingest:
-            work = _Unpacking(bundle, models, ingest)
-            ingested = work.run(store, jobs, progress)
+            ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
             with store.exclusive_lock():
                 _check_names(store, models, force=force)
-                _place(store, models)
+                _publish(store, models)
     return Unpacked(
         path=Path(path),
         references=tuple(model.reference for model in models),
@@ -122,87 +121,36 @@ def check_archive(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CheckedArchive:
-    """Decode and hash what is in an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
+    """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
     started = time.monotonic()
     check_jobs(jobs)
-    wanted = [_parsed(reference) for reference in references]
-    with open_archive(path) as bundle:
-        models = bundle.models(list(dict.fromkeys(wanted)))
-        members = bundle.bundle.members
-        needed = set(bundle.needed(models))
-        bases = {base for number in needed if (base := members[number].base) is not None}
-        numbers = sorted(needed | bases)
-        layers = layers_by_blob(models, bundle.bundle)
-        crew = WorkerPool(jobs, progress, sum(members[number].size for number in numbers))
+    names = _parse_names(references)
+    with open_archive(path) as archive:
+        models = archive.models(names)
+        labels = label_blobs(models, archive)
+        numbers = sorted(labels)
+        members = [archive.members[number] for number in numbers]
+        workers = WorkerPool(jobs, progress, sum(member.size for member in members))
 
         def check(number: int) -> None:
-            for _ in _pieces(bundle, number, layers, crew):
+            for _ in _pieces(archive, number, labels[number], workers.report):
                 pass
 
-        crew.run(numbers, check)
+        workers.run(numbers, check)
     return CheckedArchive(
         path=Path(path),
         references=tuple(model.reference for model in models),
-        blobs=len(numbers),
-        size=sum(members[number].size for number in numbers),
-        stored=sum(members[number].stored for number in numbers),
+        blobs=len(members),
+        size=sum(member.size for member in members),
+        stored=sum(member.stored_size for member in members),
         seconds=time.monotonic() - started,
     )
 
 
-class _Unpacking:
-    def __init__(
-        self, bundle: ArchiveReader, models: Sequence[ArchivedModel], ingest: Ingest
-    ) -> None:
-        self._bundle = bundle
-        self._ingest = ingest
-        self._members = bundle.bundle.members
-        self._numbers = bundle.needed(models)
-        self._layers = layers_by_blob(models, bundle.bundle)
-        self._manifests = sum(len(model.data) for model in models)
-        """Bytes of the manifests, one for each name."""
-
-    def run(self, store: LocalStore, jobs: int | None, progress: Progress | None) -> list[Ingested]:
-        """Take in the blobs that the store has not."""
-        found: list[Ingested] = []
-        missing: list[int] = []
-        for number in self._numbers:
-            member = self._members[number]
-            present = self._ingest.find(member.digest, member.size)
-            if present is None:
-                missing.append(number)
-            else:
-                found.append(present)
-        size = sum(self._members[number].size for number in missing)
-        free = shutil.disk_usage(store.folder("temporary")).free
-        needed = size + self._manifests
-        if needed > free:
-            raise StoreError(
-                f"not enough space for the store {quote(store.root)}: {needed} bytes are "
-                f"needed, and {free} are free"
-            )
-        crew = WorkerPool(jobs, progress, size)
-
-        def add(number: int) -> Ingested:
-            def pieces() -> Iterator[memoryview]:
-                return _pieces(self._bundle, number, self._layers, crew)
-
-            return self._ingest.add(self._members[number].size, pieces, once=True)
-
-        return [*found, *crew.run(missing, add)]
-
-
-def _pieces(
-    bundle: ArchiveReader, number: int, layers: Callable[[int], str], crew: WorkerPool
-) -> Iterator[memoryview]:
-    """Yield the bytes of a blob, and tell of them; errors say which layer it is."""
-    layer = layers(number)
-    try:
-        for piece in bundle.pieces(number, lambda: crew.report(0, layer)):
-            yield piece
-            crew.report(len(piece), layer)
-    except ArchiveDamaged as error:
-        raise error.at(layer) from None
+def _parse_names(references: Sequence[str | Reference]) -> list[Reference]:
+    """Return the references, each once, in their order."""
+    parsed = (Reference.parse(item) if isinstance(item, str) else item for item in references)
+    return list(dict.fromkeys(parsed))
 
 
 def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:
@@ -215,34 +163,80 @@ def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: b
             )
 
 
-def _place(store: LocalStore, models: Sequence[ArchivedModel]) -> None:
-    """Give the models their names: all of them, or none if one cannot have its."""
+def _ingest_blobs(
+    archive: ArchiveReader,
+    models: Sequence[ArchivedModel],
+    store: LocalStore,
+    ingest: Ingest,
+    jobs: int | None,
+    progress: Progress | None,
+) -> list[Ingested]:
+    """Add the blobs of the models that the store does not have."""
+    present: list[Ingested] = []
+    missing: list[int] = []
+    for number in archive.needed(models):
+        member = archive.members[number]
+        found = ingest.find(member.digest, member.size)
+        if found is None:
+            missing.append(number)
+        else:
+            present.append(found)
+    size = sum(archive.members[number].size for number in missing)
+    needed = size + sum(len(model.data) for model in models)  # each name has a manifest of its own
+    free = shutil.disk_usage(store.folder("temporary")).free
+    if needed > free:
+        raise StoreError(
+            f"not enough space for the store {quote(store.root)}: {needed} bytes are "
+            f"needed, and {free} are free"
+        )
+    labels = label_blobs(models, archive)
+    workers = WorkerPool(jobs, progress, size)
+
+    def add(number: int) -> Ingested:
+        def pieces() -> Iterator[memoryview]:
+            return _pieces(archive, number, labels[number], workers.report)
+
+        return ingest.add(archive.members[number].size, pieces, once=True)
+
+    return present + workers.run(missing, add)
+
+
+def _pieces(
+    archive: ArchiveReader, number: int, label: str, report: Callable[[int, str], None]
+) -> Iterator[memoryview]:
+    """Yield and report the bytes of a blob; errors name its model and layer."""
+    try:
+        for piece in archive.pieces(number, lambda: report(0, label)):
+            yield piece
+            report(len(piece), label)
+    except ArchiveDamaged as error:
+        raise error.at(label) from None
+
+
+def _publish(store: LocalStore, models: Sequence[ArchivedModel]) -> None:
+    """Give the models their names: all of them, or none if one fails."""
     with contextlib.ExitStack() as undo:
         for model in models:
-            undo.callback(_put_back, store, model, _before(store, model.reference))
+            undo.callback(_restore, store, model, _current_manifest(store, model.reference))
             store.place(model.reference, model.data, model.manifest.blobs)
         undo.pop_all()
 
 
-def _before(store: LocalStore, reference: Reference) -> bytes | None:
-    """Return the manifest that a name has; None if it has none, or what is there cannot be read."""
+def _current_manifest(store: LocalStore, reference: Reference) -> bytes | None:
+    """Return the manifest that a name has; None if it has none that can be read."""
     try:
         return store.read_manifest(reference)
     except BlobstoreError:
         return None
 
 
-def _put_back(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
-    """Give a name the manifest that it had, or take it away, as far as that can be done."""
+def _restore(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
+    """Give a name its former manifest again, or remove it, if possible."""
     if before == model.data or store.is_taken(model.reference, model.data):
-        return  # the name has not become this model's
+        return  # the name was not given to this model
     with contextlib.suppress(BlobstoreError, OSError):
         if before is None:
             store.remove(model.reference)
         else:
             path, temporary = store.manifest_path(model.reference), store.folder("temporary")
             write_file(path, [before], mode=0o644, temporary=temporary)
-
-
-def _parsed(reference: str | Reference) -> Reference:
-    return Reference.parse(reference) if isinstance(reference, str) else reference

@@ -14,8 +14,6 @@ from blobstore.operations.archive.format import (
     ArchiveTable,
     Kind,
     Member,
-    decode_contents,
-    encode_contents,
 )
 from tests.support.archives import archive, raw
 
@@ -28,13 +26,13 @@ _STORED = [_MANIFEST, _BLOB, b"col", b"del"]
 
 
 def decoded(data: bytes) -> ArchiveTable:
-    return decode_contents(memoryview(data))
+    return ArchiveTable.parse(memoryview(data))
 
 
 def with_table(table: bytes, stored: bytes = b"") -> bytes:
-    """Return an archive of any table, with a right footer."""
-    seal = hashlib.sha256(PREFIX + table).digest()
-    return PREFIX + stored + table + struct.pack("<Q32s8s", len(table), seal, b"BSARCHE\x8f")
+    """Return an archive with any table and a valid footer."""
+    digest = hashlib.sha256(PREFIX + table).digest()
+    return PREFIX + stored + table + struct.pack("<Q32s8s", len(table), digest, b"BSARCHE\x8f")
 
 
 def table_of(data: bytes) -> bytes:
@@ -51,12 +49,12 @@ def refused(data: bytes) -> str:
     return str(caught.value)
 
 
-def test_what_was_written_is_read() -> None:
+def test_reads_what_was_written() -> None:
     assert decoded(WHOLE) == ArchiveTable(_MEMBERS, _NAMES)
     assert decoded(archive([], [], [])) == ArchiveTable([], [])
 
 
-def test_the_table_has_the_bytes_of_the_document() -> None:
+def test_the_table_has_the_documented_bytes() -> None:
     table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("h/n/a:t", 0)]))
     digest = hashlib.sha256(_MANIFEST).digest()
     member = bytes(8) + struct.pack("<QQ", 2, 2) + digest + digest
@@ -79,20 +77,22 @@ def test_rejects_every_flipped_bit_of_prefix_table_and_footer() -> None:
             refused(bytes(data))
 
 
-def test_rejects_what_follows_the_end() -> None:
+def test_rejects_bytes_after_the_end() -> None:
     assert "does not end like an archive" in refused(WHOLE + b"\0")
-    assert "goes on for 1 bytes" in refused(with_table(table_of(WHOLE) + b"\0", b"".join(_STORED)))
+    assert "has 1 bytes after its last name" in refused(
+        with_table(table_of(WHOLE) + b"\0", b"".join(_STORED))
+    )
 
 
 def test_rejects_another_version() -> None:
     data = PREFIX[:-1] + b"\x02" + WHOLE[len(PREFIX) :]
-    assert refused(data) == "an archive of version 2; this program reads version 1"
-    assert "does not begin like one" in refused(b"PK\x03\x04" + WHOLE)
+    assert refused(data) == "archive version 2 is not supported; this program reads version 1"
+    assert "does not start like one" in refused(b"PK\x03\x04" + WHOLE)
 
 
 def test_rejects_a_table_larger_than_the_file() -> None:
     footer = struct.pack("<Q32s8s", 2**63, bytes(32), b"BSARCHE\x8f")
-    assert "states a table of 9223372036854775808 bytes" in refused(WHOLE[:-48] + footer)
+    assert "has no table of 9223372036854775808 bytes" in refused(WHOLE[:-48] + footer)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_rejects_counts_that_do_not_fit(members: int, names: int) -> None:
 def test_rejects_sizes_that_do_not_add_up() -> None:
     for stored in (b"", b"byte", b"bytes and more"):
         message = refused(archive([raw(_BLOB)], [stored], []))
-        assert message == f"members of 5 bytes are listed, and {len(stored)} stored"
+        assert message == f"the table lists members of 5 bytes, but the file stores {len(stored)}"
     huge = [Member(Kind.COLD, 1, Digest.of(bytes([key])), 2**63, Digest.of(b"")) for key in (1, 2)]
     assert "members of 18446744073709551616 bytes" in refused(archive(huge, [b""], []))
 
@@ -115,10 +115,10 @@ def test_rejects_sizes_that_do_not_add_up() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stored": 4}, "has two sizes or digests"),
+        ({"stored_size": 4}, "has two sizes or digests"),
         ({"size": 6}, "has two sizes or digests"),
         ({"digest": Digest.of(b"x")}, "has two sizes or digests"),
-        ({"base": 1}, "kind 1 has no base, and 1 is stated"),
+        ({"base": 1}, "kind 1 has no base, but 1 is stated"),
         ({"kind": 4}, "kind 4 is unknown"),
         ({"kind": 255}, "kind 255 is unknown"),
     ],
@@ -128,28 +128,28 @@ def test_rejects_a_member_that_contradicts_itself(change: dict[str, object], mes
     assert message in refused(archive([member], [_BLOB], []))
 
 
-def test_rejects_what_is_reserved() -> None:
+def test_rejects_reserved_bytes_that_are_not_0() -> None:
     table = bytearray(table_of(archive([raw(_BLOB)], [_BLOB], [])))
     table[8 + 2] = 1
-    assert "where 0 is reserved" in refused(with_table(bytes(table), _BLOB))
+    assert "the reserved bytes are not 0" in refused(with_table(bytes(table), _BLOB))
 
 
 @pytest.mark.parametrize("base", [0, 3, 4, 5, 2**32 - 1])
-def test_rejects_a_base_that_is_a_manifest_itself_later_or_a_delta(base: int) -> None:
+def test_rejects_a_base_that_is_a_manifest_or_a_delta_or_comes_later(base: int) -> None:
     second = _DELTA._replace(digest=Digest.of(b"3"), base=3)
     members = [*_MEMBERS[:3], _DELTA._replace(base=base if base != 3 else 2), second]
     if base != 3:
         members = members[:4]
     message = refused(archive(members, [*_STORED, b"del"][: len(members)], _NAMES))
-    assert f"member {base} is no base" in message
+    assert f"member {base} cannot be its base" in message
 
 
 def test_rejects_the_same_digest_twice() -> None:
     members = [_MEMBERS[0], raw(_BLOB), _COLD._replace(digest=Digest.of(_BLOB))]
-    assert "is there twice" in refused(archive(members, _STORED[:3], _NAMES))
+    assert "is listed twice" in refused(archive(members, _STORED[:3], _NAMES))
     manifests = [_MEMBERS[0], _MEMBERS[0]]
     names = [("h/n/a:t", 0), ("h/n/b:t", 1)]
-    assert "is there twice" in refused(archive(manifests, [_MANIFEST] * 2, names))
+    assert "is listed twice" in refused(archive(manifests, [_MANIFEST] * 2, names))
 
 
 def test_a_manifest_may_be_a_blob_too() -> None:
@@ -162,8 +162,10 @@ def test_rejects_a_manifest_without_a_name() -> None:
 
 
 def test_rejects_a_manifest_over_the_limit() -> None:
-    member = raw(_MANIFEST, Kind.MANIFEST)._replace(stored=2**26 + 1, size=2**26 + 1)
-    assert "a manifest of 67108865 bytes is over 67108864" in refused(archive([member], [b""], []))
+    member = raw(_MANIFEST, Kind.MANIFEST)._replace(stored_size=2**26 + 1, size=2**26 + 1)
+    assert "a manifest of 67108865 bytes is over the limit of 67108864" in refused(
+        archive([member], [b""], [])
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_rejects_a_manifest_over_the_limit() -> None:
     ids=["descending", "twice", "empty", "long", "of a blob", "of nothing"],
 )
 def test_rejects_names(names: list[tuple[str, int]]) -> None:
-    assert "name" in refused(archive(_MEMBERS, _STORED, names))
+    assert "the name '" in refused(archive(_MEMBERS, _STORED, names))
 
 
 def test_rejects_a_name_that_is_not_ascii_or_cut_short() -> None:
@@ -187,13 +189,15 @@ def test_rejects_a_name_that_is_not_ascii_or_cut_short() -> None:
     assert "not ASCII" in refused(with_table(table[:-1] + b"\xff", _MANIFEST))
     assert "not ASCII" in refused(with_table(table[:-1], _MANIFEST))
     two = table_of(WHOLE)
-    assert "the table ends amid a name" in refused(with_table(two[:-12], b"".join(_STORED)))
+    assert "the table ends in the middle of a name" in refused(
+        with_table(two[:-12], b"".join(_STORED))
+    )
 
 
-def test_what_is_refused_is_said_without_control_characters() -> None:
+def test_messages_have_no_control_characters() -> None:
     table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("\x1b[2J/n/a:t", 1)]))
     assert refused(with_table(table, _MANIFEST)).isprintable()
 
 
 def test_encodes_what_it_decodes() -> None:
-    assert encode_contents(decoded(WHOLE)) == WHOLE[len(PREFIX) + sum(map(len, _STORED)) :]
+    assert decoded(WHOLE).to_bytes() == WHOLE[len(PREFIX) + sum(map(len, _STORED)) :]

@@ -46,7 +46,9 @@ def test_what_is_written_stands_in_order(descriptor: int) -> None:
         entries = list(pool.map(write, range(4)))
     assert content(descriptor) == b"begin 0 1 2 3 "
     assert [bytes(entry.read_back()) for entry in entries] == [b"0 ", b"1 ", b"2 ", b"3 "]
-    assert [entry.seal for entry in entries] == [Digest.of(b"%d " % number) for number in range(4)]
+    assert [entry.digest for entry in entries] == [
+        Digest.of(b"%d " % number) for number in range(4)
+    ]
 
 
 @pytest.mark.parametrize("room", [0, 3, 100])
@@ -82,7 +84,7 @@ def test_what_was_written_can_be_taken_back(
         assert entry.size == 0
         entry.write(b"second")
     assert content(descriptor) == b"begin first second"
-    assert entry.seal == Digest.of(b"second")
+    assert entry.digest == Digest.of(b"second")
     assert line.keep(room)
 
 

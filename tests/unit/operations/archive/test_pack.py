@@ -27,10 +27,10 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive import ordered_writer as turns
-from blobstore.operations.archive.bundle import Bundle
 from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.plan import gather_blobs
+from blobstore.operations.archive.reader import open_archive
 from blobstore.operations.archive.unpack import check_archive
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
@@ -40,7 +40,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.store.local import LocalStore
 from tests.readers.archives import read_archive
 from tests.support import sandbox
-from tests.support.archives import put_family
+from tests.support.archives import Parts, put_family
 from tests.support.cold import cold, noise
 from tests.support.frozen import flip, layer, layers, tuned, weights
 from tests.support.models import add_blobs, dense_tensors, write_folder
@@ -77,17 +77,17 @@ def left(path: Path) -> list[str]:
 
 def test_an_archive_has_all_that_its_models_need_once(store: LocalStore, path: Path) -> None:
     packed = pack_models(EVERYONE, path, store=store)
-    bundle = Bundle(path.read_bytes())
     wanted = {
         blob.digest: blob.size
         for name in EVERYONE
         for blob in store.resolve(Reference.parse(name)).blobs
     }
-    assert {bundle.members[number].digest for number in bundle.blobs.values()} == set(wanted)
-    for digest, number in bundle.blobs.items():
-        assert Digest.of(bundle.read(number)) == digest
-    for name, number in bundle.names:
-        assert bundle.read(number) == store.read_manifest(Reference.parse(name))
+    with open_archive(path) as reader:
+        assert reader.blobs.keys() == wanted.keys()
+        for digest, number in reader.blobs.items():
+            assert Digest.of(reader.read(number)) == digest
+        for model in reader.models():
+            assert model.data == store.read_manifest(model.reference)
     assert packed.path == path
     assert [reference.model for reference in packed.references] == sorted(EVERYONE)
     assert (packed.blobs, packed.size) == (len(wanted), sum(wanted.values()))
@@ -136,18 +136,17 @@ def test_levels_differ_in_size(store: LocalStore, path: Path) -> None:
 def test_names_of_one_model_share_its_manifest(store: LocalStore, path: Path) -> None:
     copy_model("base", "copy", store=store)
     pack_models(["base", "copy"], path, store=store)
-    bundle = Bundle(path.read_bytes())
-    assert [number for _, number in bundle.names] == [0, 0]
-    assert [item.kind for item in bundle.members].count(Kind.MANIFEST) == 1
+    parts = Parts(path.read_bytes())
+    assert [number for _, number in parts.names] == [0, 0]
+    assert [item.kind for item in parts.members].count(Kind.MANIFEST) == 1
 
 
 def test_what_is_small_or_noise_is_stored_as_it_is(store: LocalStore, path: Path) -> None:
     blobs = {"noise": noise(100_000), "small": bytes(4096), "empty": b"", "zeros": bytes(4097)}
     add_blobs(store, "odd", blobs)
     pack_models(["odd"], path, store=store)
-    bundle = Bundle(path.read_bytes())
-    kinds = {key: bundle.members[bundle.blobs[Digest.of(data)]].kind for key, data in blobs.items()}
-    assert kinds == {
+    kinds = {item.digest: item.kind for item in Parts(path.read_bytes()).members}
+    assert {key: kinds[Digest.of(data)] for key, data in blobs.items()} == {
         "noise": Kind.RAW,
         "small": Kind.RAW,
         "empty": Kind.RAW,
@@ -163,17 +162,17 @@ def test_what_is_noise_is_taken_back_also_when_it_is_written_already(
     add_blobs(store, "odd", {f"x{key}": noise(300_000, key) for key in range(6)})
     pack_models(["odd", "base"], path, store=store, jobs=3)
     check_archive(path)
-    assert [item.kind for item in Bundle(path.read_bytes()).members].count(Kind.RAW) == 7
+    assert [item.kind for item in Parts(path.read_bytes()).members].count(Kind.RAW) == 7
 
 
 def test_cold_models_are_packed_as_they_are(store: LocalStore, path: Path) -> None:
     freeze_models(["base"], store=store, find_base=False)
     freeze_models(CHILDREN, store=store, base="base")
     packed = pack_models(EVERYONE, path, store=store)
-    bundle = Bundle(path.read_bytes())
+    parts = Parts(path.read_bytes())
+    stored = {item.digest: data for item, data in zip(parts.members, parts.stored, strict=True)}
     for digest in store.cold_files():
-        stored = bundle.stored(bundle.blobs[digest])
-        assert bytes(stored) == Path(store.cold_path(digest)).read_bytes()
+        assert stored[digest] == Path(store.cold_path(digest)).read_bytes()
     assert packed.deltas == 9
     check_archive(path)
 
@@ -418,7 +417,7 @@ def test_real_files_of_a_model_are_packed(tmp_path: Path, path: Path) -> None:
     create(write_folder(tmp_path / "model", dense_tensors(), files=files), "dense", store=store)
     packed = pack_models(["dense"], path, store=store)
     assert check_archive(path).size == packed.size
-    kinds = [item.kind for item in Bundle(path.read_bytes()).members]
+    kinds = [item.kind for item in Parts(path.read_bytes()).members]
     assert kinds.count(Kind.COLD) == 1  # the tokenizer
 
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import base64
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,16 +18,19 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import Kind
-from blobstore.operations.archive.reader import layers_by_blob, open_archive
+from blobstore.operations.archive.format import ArchiveTable, Kind
+from blobstore.operations.archive.reader import ArchiveReader, label_blobs, open_archive
 from blobstore.store.local import LocalStore
+from tests.readers.archives import read_archive
 from tests.support.archives import Parts, archive, model_archive, packed_family, raw
+from tests.support.cold import cold
+from tests.support.zip_files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 BASE, TUNED = Reference.parse("base"), Reference.parse("tuned")
+VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "archive.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -39,79 +46,264 @@ def path(tmp_path: Path, family: bytes) -> Path:
     return path
 
 
+def read_member(data: bytes, number: int) -> bytes:
+    """Open an archive and return one of its members."""
+    with opened(data) as (descriptor, size):
+        return ArchiveReader(descriptor, size, "x.bsar").read(number)
+
+
+def with_flipped_bit(data: bytes, number: int) -> bytes:
+    """Return an archive with a flipped bit in the middle of a member."""
+    begin, end = Parts(data).places[number]
+    changed = bytearray(data)
+    changed[(begin + end) // 2] ^= 1
+    return bytes(changed)
+
+
+# Members
+
+
+def test_the_family_has_members_of_every_kind(family: bytes) -> None:
+    assert {member.kind for member in Parts(family).members} == set(Kind)
+
+
+def test_reads_every_member_alone(family: bytes) -> None:
+    for number, member in enumerate(Parts(family).members):
+        assert Digest.of(read_member(family, number)) == member.digest
+
+
+def test_members_lie_next_to_each_other(family: bytes) -> None:
+    parts = Parts(family)
+    assert parts.places[0][0] == 8
+    assert all(one[1] == other[0] for one, other in pairwise(parts.places))
+    assert b"".join(parts.stored) == family[8 : parts.places[-1][1]]
+
+
+def test_finds_blobs_by_digest(path: Path) -> None:
+    with open_archive(path) as reader:
+        kinds = [reader.members[number].kind for number in reader.blobs.values()]
+        assert Kind.MANIFEST not in kinds
+        assert len(kinds) == sum(member.kind != Kind.MANIFEST for member in reader.members)
+        for digest, number in reader.blobs.items():
+            assert reader.members[number].digest == digest
+
+
+def test_threads_share_a_reader(path: Path) -> None:
+    with open_archive(path) as reader, ThreadPoolExecutor(4) as pool:
+        numbers = list(reader.blobs.values()) * 5
+        digests = list(pool.map(lambda number: Digest.of(reader.read(number)), numbers))
+        assert digests == [reader.members[number].digest for number in numbers]
+
+
+def test_rejects_altered_stored_bytes(family: bytes) -> None:
+    for number in range(len(Parts(family).members)):
+        with pytest.raises(ArchiveDamaged, match=f"member {number}\\) is altered"):
+            read_member(with_flipped_bit(family, number), number)
+
+
+@pytest.mark.parametrize("kind", [Kind.COLD, Kind.DELTA])
+def test_rejects_a_cold_blob_in_place_of_another(family: bytes, kind: Kind) -> None:
+    parts = Parts(family)
+    number = parts.number(kind)
+    parts.change(number, digest=Digest.of(b"another"))
+    with pytest.raises(ArchiveDamaged, match="it holds sha256:"):
+        read_member(parts.data(), number)
+    parts = Parts(family)
+    parts.change(number, size=parts.members[number].size + 1)
+    with pytest.raises(ArchiveDamaged, match="it holds sha256:"):
+        read_member(parts.data(), number)
+
+
+def test_rejects_a_cold_blob_that_decodes_to_another_digest(family: bytes) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.COLD)
+    other = Digest.of(b"another")
+    parts.put(number, cold(read_member(family, number), digest=other))
+    parts.change(number, digest=other)
+    with pytest.raises(ArchiveDamaged, match="decodes to"):
+        read_member(parts.data(), number)
+
+
+@pytest.mark.parametrize("data", [b"", b"no cold blob", bytes(1000)])
+def test_rejects_a_member_that_is_not_a_cold_blob(family: bytes, data: bytes) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.COLD)
+    parts.put(number, data)
+    with pytest.raises(ArchiveDamaged, match=f"member {number}\\): "):
+        read_member(parts.data(), number)
+
+
+def test_rejects_a_delta_without_a_stated_base(family: bytes) -> None:
+    parts = Parts(family)
+    number = parts.number(Kind.DELTA)
+    parts.change(number, kind=Kind.COLD, base=None)
+    with pytest.raises(ArchiveDamaged, match="no base is stated"):
+        read_member(parts.data(), number)
+
+
+def test_rejects_another_base_than_the_delta_was_made_from(family: bytes) -> None:
+    parts = Parts(family)
+    number = max(place for place, item in enumerate(parts.members) if item.kind == Kind.DELTA)
+    right = parts.members[number].base
+    others = [
+        place
+        for place, item in enumerate(parts.members[:number])
+        if item.kind in {Kind.RAW, Kind.COLD} and place != right
+    ]
+    assert {parts.members[place].kind for place in others} == {Kind.RAW, Kind.COLD}
+    for other in others:
+        parts.change(number, base=other)
+        with pytest.raises(ArchiveDamaged, match="what is needed is"):
+            read_member(parts.data(), number)
+
+
+def test_rejects_a_base_for_a_blob_without_one(family: bytes) -> None:
+    parts = Parts(family)
+    numbers = [number for number, item in enumerate(parts.members) if item.kind == Kind.COLD]
+    parts.change(numbers[1], kind=Kind.DELTA, base=numbers[0])
+    for number, item in enumerate(parts.members):
+        if item.base == numbers[1]:
+            parts.change(number, base=numbers[0])
+    with pytest.raises(ArchiveDamaged, match="what is needed is none"):
+        read_member(parts.data(), numbers[1])
+
+
+def test_a_base_is_hashed_before_a_delta_is_decoded(family: bytes) -> None:
+    delta = Parts(family).number(Kind.DELTA)
+    base = Parts(family).members[delta].base
+    assert base is not None
+    damaged = with_flipped_bit(family, base)
+    for number in (base, delta):
+        with pytest.raises(ArchiveDamaged, match=f"member {base}\\) is altered"):
+            read_member(damaged, number)
+
+
+@pytest.mark.parametrize("kind", [Kind.COLD, Kind.DELTA])
+def test_no_codec_sees_altered_bytes(
+    family: bytes, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = Parts(family).number(kind)
+    base = Parts(family).members[number].base
+    opened_blobs: list[object] = []
+    monkeypatch.setattr(
+        "blobstore.operations.archive.reader.ColdBlobDecoder",
+        opened_blobs.append,
+    )
+    for damaged in {number, number if base is None else base}:
+        with pytest.raises(ArchiveDamaged, match=f"member {damaged}\\) is altered"):
+            read_member(with_flipped_bit(family, damaged), number)
+    assert opened_blobs == []
+
+
+def test_stored_bytes_are_hashed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, read = os.preadv, 0
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal read
+        read += (count := real(descriptor, buffers, offset))
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with open_archive(path) as reader:
+        for number in range(len(reader.members)):
+            reader.read(number)
+        assert read == reader.offsets[-1] - reader.offsets[0]
+
+
+def test_reading_a_member_touches_no_other_than_its_base(family: bytes) -> None:
+    data = bytearray(family)
+    parts = Parts(family)
+    for (begin, end), item in zip(parts.places, parts.members, strict=True):
+        if item.kind == Kind.DELTA:
+            data[begin:end] = bytes(end - begin)
+    for number, item in enumerate(parts.members):
+        if item.kind != Kind.DELTA:
+            assert Digest.of(read_member(bytes(data), number)) == item.digest
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["why"])
+def test_reads_what_version_1_wrote(vector: dict[str, Any]) -> None:
+    data = base64.b64decode(vector["archive"])
+    table = ArchiveTable.parse(memoryview(data))
+    names = {name: str(table.members[number].digest) for name, number in table.names}
+    assert names == vector["names"]
+    found = [
+        {
+            "kind": item.kind,
+            "size": len(read_member(data, number)),
+            "digest": str(Digest.of(read_member(data, number))),
+            "base": item.base,
+        }
+        for number, item in enumerate(table.members)
+    ]
+    assert found == vector["members"]
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["why"])
+def test_a_second_reader_reads_the_same(vector: dict[str, Any]) -> None:
+    read = read_archive(base64.b64decode(vector["archive"]))
+    assert {name: f"sha256:{digest}" for name, digest in read.names.items()} == vector["names"]
+    blobs = [item for item in vector["members"] if item["kind"]]
+    assert [f"sha256:{digest}" for digest in read.blobs] == [item["digest"] for item in blobs]
+    assert len(read.bases) == sum(item["kind"] == 3 for item in blobs)
+
+
+# Models
+
+
 def refused(path: Path, data: bytes, *names: Reference) -> str:
     path.write_bytes(data)
-    with pytest.raises(ArchiveDamaged) as caught, open_archive(path) as bundle:
-        bundle.models(names)
+    with pytest.raises(ArchiveDamaged) as caught, open_archive(path) as reader:
+        reader.models(names)
     message = str(caught.value)
     assert message.startswith(f"archive '{path}': ")
     return message
 
 
-def test_tells_names_and_models(path: Path) -> None:
-    with open_archive(path) as bundle:
-        assert bundle.references == (BASE, TUNED)
-        models = bundle.models()
+def test_lists_names_and_models(path: Path) -> None:
+    with open_archive(path) as reader:
+        assert reader.references == (BASE, TUNED)
+        models = reader.models()
         assert [model.reference for model in models] == [BASE, TUNED]
         assert all(Manifest.from_bytes(model.data) == model.manifest for model in models)
-        assert bundle.models([TUNED]) == models[1:]
+        assert reader.models([TUNED]) == models[1:]
 
 
-def test_tells_which_blobs_models_need(path: Path) -> None:
-    with open_archive(path) as bundle:
-        members = bundle.bundle.members
-        for model in bundle.models():
-            numbers = bundle.needed([model])
-            assert {members[number].digest for number in numbers} == {
+def test_lists_the_blobs_that_models_need(path: Path) -> None:
+    with open_archive(path) as reader:
+        for model in reader.models():
+            assert {reader.members[number].digest for number in reader.needed([model])} == {
                 blob.digest for blob in model.manifest.blobs
             }
-        everything = bundle.needed(bundle.models())
-        assert everything == [
-            number for number, item in enumerate(members) if item.kind != Kind.MANIFEST
-        ]
-        assert [Digest.of(bundle.read(number)) for number in everything] == [
-            members[number].digest for number in everything
+        everything = reader.needed(reader.models())
+        assert everything == sorted(reader.blobs.values())
+        assert [Digest.of(reader.read(number)) for number in everything] == [
+            reader.members[number].digest for number in everything
         ]
 
 
-def test_messages_name_model_and_layer(path: Path) -> None:
-    with open_archive(path) as bundle:
-        models = bundle.models([TUNED])
-        layers = layers_by_blob(models, bundle.bundle)
-        layer = models[0].manifest.layers[0]
-        assert layers(bundle.bundle.blobs[layer.digest]) == "tuned:latest: layer 'l0'"
-        others = set(bundle.bundle.blobs.values()) - set(bundle.needed(models))
-        assert {layers(number) for number in others} == {"a blob that others are coded by"}
+def test_labels_blobs_with_model_and_layer(path: Path) -> None:
+    with open_archive(path) as reader:
+        bases = set()
+        for model in reader.models():
+            labels = label_blobs([model], reader)
+            layer = reader.blobs[model.manifest.layers[0].digest]
+            assert labels[layer] == f"{model.reference}: layer 'l0'"
+            for number in reader.needed([model]):
+                base = reader.members[number].base
+                if base is not None:
+                    bases.add(base)
+                    assert labels[base] == f"the base of {labels[number]}"
+            assert labels.keys() - set(reader.needed([model])) <= bases
+        assert len(bases) == 3
 
 
-def test_rejects_a_name_that_is_not_there(path: Path) -> None:
+def test_rejects_a_name_that_the_archive_lacks(path: Path) -> None:
     with (
-        open_archive(path) as bundle,
+        open_archive(path) as reader,
         pytest.raises(ModelNotFound, match="no model 'other:latest' in the archive"),
     ):
-        bundle.models([Reference.parse("other")])
-
-
-def test_rejects_what_is_no_file(tmp_path: Path) -> None:
-    for path, error in (
-        (tmp_path / "none.bsar", NotFound),
-        (tmp_path, BlobstoreError),
-        (tmp_path / "none" / "x.bsar", NotFound),
-    ):
-        with pytest.raises(error), open_archive(path):
-            pass
-    os.mkfifo(tmp_path / "pipe")
-    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-    with (
-        pytest.raises(BlobstoreError, match="is not a regular file"),
-        open_archive(tmp_path / "pipe"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04" + bytes(100)])
-def test_rejects_other_files(tmp_path: Path, data: bytes) -> None:
-    refused(tmp_path / "x.bsar", data)
+        reader.models([Reference.parse("other")])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +349,7 @@ def test_rejects_a_manifest_that_breaks_its_format(path: Path, family: bytes) ->
     assert "model 'base:latest': $.layers" in message
 
 
-def test_rejects_a_model_whose_blob_is_not_there(path: Path, family: bytes) -> None:
+def test_rejects_a_model_with_a_missing_blob(path: Path, family: bytes) -> None:
     def change(value: dict[str, Any]) -> None:
         value["layers"][1]["digest"] = f"sha256:{'0' * 64}"
 
@@ -165,14 +357,14 @@ def test_rejects_a_model_whose_blob_is_not_there(path: Path, family: bytes) -> N
     assert f"layer 'l1': blob sha256:{'0' * 64} is not in the archive" in message
 
 
-def test_rejects_a_model_whose_blob_has_another_size(path: Path, family: bytes) -> None:
+def test_rejects_a_model_with_a_blob_of_another_size(path: Path, family: bytes) -> None:
     def change(value: dict[str, Any]) -> None:
         value["layers"][1]["size"] += 1
 
     assert "layer 'l1': blob sha256:" in refused(path, changed_manifest(family, change))
 
 
-def test_rejects_a_manifest_that_its_config_does_not_know(tmp_path: Path) -> None:
+def test_rejects_a_manifest_that_contradicts_its_config(tmp_path: Path) -> None:
     data = model_archive({"a": b"blob", "b": b"other"})
 
     def change(value: dict[str, Any]) -> None:
@@ -182,49 +374,48 @@ def test_rejects_a_manifest_that_its_config_does_not_know(tmp_path: Path) -> Non
     assert "the manifest was changed since it was written" in message
 
 
-def test_rejects_blobs_that_no_model_needs_where_all_is_read(path: Path, family: bytes) -> None:
+def test_a_config_over_the_limit_is_not_compared(tmp_path: Path) -> None:
+    config = b"{" + b" " * MAX_CONFIG_SIZE + b"}"
+    described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
+    manifest = Manifest(config=described, layers=()).to_bytes()
+    members = [raw(manifest, Kind.MANIFEST), raw(config)]
+    path = tmp_path / "x.bsar"
+    path.write_bytes(archive(members, [manifest, config], [("h/n/m:t", 0)]))
+    with open_archive(path) as reader:
+        assert [model.data for model in reader.models()] == [manifest]
+
+
+def test_rejects_blobs_that_no_model_needs_if_all_models_are_read(
+    path: Path, family: bytes
+) -> None:
     parts = Parts(family)
     parts.add(raw(b"stowaway"), b"stowaway")
     assert "no model needs blob sha256:" in refused(path, parts.data())
-    with open_archive(path) as bundle:
-        bundle.models([BASE])
+    with open_archive(path) as reader:
+        reader.models([BASE])
 
 
-def test_what_is_stored_is_hashed_before_it_is_decoded(path: Path, family: bytes) -> None:
-    with open_archive(path) as bundle:
-        deltas = [n for n, item in enumerate(bundle.bundle.members) if item.kind == Kind.DELTA]
-        base = bundle.bundle.members[deltas[0]].base
-        assert base is not None
-        begin, end = bundle.bundle.place(base)
-    data = bytearray(family)
-    data[(begin + end) // 2] ^= 1
-    path.write_bytes(data)
-    for number in (base, deltas[0]):
-        with (
-            pytest.raises(ArchiveDamaged, match=f"member {base}\\) is altered"),
-            open_archive(path) as bundle,
-        ):
-            bundle.read(number)
+# Files
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_told(path: Path) -> None:
-    with pytest.raises(ArchiveDamaged, match="cut short at byte"), open_archive(path) as bundle:
-        numbers = bundle.needed(bundle.models())
-        os.truncate(path, bundle.bundle.place(numbers[-1])[0] + 5)
-        bundle.read(numbers[-1])
+def test_rejects_paths_that_are_not_files(tmp_path: Path) -> None:
+    for path, error in (
+        (tmp_path / "none.bsar", NotFound),
+        (tmp_path, BlobstoreError),
+        (tmp_path / "none" / "x.bsar", NotFound),
+    ):
+        with pytest.raises(error), open_archive(path):
+            pass
+    os.mkfifo(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    with (
+        pytest.raises(BlobstoreError, match="is not a regular file"),
+        open_archive(tmp_path / "pipe"),
+    ):
+        pass
 
 
-def test_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    with open_archive(path) as bundle:
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(BlobstoreError, match="at byte 8: Input/output error"):
-            bundle.models()
-
-
-def test_a_path_through_a_file_is_told(path: Path) -> None:
+def test_reports_a_path_through_a_file(path: Path) -> None:
     with (
         pytest.raises(BlobstoreError, match="cannot read .*: Not a directory"),
         open_archive(path / "x"),
@@ -232,12 +423,23 @@ def test_a_path_through_a_file_is_told(path: Path) -> None:
         pass
 
 
-def test_a_config_that_is_too_large_says_nothing_of_layers(tmp_path: Path) -> None:
-    config = b"{" + b" " * MAX_CONFIG_SIZE + b"}"
-    described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
-    manifest = Manifest(config=described, layers=()).to_bytes()
-    members = [raw(manifest, Kind.MANIFEST), raw(config)]
-    path = tmp_path / "x.bsar"
-    path.write_bytes(archive(members, [manifest, config], [("h/n/m:t", 0)]))
-    with open_archive(path) as bundle:
-        assert [model.data for model in bundle.models()] == [manifest]
+@pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04" + bytes(100)])
+def test_rejects_other_files(tmp_path: Path, data: bytes) -> None:
+    refused(tmp_path / "x.bsar", data)
+
+
+def test_reports_a_file_that_is_truncated_while_it_is_read(path: Path) -> None:
+    with pytest.raises(ArchiveDamaged, match="cut short at byte"), open_archive(path) as reader:
+        numbers = reader.needed(reader.models())
+        os.truncate(path, reader.offsets[numbers[-1]] + 5)
+        reader.read(numbers[-1])
+
+
+def test_reports_a_disk_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with open_archive(path) as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(BlobstoreError, match="at byte 8: Input/output error"):
+            reader.models()

@@ -19,8 +19,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive import unpack as extraction
-from blobstore.operations.archive.bundle import Bundle
+from blobstore.operations.archive import unpack
 from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
@@ -103,20 +102,17 @@ def test_one_model_needs_only_its_own_blobs_in_the_store(
 
 
 def test_one_model_reads_nothing_of_the_others(path: Path, store: LocalStore) -> None:
-    bundle = Bundle(path.read_bytes())
     data = bytearray(path.read_bytes())
-    coded = next(item for item in bundle.members if item.kind == Kind.DELTA)
-    for number, member in enumerate(bundle.members):
+    parts = Parts(bytes(data))
+    delta = parts.members[parts.number(Kind.DELTA)]
+    for (begin, end), member in zip(parts.places, parts.members, strict=True):
         if member.kind == Kind.DELTA:
-            begin, end = bundle.place(number)
             data[begin:end] = bytes(end - begin)
     path.write_bytes(data)
     (spoiled,) = [
-        name
-        for name, number in bundle.names
-        if coded.digest.hex.encode() in bytes(bundle.stored(number))
+        name for name, number in parts.names if delta.digest.hex.encode() in parts.stored[number]
     ]
-    (whole,) = [name for name, _ in bundle.names if name != spoiled]
+    (whole,) = [name for name, _ in parts.names if name != spoiled]
     unpack_archive(path, [whole], store=store)
     assert check_archive(path, [whole]).references == (Reference.parse(whole),)
     with pytest.raises(ArchiveDamaged, match="is altered"):
@@ -169,13 +165,13 @@ def test_the_name_of_another_model_is_taken_only_by_force(path: Path, store: Loc
 def test_a_name_that_is_taken_meanwhile_is_not_replaced(
     path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = extraction._Unpacking.run
+    real = unpack._ingest_blobs
 
-    def run(self: extraction._Unpacking, *arguments: object) -> object:
+    def ingest_blobs(*arguments: object) -> object:
         put(store, "tuned", {"x": 50})
-        return real(self, *arguments)  # type: ignore[arg-type]
+        return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(extraction._Unpacking, "run", run)
+    monkeypatch.setattr(unpack, "_ingest_blobs", ingest_blobs)
     with pytest.raises(NameTaken):
         unpack_archive(path, store=store)
     assert names(store) == ["tuned"]
@@ -233,11 +229,11 @@ def test_checking_writes_nothing_and_needs_no_store(path: Path) -> None:
     before = sorted(path.parent.iterdir())
     checked = check_archive(path)
     assert sorted(path.parent.iterdir()) == before
-    bundle = Bundle(path.read_bytes())
-    blobs = [bundle.members[number] for number in bundle.blobs.values()]
+    members = Parts(path.read_bytes()).members
+    blobs = [member for member in members if member.kind != Kind.MANIFEST]
     assert checked.blobs == len(blobs)
     assert checked.size == sum(item.size for item in blobs)
-    assert checked.stored == sum(item.stored for item in blobs)
+    assert checked.stored == sum(item.stored_size for item in blobs)
     assert checked.references == tuple(map(Reference.parse, FAMILY))
 
 
