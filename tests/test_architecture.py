@@ -50,7 +50,6 @@ LONG: dict[str, str] = {}
 # A module of fewer lines than this needs two importers, or a reason here.
 SHORT_LINES = 60
 SHORT: dict[str, str] = {
-    "blobstore/models/sharding.py": "pure, and nothing else there is",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/quantization/mlx.py": "the only module there that imports mlx",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",

@@ -41,7 +41,7 @@ class MappedRegion:
     ``writable`` makes the maps private copies on write: what is written never reaches a file.
     A slot holds zeros until its file is mapped; behind the last page of a mapped file there is nothing
     that could be read. With ``filled``, files are not mapped but read into
-    the slots by :meth:`room`; the memory is asked for in large pages.
+    the slots by :meth:`slot_view`; the memory is asked for in large pages.
 
     Raises:
         BlobstoreError: there are not as many addresses, or the process may not have them.
@@ -94,7 +94,7 @@ class MappedRegion:
         self.present.add(slot)
 
     @contextlib.contextmanager
-    def making(self, slot: int, size: int) -> Iterator[memoryview]:
+    def writable_slot(self, slot: int, size: int) -> Iterator[memoryview]:
         """Give fresh memory in large pages in the place of a file, to be filled in the block.
 
         Unless the region is writable, it cannot be written to afterwards. Threads may fill slots at
@@ -127,7 +127,7 @@ class MappedRegion:
         with contextlib.suppress(BufferError):
             self._all.close()
 
-    def room(self, slot: int, begin: int, end: int) -> memoryview:
+    def slot_view(self, slot: int, begin: int, end: int) -> memoryview:
         """Return the room of a slot for bytes of a file, to the end of their last page."""
         start = self.offsets[slot]
         return memoryview(self._all)[start + begin : start + _rounded(end, mmap.PAGESIZE)]

@@ -1,25 +1,24 @@
-"""How closely a model is looked at before its tensors are used.
+"""How closely a model is checked before its tensors are used.
 
-Each level finds what the one before it finds, and more: that a blob is not there or has another size;
-that its header is another than when the model was stored; that any bit of it is another.
+Each level finds everything that the level before it finds, and more: a blob that is missing or has a
+wrong size; then a header that differs from the one that was stored; then any other changed bit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.models.index import indexed_places, load_index
-from blobstore.models.tensors import at_layer
+from blobstore.models.index import load_cached_index, load_index
+from blobstore.models.tensors import CONSTANT_KEY, at_layer
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
@@ -29,15 +28,12 @@ if TYPE_CHECKING:
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]
 
-_CONSTANT_KEY = "data"
-"""The key of the only tensor in blobs that Ollama wrote before February 2026."""
-
 
 def check_level(verify: str) -> None:
     """Check that ``verify`` is a level.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not.
     """
     if verify not in get_args(Verify):
         raise UsageError(
@@ -46,83 +42,68 @@ def check_level(verify: str) -> None:
 
 
 def reads_headers(verify: str) -> bool:
-    """Tell whether a level reads the headers themselves, and not the header index alone."""
+    """Return whether a level reads the headers of blobs, and not the header index alone."""
     return verify in ("header", "digest", "rehash")
 
 
 def check_blobs(
     store: LocalStore,
     manifest: bytes,
-    places: TensorIndex,
+    index: TensorIndex,
     verify: str,
     progress: Progress | None = None,
 ) -> None:
-    """Check the blobs of a model to a level that reads from them; for others do nothing.
+    """Check the blobs of a model, if the level reads headers; otherwise do nothing.
 
     Args:
-        store: the store of the model.
-        manifest: the bytes of its manifest.
-        places: what the model is used with.
+        store: the store that holds the model.
+        manifest: the bytes of its manifest file.
+        index: the index that the model is used with.
         verify: the level.
-        progress: told of the bytes that are hashed.
+        progress: called with the bytes that are hashed.
 
     Raises:
-        BlobMissing, BlobDamaged: a blob is not whole; the message names the layer. Or the header
-            index is wrong that ``places`` are from.
+        BlobMissing, BlobDamaged: a blob is missing or damaged; the message names the layer. Or
+            ``index`` comes from a header index that is wrong.
     """
     if not reads_headers(verify):
         return
     parsed = Manifest.from_bytes(manifest)
-    index = places if places.is_indexed else indexed_places(store, manifest)
-    found = load_index(store, manifest, use_index=False) if places.is_indexed else places
-    _check_headers(store, parsed.layers_of(media_types.TENSOR), index, found)
-    if verify != "header":
-        _check_digests(store, parsed.blobs, anew=verify == "rehash", progress=progress)
-    if places.is_indexed and _differing(places, found):
-        raise BlobDamaged(
-            "the header index is wrong; open the model with verify='header' to make it anew"
-        )
-
-
-def _check_headers(
-    store: LocalStore, layers: Sequence[Descriptor], index: TensorIndex | None, found: TensorIndex
-) -> None:
-    """Check what headers say against the layers of the manifest and the header index."""
-    names: list[list[str]] = [[] for _ in layers]
-    for name, (_, _, slot, _) in found.tensors.items():
-        names[slot].append(name)
-    for layer, held in zip(layers, names, strict=True):
-        fault = name_fault(layer, held)
-        if fault is not None:
+    layers = parsed.layers_of(media_types.TENSOR)
+    cached = index if index.is_cached else load_cached_index(store, manifest)
+    real = load_index(store, manifest, use_index=False) if index.is_cached else index
+    names = real.names_in_blobs()
+    for layer in layers:
+        if fault := name_fault(layer, names[layer.digest, layer.size]):
             raise at_layer(BlobDamaged(fault[1]), layer)
-    # Where index and header differ, the digest tells which of them is wrong.
-    for slot in sorted(_differing(index, found) if index else ()):
+    # If index and header disagree, the digest shows which of them is wrong.
+    for slot in sorted(_differing_slots(cached, real) if cached else ()):
         try:
             store.check_digest(layers[slot].digest, layers[slot].size)
         except BlobstoreError as error:
             raise at_layer(error, layers[slot]) from None
-
-
-def _check_digests(
-    store: LocalStore, blobs: Sequence[Descriptor], *, anew: bool, progress: Progress | None
-) -> None:
-    """Hash blobs; unless ``anew``, not those whose files are as they were when found whole."""
-    verified = VerifiedBlobs(store)
-    if not anew:
-        blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
-    for blob, error in damaged_blobs(store, blobs, progress=progress, verified=verified):
-        where = f"layer {quote(blob.name or blob.media_type)}"
-        raise error.at(where)
+    if verify != "header":
+        blobs: Sequence[Descriptor] = parsed.blobs
+        verified = VerifiedBlobs(store)
+        if verify == "digest":
+            blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
+        for blob, damage in damaged_blobs(store, blobs, progress=progress, verified=verified):
+            raise damage.at(f"layer {quote(blob.name or blob.media_type)}")
+    if index.is_cached and _differing_slots(index, real):
+        raise BlobDamaged(
+            "the header index is wrong; open the model with verify='header' to rebuild it"
+        )
 
 
 def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | None:
-    """Check that a layer's name is a tensor of its blob, or a prefix of all of them.
+    """Check that a layer's name is a tensor of its blob, or a prefix of all its tensors.
 
-    Returns the tensor, empty where it is not known, and what is wrong; None if nothing is.
+    Returns:
+        None if it is. Otherwise the tensor at fault, empty if unknown, and a message.
     """
     if not names:
         return "", f"blob {layer.digest} holds no tensor"
-    if layer.name in names or names == [_CONSTANT_KEY]:
+    if layer.name in names or list(names) == [CONSTANT_KEY]:
         return None
     foreign = [name for name in names if not name.startswith(f"{layer.name}.")]
     if not foreign:
@@ -132,7 +113,7 @@ def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | Non
 
 
 def tensor_name(layer: Descriptor, names: Collection[str]) -> str:
-    """Return the one tensor of a blob, whose header may be damaged; empty for a group of them."""
+    """Return the only tensor of a blob, given its known names; empty if it is a group."""
     if layer.name in names:
         return layer.name  # the others are its companions
     if len(names) != 1:
@@ -141,39 +122,30 @@ def tensor_name(layer: Descriptor, names: Collection[str]) -> str:
     return name if name.startswith(f"{layer.name}.") else layer.name
 
 
-class IndexedNames:
-    """The names of tensors by the header index, for blobs whose own headers cannot be read."""
+def indexed_names(store: LocalStore, manifest: bytes) -> Mapping[tuple[Digest, int], list[str]]:
+    """Return which tensors each blob holds according to the header index.
 
-    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._names: dict[tuple[Digest, int], list[str]] | None = None
-
-    def of(self, layer: Descriptor) -> Collection[str]:
-        """Return the names that a layer's blob holds; none where that is not known."""
-        if self._names is None:
-            self._names = defaultdict(list)
-            places = indexed_places(self._store, self._manifest.to_bytes())
-            if places is not None:
-                for name, (_, _, slot, _) in places.tensors.items():
-                    self._names[places.blobs[slot]].append(name)
-        return self._names.get((layer.digest, layer.size), ())
+    This names the tensors of blobs whose own headers cannot be read. ``manifest`` is the content of
+    the manifest file. Returns nothing for a model without an index.
+    """
+    index = load_cached_index(store, manifest)
+    return index.names_in_blobs() if index else {}
 
 
-def _differing(index: TensorIndex, found: TensorIndex) -> set[int]:
-    """Return the slots of the blobs of which two say different things."""
-    if index.blobs != found.blobs:
-        return set(range(len(found.blobs)))
-    known, real = dict(_sayings(index)), dict(_sayings(found))
+def _differing_slots(one: TensorIndex, other: TensorIndex) -> set[int]:
+    """Return the slots of the blobs that two indexes describe differently."""
+    if one.blobs != other.blobs:
+        return set(range(len(other.blobs)))
+    ours, theirs = dict(_descriptions(one)), dict(_descriptions(other))
     return {
         slot
-        for name in known.keys() | real.keys()
-        if known.get(name) != real.get(name)
-        for slot in {said[0] for said in (known.get(name), real.get(name)) if said}
+        for name in ours.keys() | theirs.keys()
+        if ours.get(name) != theirs.get(name)
+        for slot in {said[0] for said in (ours.get(name), theirs.get(name)) if said}
     }
 
 
-def _sayings(places: TensorIndex) -> Iterator[tuple[str, tuple[int, tuple[object, ...]]]]:
-    """Yield all that is said of each tensor, the slot of its blob first; from lists, some of it."""
-    for name, (dtype, shape, slot, begin) in places.tensors.items():
-        yield name, (slot, (begin, dtype, *shape, *places.quantized.get(name, ())))
+def _descriptions(index: TensorIndex) -> Iterator[tuple[str, tuple[int, tuple[object, ...]]]]:
+    """Yield each name with its slot and everything else that the index says, in comparable form."""
+    for name, (dtype, shape, slot, begin) in index.entries.items():
+        yield name, (slot, (begin, dtype, *shape, *index.quantized.get(name, ())))

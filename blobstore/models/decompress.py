@@ -1,9 +1,9 @@
-"""Cold blobs on their way from the disk into memory: some threads read, others decode what is there.
+"""Cold blobs decompressed into memory: some threads read files, others decode what was read.
 
-What is not in the page cache is read in large requests, several at a time, into a few buffers that are used
-again and again: memory that was never touched takes as long to come by as the bytes to read. So a
-model takes no more memory than it has bytes, but for the buffers. Small blobs are left to one thread:
-several would spend more time on passing the interpreter's lock about than on decoding.
+Data outside the page cache is read in large, concurrent requests into a few buffers that are used
+again and again: to allocate fresh memory takes as long as to read the bytes. So a model needs no
+memory beyond its own bytes and these buffers. One thread decodes all small blobs: several would
+spend more time on passing the interpreter's lock around than on decoding.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _REQUEST = 4 << 20
-"""Bytes of one request at most."""
+"""Maximum bytes per request."""
 _REQUESTS = 8
-"""Requests at a time: one alone leaves a disk idle between two."""
+"""Concurrent requests: with one at a time, a disk is idle between two requests."""
 _BUFFERS = 2 * _REQUESTS
-"""At most half of them wait to be decoded from, so that others are always given back."""
+"""At most half of them wait to be decoded, so that others are always released."""
 _DECODED = 16 << 20
-"""Bytes that a thread decodes at a time at most, about."""
+"""About how many bytes a thread decodes at a time, at most."""
 _SMALL = 1 << 18
-"""Bytes of the largest of the small blobs, which take longer to open than to decode."""
-_TOGETHER = 64
-"""Small blobs that are asked for, and then decoded, at a time."""
+"""Blobs of at most so many bytes take longer to open than to decode."""
+_BATCH = 64
+"""Small blobs that are requested together, and then decoded."""
 
 
-class Wanted(NamedTuple):
-    """A cold blob and where it goes."""
+class ColdSlot(NamedTuple):
+    """A cold blob, and the slot that it is decoded into."""
 
     slot: int
     digest: Digest
@@ -57,13 +57,20 @@ class _Opened(NamedTuple):
     is_cached: bool
     """Whether its file is in the page cache."""
     source: FileBytes | None
-    """All bytes of that, if they were read."""
-    memory: memoryview | None
-    """The buffer that they are in."""
+    """The whole file, if it was read."""
+    buffer: memoryview | None
+    """The buffer that holds the file."""
 
 
 class ParallelDecoder:
-    """Decodes cold blobs of a store into the slots of a region."""
+    """Decodes cold blobs of a store into the slots of a region.
+
+    Args:
+        store: the store that holds the blobs.
+        region: the memory to decode into.
+        past_cache: whether to leave no copy of large files in the page cache.
+        report: called with the number of bytes that were decoded, from any thread.
+    """
 
     def __init__(
         self,
@@ -71,71 +78,64 @@ class ParallelDecoder:
         region: MappedRegion,
         *,
         past_cache: bool,
-        tell: Callable[[int], object],
+        report: Callable[[int], object],
     ) -> None:
-        """Begin nothing yet.
-
-        Args:
-            store: where the blobs are.
-            region: where they go.
-            past_cache: leave no copy of what is read in the page cache, but for small blobs.
-            tell: gets the numbers of bytes that were decoded, from any thread.
-        """
         self._store = store
         self._region = region
         self._past_cache = past_cache
-        self._tell = tell
+        self._report = report
         self._bases: set[Digest] = set()
         self._closings: list[Callable[[], object]] = []
-        """Of all files: who keeps an error shall not keep them open."""
+        """Close all files. An error that is kept must not keep files open."""
         size = room_for(_REQUEST)
         self._memory = MappedRegion([size] * _BUFFERS, filled=True)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(_BUFFERS):
-            self._free.put(self._memory.room(number, 0, size))
+            self._free.put(self._memory.slot_view(number, 0, size))
 
-    def run(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Decode blobs; return the slots of those that are not cold any more.
+    def run(self, blobs: Sequence[ColdSlot]) -> list[int]:
+        """Decode blobs. Returns the slots of those that are no longer cold.
 
         Raises:
-            BlobDamaged: one of them is not whole, or its base is not.
-            StoreError: one cannot be read.
+            BlobDamaged: a blob or its base is damaged.
+            StoreError: a blob cannot be read.
         """
-        if len(wanted) == 1 and wanted[0].size <= (_SMALL if self._past_cache else _REQUEST):
-            # One that is read and decoded at once either way: threads would only have to start.
-            self._ask_for(wanted)
-            return self._decode_here(wanted)
-        small = [blob for blob in wanted if blob.size <= _SMALL]
-        large = [blob for blob in wanted if blob.size > _SMALL]
-        missing: list[int] = []
-        asides: list[Future[list[int]]] = []
+        if len(blobs) == 1 and blobs[0].size <= (_SMALL if self._past_cache else _REQUEST):
+            # It is read and decoded in one step, for which starting threads is not worth it.
+            self._request(blobs)
+            return self._decode_batch(blobs)
+        small = [blob for blob in blobs if blob.size <= _SMALL]
+        large = [blob for blob in blobs if blob.size > _SMALL]
+        thawed: list[int] = []
+        batches: list[Future[list[int]]] = []
         decoding: deque[Future[None]] = deque()
-        # Threads end before the memory that they write to is closed to writing.
+        # Threads end before the memory that they write to becomes read-only.
         with (
-            contextlib.ExitStack() as making,
+            contextlib.ExitStack() as writable,
             self._files_closed(),
-            _waited_for(chain(asides, decoding)),
+            _completed(chain(batches, decoding)),
             _threads(_REQUESTS) as readers,
             _threads(os.cpu_count() or 1) as decoders,
-            _threads(1) as alone,
+            _threads(1) as batch_decoder,
         ):
-            for some in _batches(small):
-                asking = readers.submit(self._ask_for, some)
-                asides.append(alone.submit(self._decode_small, some, asking))
-            for slot, opening in self._openings(large, readers):
+            for begin in range(0, len(small), _BATCH):
+                batch = small[begin : begin + _BATCH]
+                requesting = readers.submit(self._request, batch)
+                batches.append(batch_decoder.submit(self._decode_batch, batch, requesting))
+            for slot, opening in self._open_ahead(large, readers):
                 try:
                     opened = opening.result()
                 except BlobMissing:
-                    missing.append(slot)
+                    thawed.append(slot)
                     continue
-                room = making.enter_context(self._region.making(slot, opened.blob.size))
-                decoding.extend(self._decodings(opened, room, readers, decoders))
+                view = writable.enter_context(self._region.writable_slot(slot, opened.blob.size))
+                decoding.extend(self._start_decoding(opened, view, readers, decoders))
                 while decoding and decoding[0].done():
                     decoding.popleft().result()
             for work in decoding:
                 work.result()
-            missing += chain.from_iterable(aside.result() for aside in asides)
-        return missing
+            thawed += chain.from_iterable(batch.result() for batch in batches)
+        return thawed
 
     @contextlib.contextmanager
     def _files_closed(self) -> Iterator[None]:
@@ -145,143 +145,141 @@ class ParallelDecoder:
             for close in self._closings:
                 close()
 
-    def _ask_for(self, wanted: Sequence[Wanted]) -> None:
-        for blob in wanted:
+    def _request(self, blobs: Sequence[ColdSlot]) -> None:
+        """Ask the kernel to read the files of blobs, without waiting for that."""
+        for blob in blobs:
             read_ahead(self._store.cold_path(blob.digest))
 
-    def _decode_small(self, wanted: Sequence[Wanted], asking: Future[None]) -> list[int]:
-        asking.result()
-        return self._decode_here(wanted)
+    def _request_base(self, blob: ColdBlob) -> None:
+        if blob.base is not None and blob.base not in self._bases:
+            self._bases.add(blob.base)
+            read_ahead(self._store.blob_path(blob.base))
 
-    def _decode_here(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Decode blobs that were asked for; return the slots of those that are not cold any more."""
-        missing = []
-        with contextlib.ExitStack() as making:
-            rooms = []
-            for slot, digest, size in wanted:
+    def _decode_batch(
+        self, blobs: Sequence[ColdSlot], requesting: Future[None] | None = None
+    ) -> list[int]:
+        """Decode blobs that were requested. Returns the slots of those that are no longer cold."""
+        if requesting is not None:
+            requesting.result()
+        thawed = []
+        with contextlib.ExitStack() as writable:
+            opened = []
+            for slot, digest, size in blobs:
                 try:
                     blob = self._store.open_cold(digest, size)
                 except BlobMissing:
-                    missing.append(slot)
+                    thawed.append(slot)
                     continue
-                self._ask_for_base(blob)
-                rooms.append((blob, making.enter_context(self._region.making(slot, size))))
-            for blob, room in rooms:
-                self._decode(blob, 0, room)
-        return missing
+                self._request_base(blob)
+                view = writable.enter_context(self._region.writable_slot(slot, size))
+                opened.append((blob, view))
+            for blob, view in opened:
+                self._decode(blob, 0, view)
+        return thawed
 
-    def _openings(
-        self, wanted: Sequence[Wanted], readers: ThreadPoolExecutor
+    def _open_ahead(
+        self, blobs: Sequence[ColdSlot], readers: ThreadPoolExecutor
     ) -> Iterator[tuple[int, Future[_Opened]]]:
         """Yield the slot of each blob, which is being opened, while the next ones are too."""
         ahead: deque[tuple[int, Future[_Opened]]] = deque()
-        for slot, digest, size in wanted:
+        for slot, digest, size in blobs:
             if len(ahead) == _REQUESTS:
                 yield ahead.popleft()
             ahead.append((slot, readers.submit(self._open, digest, size, self._free.get())))
         yield from ahead
 
-    def _open(self, digest: Digest, size: int, memory: memoryview) -> _Opened:
-        is_cached = is_whole = False
+    def _open(self, digest: Digest, size: int, buffer: memoryview) -> _Opened:
+        is_cached = is_complete = False
         source: FileBytes | None = None
 
         def read(file: ColdFile) -> FileBytes | None:
-            nonlocal is_cached, is_whole, source
+            nonlocal is_cached, is_complete, source
             self._closings.append(file.close)
             is_cached = file.is_cached()
             if not is_cached:
                 if self._past_cache:
                     file.pass_cache()
-                source = file.read_ends(memory)
-                is_whole = file.fits(memory)
-            if is_cached or is_whole:
+                source = file.read_ends(buffer)
+                is_complete = file.fits(buffer)
+            if is_cached or is_complete:
                 file.close()
             return source
 
         try:
             blob = self._store.open_cold(digest, size, read)
-            self._ask_for_base(blob)
+            self._request_base(blob)
         except BaseException:
-            self._free.put(memory)
+            self._free.put(buffer)
             raise
-        if is_whole:
-            return _Opened(blob, is_cached, source, memory)
-        self._free.put(memory)
+        if is_complete:
+            return _Opened(blob, is_cached, source, buffer)
+        self._free.put(buffer)
         return _Opened(blob, is_cached, None, None)
 
-    def _ask_for_base(self, blob: ColdBlob) -> None:
-        if blob.base is not None and blob.base not in self._bases:
-            self._bases.add(blob.base)
-            read_ahead(self._store.blob_path(blob.base))
-
-    def _decodings(
+    def _start_decoding(
         self,
         opened: _Opened,
-        room: memoryview,
+        view: memoryview,
         readers: ThreadPoolExecutor,
         decoders: ThreadPoolExecutor,
     ) -> Iterator[Future[None]]:
-        """Begin to decode a blob, as soon as there are buffers for it."""
+        """Start to decode a blob, piece by piece, as soon as buffers are free."""
         blob = opened.blob
         if opened.source is not None:
-            yield decoders.submit(self._decode, blob, 0, room, opened.source, opened.memory)
+            yield decoders.submit(self._decode, blob, 0, view, opened.source, opened.buffer)
             return
         for cut in blob.container.cuts(_DECODED, _REQUEST):
-            part = room[cut.begin : cut.end]
+            part = view[cut.begin : cut.end]
             if opened.is_cached or cut.stored_end - cut.stored_begin > _REQUEST:
                 yield decoders.submit(self._decode, blob, cut.begin, part)
                 continue
-            memory = self._free.get()
-            fetching = readers.submit(blob.fetch, cut, memory)
-            yield decoders.submit(self._decode, blob, cut.begin, part, fetching, memory)
+            buffer = self._free.get()
+            fetching = readers.submit(blob.fetch, cut, buffer)
+            yield decoders.submit(self._decode, blob, cut.begin, part, fetching, buffer)
 
     def _decode(
         self,
         blob: ColdBlob,
         begin: int,
-        room: memoryview,
+        view: memoryview,
         source: FileBytes | Future[FileBytes] | None = None,
-        memory: memoryview | None = None,
+        buffer: memoryview | None = None,
     ) -> None:
-        """Decode bytes from ``begin`` on into ``room``, and give back the buffer of the source."""
+        """Decode bytes from ``begin`` on into ``view``, and release the buffer of the source."""
         try:
-            blob.read_into(begin, room, source.result() if isinstance(source, Future) else source)
+            blob.read_into(begin, view, source.result() if isinstance(source, Future) else source)
         except BlobDamaged:
-            # Since it was opened it may have been thawed, or frozen another way, and its base removed.
-            self._store.read_into(blob.digest, blob.size, begin, room)
+            # It may have been thawed since, or frozen against another base and its base removed.
+            self._store.read_into(blob.digest, blob.size, begin, view)
         finally:
-            if memory is not None:
-                self._free.put(memory)
-        self._tell(len(room))
-
-
-def _batches(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
-    return [wanted[begin : begin + _TOGETHER] for begin in range(0, len(wanted), _TOGETHER)]
+            if buffer is not None:
+                self._free.put(buffer)
+        self._report(len(view))
 
 
 @contextlib.contextmanager
-def _waited_for(works: Iterable[Future[Any]]) -> Iterator[None]:
-    """Let what was begun end, though Ctrl-C comes again when threads are waited for.
+def _completed(futures: Iterable[Future[Any]]) -> Iterator[None]:
+    """Wait for all futures at the end, even if Ctrl-C interrupts the waiting again.
 
-    Otherwise they would write to memory that is closed to that when the blobs are wanted again, and
-    close it when others write to it.
+    Otherwise a thread could still write to memory after it was made read-only, or make memory
+    read-only to which other threads write when the blobs are loaded again.
     """
     try:
         yield
     finally:
-        for work in works:
-            while not work.done():
+        for future in futures:
+            while not future.done():
                 with contextlib.suppress(KeyboardInterrupt, CancelledError):
-                    work.exception()
+                    future.exception()
 
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Give threads that are waited for; on an error they end early."""
+    """Yield a pool, and wait for its threads. On an error, work that has not started is dropped."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="blobstore")
     try:
         yield pool
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # including Ctrl-C
         pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()

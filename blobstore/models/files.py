@@ -1,4 +1,4 @@
-"""What an opened model has beside its tensors: its manifest, config and small files."""
+"""A stored model without its tensors: its manifest, config and small files."""
 
 from __future__ import annotations
 
@@ -12,40 +12,48 @@ from blobstore.errors import BlobDamaged, Damaged, InvalidManifest, TensorNotFou
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.store.local import LocalStore
 
 
 class ModelFiles:
-    """The model ``reference``, whose manifest has the bytes ``manifest``."""
+    """The manifest, config and small files of the model ``reference``.
+
+    ``manifest`` is the content of its manifest file.
+    """
 
     @classmethod
-    def of(cls, reference: str | Reference, store: LocalStore) -> ModelFiles:
-        """Return those of a stored model, whose tensors are not looked at.
+    def of(
+        cls, reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None
+    ) -> ModelFiles:
+        """Return the files of a stored model. Its tensor blobs are not opened.
 
         Raises:
             ModelNotFound: the store has no such name.
-            InvalidManifest: its manifest is not whole.
+            InvalidManifest: the manifest is damaged.
         """
-        if isinstance(reference, str):
-            reference = Reference.parse(reference)
+        reference = Reference.of(reference)
+        store = LocalStore.of(store)
         data = store.read_manifest(reference)
-        documents = ModelFiles(reference, data, store)
+        files = ModelFiles(reference, data, store)
         try:
-            store.check_manifest(data, documents.manifest)
+            store.check_manifest(data, files.manifest)
         except InvalidManifest as error:
             raise error.at(str(reference)) from None
-        return documents
+        return files
 
     def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
         self.reference = reference
+        """The model's name."""
+        self.store = store
+        """The store that holds the model."""
         self._manifest = manifest
-        self._store = store
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -54,20 +62,12 @@ class ModelFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The decoded ``config.json``, empty if the model has none.
+        """The decoded ``config.json``, or an empty dictionary if the model has none.
 
         Raises:
-            BlobMissing, BlobDamaged: it is not whole, or not a JSON object.
+            BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
         """
-        if "config.json" not in self.files:
-            return {}
-        try:
-            value = json.loads(self.read_file("config.json"))
-        except (ValueError, RecursionError) as error:  # it is kept as the source had it
-            raise BlobDamaged(f"config.json of {self.reference} is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise BlobDamaged(f"config.json of {self.reference} is not a JSON object")
-        return value
+        return self.read_json("config.json") if "config.json" in self.files else {}
 
     @property
     def files(self) -> Mapping[str, Descriptor]:
@@ -80,33 +80,53 @@ class ModelFiles:
         }
 
     def read_file(self, name: str) -> bytes:
-        """Return the content of a small file, its digest checked.
+        """Return the content of a small file, after checking its digest.
 
         Raises:
             TensorNotFound: the model has no such file.
-            BlobMissing, BlobDamaged: it is not whole.
+            BlobMissing, BlobDamaged: the file is missing or damaged.
         """
         layer = self.files.get(name)
         if layer is None:
             raise TensorNotFound(f"model {self.reference} has no file {quote(name)}")
-        return self._store.read_blob(layer.digest, layer.size)
+        return self.store.read_blob(layer.digest, layer.size)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object that a small file contains.
+
+        Raises:
+            TensorNotFound: the model has no such file.
+            BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
+        """
+        try:
+            value = json.loads(self.read_file(name))
+        except (ValueError, RecursionError) as error:  # create stores the file as the source had it
+            raise BlobDamaged(f"{name} of {self.reference} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise BlobDamaged(f"{name} of {self.reference} is not a JSON object")
+        return value
 
     def file_path(self, name: str) -> Path:
-        """Return the blob of a small file, for whoever can only read files by their paths.
+        """Return the path of a small file's blob, for libraries that can only read from paths.
 
         Raises as :meth:`read_file`.
         """
         self.read_file(name)
-        return Path(self._store.blob_path(self.files[name].digest))
+        return Path(self.store.blob_path(self.files[name].digest))
 
-    def _located(self, error: Damaged) -> BlobstoreError:
-        """Return the error with the model and the damaged blob's layer in front of its message."""
-        for layer in self.manifest.layers_of(media_types.TENSOR):
-            try:
-                self._store.check_size(layer.digest, layer.size)
-            except Damaged as found:
-                return found.at(f"{self.reference}: layer {quote(layer.name)}")
-        for layer in self.manifest.layers_of(media_types.TENSOR):
-            if layer.digest.hex in str(error):  # as it has the path of a cold blob
-                return error.at(f"{self.reference}: layer {quote(layer.name)}")
-        return error.at(str(self.reference))
+
+def locate_damage(model: ModelFiles, error: Damaged) -> BlobstoreError:
+    """Return the error with the model and the damaged blob's layer in front of its message.
+
+    If a blob is missing or has a wrong size, that is reported instead: it is the likely cause.
+    """
+    layers = model.manifest.layers_of(media_types.TENSOR)
+    for layer in layers:
+        try:
+            model.store.check_size(layer.digest, layer.size)
+        except Damaged as found:
+            return found.at(f"{model.reference}: layer {quote(layer.name)}")
+    for layer in layers:
+        if layer.digest.hex in str(error):  # messages contain the path of the hot or cold blob
+            return error.at(f"{model.reference}: layer {quote(layer.name)}")
+    return error.at(str(model.reference))

@@ -1,10 +1,11 @@
-"""What tensors become in numpy, torch and MLX: views of memory, and plain numbers of packed weights.
+"""How stored bytes become arrays of numpy, torch and MLX, on the CPU or on another device.
 
-The libraries are imported when they are asked for.
+The libraries are imported on first use.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from blobstore.core.escape import quote
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
 
+    Convert = Callable[[mmap.mmap | memoryview, int, TensorSpec], Any]
+
+Framework = Literal["numpy", "torch", "mlx"]
 FloatName = Literal["bfloat16", "float16", "float32"]
 NAMES: dict[DType, FloatName] = {
     DType.BF16: "bfloat16",
@@ -25,11 +29,11 @@ NAMES: dict[DType, FloatName] = {
     DType.F32: "float32",
 }
 FLOATS = {name: dtype for dtype, name in NAMES.items()}
-"""Element types that packed weights can become, by name."""
+"""Element types that weights can be dequantized to, by name."""
 
 
 class Dequantize(Protocol):
-    """Computes plain numbers."""
+    """Dequantizes a weight."""
 
     def __call__(
         self,
@@ -41,89 +45,112 @@ class Dequantize(Protocol):
         dtype: FloatName,
         global_scale: float | None,
     ) -> Any:
-        """Return an array of the logical shape and of ``dtype``; the inputs are a framework's."""
+        """Return an array of the logical shape and of ``dtype``; all arrays are of one framework."""
 
 
 Move = tuple[Any, int, int, int]
-"""A tensor, the offset in it of some bytes, their offset in a staging buffer, and their count."""
+"""A tensor, the offset of some bytes in it, their offset in a staging buffer, and their number."""
 
 
 class StagingBuffer(Protocol):
-    """Memory of the host from which a device takes bytes."""
+    """Host memory from which a device copies bytes."""
 
     memory: memoryview
-    """To be filled."""
+    """The memory to fill."""
 
     def send(self, moves: Sequence[Move], after: Any) -> Any:
-        """Ask for copies to the device, not before the :meth:`DeviceStream.mark` ``after``; do not wait.
+        """Request copies to the device, and return without waiting for them.
 
-        Return what :meth:`DeviceStream.receive` takes. Called by any thread, as is :meth:`wait`.
+        The copies start no earlier than the :meth:`DeviceStream.mark` ``after``. Any thread may
+        call this, and :meth:`wait`. Returns the argument for :meth:`DeviceStream.receive`.
 
         Raises:
             BlobstoreError: the device fails.
         """
 
     def wait(self) -> None:
-        """Wait until what was sent last has left, so that the memory may be filled again."""
+        """Wait until the copies that were last requested are done, so that the memory is free."""
 
 
 class DeviceStream(Protocol):
-    """The way into the memory of a device. All but :meth:`staging` is for one thread."""
+    """Copies bytes into a device's memory. One thread calls all methods but :meth:`staging`."""
 
-    def room(self, spec: TensorSpec) -> Any:
-        """Return a tensor without content in the device's memory.
+    def empty(self, spec: TensorSpec) -> Any:
+        """Return an uninitialised tensor in the device's memory.
 
         Raises:
-            BlobstoreError: there is not as much.
-            UnsupportedDType: the framework has no type for it.
+            BlobstoreError: the device is out of memory.
+            UnsupportedDType: the framework has no such type.
         """
 
     def mark(self) -> Any:
-        """Mark the point that the current stream has got to, where all rooms may be filled."""
+        """Record a point in the current stream, after which all empty tensors may be filled."""
 
     def staging(self, nbytes: int) -> StagingBuffer:
-        """Return a staging buffer. Called by any thread.
+        """Return a new staging buffer. Any thread may call this.
 
         Raises:
-            BlobstoreError: the host has no memory for it.
+            BlobstoreError: the host is out of memory.
         """
 
     def receive(self, sent: Any) -> None:
-        """Have the current stream wait for what was sent."""
+        """Make the current stream wait for copies that were requested."""
 
     def drain(self) -> None:
-        """Wait until all that was sent has arrived.
+        """Wait until all copies that were requested are done.
 
         Raises:
             BlobstoreError: the device fails.
         """
 
 
-def original_dtype(item: QuantFormat, scale: DType) -> FloatName:
-    """Return the element type before quantization, as far as the blob tells: bfloat16 if not."""
-    return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
+@dataclass(frozen=True, slots=True)
+class ArrayTarget:
+    """The framework and device of the arrays that a model returns."""
+
+    framework: str
+    device: str
+    convert: Convert
+    """Makes an array of the bytes at an offset in memory."""
+
+    @classmethod
+    def of(cls, framework: str, device: str) -> ArrayTarget:
+        """Check the names of a framework and a device.
+
+        Raises:
+            UsageError: there is no such framework, or it has no such device.
+        """
+        return cls(framework, device, _converter(framework, device))
+
+    @property
+    def has_views(self) -> bool:
+        """Whether arrays are views of the memory that they are made of, and not copies."""
+        return self.framework != "mlx" and self.device == "cpu"
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the memory must be writable, as torch demands."""
+        return self.framework == "torch"
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether tensors reach the device by a :class:`DeviceStream`, and not by plain copies."""
+        return self.framework == "torch" and self.device.partition(":")[0] == "cuda"
+
+    def stream(self) -> DeviceStream | None:
+        """Return a stream to the device, or None if there is none.
+
+        Raises:
+            UsageError: the device does not exist.
+        """
+        if not self.has_stream:
+            return None
+        from blobstore.safetensors.cuda import TorchLane
+
+        return TorchLane(self.device)
 
 
-def checked_dtype(name: str) -> FloatName:
-    """Return the name of an element type that packed weights can become.
-
-    Raises:
-        UsageError: it is another.
-    """
-    for known in get_args(FloatName):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise UsageError(f"dtype must be bfloat16, float16 or float32, got {quote(name)}")
-
-
-def converter(
-    framework: str, device: str
-) -> Callable[[mmap.mmap | memoryview, int, TensorSpec], Any]:
-    """Return what makes an array of the bytes at an offset of a map.
-
-    Raises:
-        UsageError: there is no such framework, or it has no such device.
-    """
+def _converter(framework: str, device: str) -> Convert:
     if framework == "torch":
         from blobstore.safetensors.torch import as_tensor, check_device, copy_to
 
@@ -131,10 +158,10 @@ def converter(
             return as_tensor
         check_device(device)
         return lambda memory, offset, spec: copy_to(device, as_tensor(memory, offset, spec), spec)
-    if framework not in ("numpy", "mlx"):
+    if framework not in get_args(Framework):
         raise UsageError(f"framework must be numpy, torch or mlx, got {quote(framework)}")
     if device != "cpu":
-        raise UsageError(f"device {quote(device)} is for torch only; {framework} takes cpu")
+        raise UsageError(f"device {quote(device)} requires framework torch; {framework} takes cpu")
     if framework == "mlx":
         from blobstore.safetensors.mlx import as_mlx
 
@@ -144,26 +171,25 @@ def converter(
     return as_array
 
 
-def has_lane(framework: str, device: str) -> bool:
-    """Tell whether there is a way into the memory of a device, other than plain copies."""
-    return framework == "torch" and device.partition(":")[0] == "cuda"
+def original_dtype(item: QuantFormat, scale: DType) -> FloatName:
+    """Return a weight's element type before quantization: that of affine scales, else bfloat16."""
+    return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
 
 
-def lane_to(framework: str, device: str) -> DeviceStream | None:
-    """Return the way into the memory of a device, or None where there is none.
+def checked_dtype(name: str) -> FloatName:
+    """Return the name of an element type that weights can be dequantized to.
 
     Raises:
-        UsageError: the device is not there.
+        UsageError: it is not one of these types.
     """
-    if not has_lane(framework, device):
-        return None
-    from blobstore.safetensors.cuda import TorchLane
-
-    return TorchLane(device)
+    for known in get_args(FloatName):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise UsageError(f"dtype must be bfloat16, float16 or float32, got {quote(name)}")
 
 
 def dequantizer(framework: str) -> Dequantize:
-    """Return what dequantizes the arrays of ``numpy``, ``torch`` or ``mlx``, with their library."""
+    """Return the function that dequantizes arrays of ``numpy``, ``torch`` or ``mlx``."""
     if framework == "torch":
         from blobstore.quantization import torch
 

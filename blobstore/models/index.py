@@ -1,134 +1,222 @@
-"""Where every tensor of a model lies, by its runtime name: what a loader needs and no more.
+"""Where each tensor of a model lies, by its runtime name.
 
-Resolving that opens and parses every blob's header, so the result is kept in the store as the header
-index: one file a model, named by the digest of the manifest's bytes. It is a cache: it vanishes
-without harm, is ignored if it is not what was written, and a blob's size is still checked against
-the file when it is mapped. :func:`create` writes it, and a loader that did not find it.
+Finding that out requires opening and parsing the header of every blob. The result is therefore kept
+in the store as the *header index*: one file per model, named by the digest of the manifest's bytes.
+The index is a cache. Deleting it is harmless, an index that was altered is ignored, and the size of
+each blob is still checked when the blob is mapped. :func:`create` writes the index; so does opening
+a model that has none.
 
-Its seal finds accidents, not forgery: whoever can write to the store can seal anything. So what it
-says is checked before it becomes a path or an offset, and who asks for digests does not read it.
+The index's checksum detects accidents, not forgery: anyone who can write to the store can compute
+it. So every value is checked before it becomes a path or an offset, and levels of ``verify`` that
+read headers do not trust the index.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DTYPES
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_tensors, tensors_of
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.core.mmap import MappedRegion
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
+_VERSION = 2
+"""Incremented when the index's format changes, so that older files are ignored."""
 
-_FORM = 2
-"""To be raised when the index changes its form, so that older ones are made anew."""
+Entry = tuple[str, "Sequence[int]", int, int]
+"""A tensor in the index: element type by its name on disk, shape, slot and begin.
+
+These are the lists of the JSON file, unchanged: an object per tensor would slow down every open.
+"""
 
 
-Place = tuple[str, "Sequence[int]", int, int]
-"""One tensor: element type by its name on disk, shape, place of its blob in :attr:`Places.blobs`,
-and offset in the blob of its first byte. Bare, for it comes from the index as it is."""
+class TensorLocation(NamedTuple):
+    """A tensor, and where its bytes lie."""
+
+    spec: TensorSpec
+    slot: int
+    """The position of its blob in :attr:`TensorIndex.blobs`."""
+    begin: int
+    """The offset in the blob of its first byte."""
 
 
-class TensorIndex(NamedTuple):
-    """The tensors of a model, and the blobs that hold them."""
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """The tensors of a model by runtime name, and the blobs that hold them."""
 
-    tensors: dict[str, Place]
+    entries: dict[str, Entry]
+    """For loops over many tensors; otherwise use the methods."""
     blobs: list[tuple[Digest, int]]
+    """Digest and size of each tensor blob, in the manifest's order."""
     quantized: dict[str, tuple[str, int]]
-    """Type and group size of the quantized weights; empty and 0 where the blob does not say."""
-    is_indexed: bool
-    """Whether they came from the index."""
-    region: MappedRegion | None = None
-    """The memory that all blobs were mapped into, if they had to be opened."""
+    """Type and group size of the quantized weights; empty and 0 if the blob does not say."""
+    is_cached: bool
+    """Whether this comes from the header index, and not from the headers themselves."""
     is_proven: bool = True
-    """Whether the model's config could be read, which proves its manifest."""
+    """Whether the model's config was readable, which proves that the manifest is unaltered."""
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return the name, element type and shape of a tensor, as stored."""
+        dtype, shape, _, _ = self.entries[name]
+        return TensorSpec(name, DTYPES[dtype], tuple(shape))
+
+    def location(self, name: str) -> TensorLocation:
+        """Return where a tensor lies."""
+        dtype, shape, slot, begin = self.entries[name]
+        return TensorLocation(TensorSpec(name, DTYPES[dtype], tuple(shape)), slot, begin)
+
+    def slot(self, name: str) -> int:
+        """Return the position in :attr:`blobs` of the blob that holds a tensor."""
+        return self.entries[name][2]
+
+    def nbytes(self, name: str) -> int:
+        """Return the size of a tensor, as stored."""
+        return self.spec(name).nbytes
+
+    def names_in_blobs(self) -> dict[tuple[Digest, int], list[str]]:
+        """Return the names of the tensors that each blob holds, by its digest and size."""
+        names: dict[tuple[Digest, int], list[str]] = {blob: [] for blob in self.blobs}
+        for name, (_, _, slot, _) in self.entries.items():
+            names[self.blobs[slot]].append(name)
+        return names
+
+    def shard(self, names: Iterable[str], order: str, shard: tuple[int, int]) -> list[str]:
+        """Return one rank's share of the tensors ``names``.
+
+        The tensors are split into runs of about equal bytes, in the order of the files, so that
+        each tensor belongs to one rank.
+
+        Args:
+            names: the tensors to distribute.
+            order: ``file`` to return the share in the order of the bytes, ``name`` to sort it.
+            shard: the rank, and the number of ranks.
+
+        Raises:
+            UsageError: an unknown order, or a rank out of range.
+        """
+        rank, world = shard
+        if not 0 <= rank < world:
+            raise UsageError(
+                f"shard must be a rank and a world with 0 <= rank < world, got {rank} of {world}"
+            )
+        if order not in ("file", "name"):
+            raise UsageError(f"order must be file or name, got {quote(order)}")
+        in_file = sorted(names, key=lambda name: self.entries[name][2:])
+        sizes = [self.nbytes(name) for name in in_file]
+        total = max(sum(sizes), 1)
+        # A tensor belongs to the rank whose part of the bytes contains the tensor's middle.
+        share = []
+        for name, size, end in zip(in_file, sizes, itertools.accumulate(sizes), strict=True):
+            if min(int((end - size / 2) * world / total), world - 1) == rank:
+                share.append(name)
+        return share if order == "file" else sorted(share)
 
 
-def load_index(
-    store: LocalStore,
-    manifest: bytes,
-    *,
-    reserve: Callable[[list[int]], MappedRegion] | None = None,
-    use_index: bool = True,
-) -> TensorIndex:
-    """Return where the tensors of the model are whose manifest file has the bytes ``manifest``.
+def load_index(store: LocalStore, manifest: bytes, *, use_index: bool = True) -> TensorIndex:
+    """Return the tensors of the model whose manifest file contains ``manifest``.
 
-    Without an index every blob is opened for its header. A caller that wants to map them anyway
-    gives ``reserve``, which makes the memory for blobs of some sizes, so that each is opened once.
-    With ``use_index`` false the headers alone decide. There is an index only for what was proven to
-    be the manifest that was written, so that need not be done again.
+    They come from the header index if there is one and ``use_index`` is true, otherwise from the
+    headers of all blobs.
 
     Raises:
         InvalidManifest: the manifest breaks the format, or is not the one that was written.
-        BlobMissing, BlobDamaged: a blob is not whole, or two tensors have one name.
+        BlobMissing, BlobDamaged: a blob is missing or damaged, or two tensors have one name.
     """
-    places = indexed_places(store, manifest) if use_index else None
-    if places is None:
-        with gc_paused():
-            parsed = Manifest.from_bytes(manifest)
-            is_proven = store.check_manifest(manifest, parsed)
-            places = _resolve(store, parsed, reserve)._replace(is_proven=is_proven)
-    return places
+    index = load_cached_index(store, manifest) if use_index else None
+    return index or read_index(store, manifest)[0]
 
 
-def indexed_places(store: LocalStore, manifest: bytes) -> TensorIndex | None:
-    """Return what the header index says, None if there is none for the model."""
+def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
+    """Return what the header index says, or None if the model has none.
+
+    Only a manifest that was proven to be the one that was written ever gets an index.
+    """
     key = Digest.of(manifest)
     with gc_paused():
         return _decode(key, store.read_index(key))
 
 
-def write_index(store: LocalStore, manifest: bytes, places: TensorIndex) -> None:
-    """Keep what :func:`load_index` found of a manifest that is proven, if the store can be written."""
-    if not places.is_proven:
+def read_index(
+    store: LocalStore,
+    manifest: bytes,
+    reserve: Callable[[list[int]], MappedRegion] | None = None,
+) -> tuple[TensorIndex, MappedRegion | None]:
+    """Read the headers of all blobs.
+
+    Args:
+        store: the store that holds the model.
+        manifest: the bytes of its manifest file.
+        reserve: returns a region for blobs of these sizes. Each blob is then mapped into it while
+            its header is read, so that each file is opened once.
+
+    Returns:
+        The index, and the region, if one could be reserved.
+
+    Raises:
+        As :func:`load_index`.
+    """
+    with gc_paused():
+        parsed = Manifest.from_bytes(manifest)
+        is_proven = store.check_manifest(manifest, parsed)
+        layers = parsed.layers_of(media_types.TENSOR)
+        blobs = [(layer.digest, layer.size) for layer in layers]
+        try:
+            region = reserve([size for _, size in blobs]) if reserve is not None else None
+        except BlobstoreError:  # most likely a stated size is absurd; opening that blob reports it
+            region = None
+        entries: dict[str, Entry] = {}
+        quantized: dict[str, tuple[str, int]] = {}
+        headers = store.read_headers(blobs, region)
+        for slot, (layer, header) in enumerate(zip(layers, headers, strict=True)):
+            if not isinstance(header, Header):
+                raise at_layer(header, layer)
+            for name, (spec, begin, _) in _runtime_names(layer, header, quantized):
+                if name in entries:
+                    read_tensors(store, parsed)  # names both layers if the stored names collide
+                    raise BlobDamaged(
+                        f"two tensors of the model would both be called {quote(name)}"
+                    )
+                entries[name] = (
+                    _DTYPE_NAMES[spec.dtype],
+                    spec.shape,
+                    slot,
+                    header.data_start + begin,
+                )
+    return TensorIndex(entries, blobs, quantized, is_cached=False, is_proven=is_proven), region
+
+
+def write_index(store: LocalStore, manifest: bytes, index: TensorIndex) -> None:
+    """Write the header index, if the manifest is proven and the store is writable."""
+    if not index.is_proven:
         return
     key = Digest.of(manifest)
-    data = _encode(key, places)
+    data = _encode(key, index)
     if store.read_index(key) != data:
         store.write_index(key, data)
 
 
-def _resolve(
-    store: LocalStore, manifest: Manifest, reserve: Callable[[list[int]], MappedRegion] | None
-) -> TensorIndex:
-    layers = manifest.layers_of(media_types.TENSOR)
-    blobs = [(layer.digest, layer.size) for layer in layers]
-    try:
-        region = reserve([size for _, size in blobs]) if reserve is not None else None
-    except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file will tell
-        region = None
-    tensors: dict[str, Place] = {}
-    quantized: dict[str, tuple[str, int]] = {}
-    headers = store.read_headers(blobs, region)
-    for slot, (layer, header) in enumerate(zip(layers, headers, strict=True)):
-        if not isinstance(header, Header):
-            raise at_layer(header, layer)
-        for name, (spec, begin, _) in _named(layer, header, quantized):
-            if name in tensors:
-                raise _clash(store, manifest, name)
-            tensors[name] = (_NAMES[spec.dtype], spec.shape, slot, header.data_start + begin)
-    return TensorIndex(tensors, blobs, quantized, is_indexed=False, region=region)
-
-
-def _named(
+def _runtime_names(
     layer: Descriptor, header: Header, quantized: dict[str, tuple[str, int]]
 ) -> Sequence[tuple[str, TensorEntry]]:
-    """Return a blob's tensors by their runtime names; note in ``quantized`` which of them are."""
+    """Return a blob's tensors by runtime name; add the quantized ones to ``quantized``."""
     if len(header.tensors) == 1:
         return (only_tensor(layer, header),)
     try:
@@ -144,47 +232,44 @@ def _named(
     return named
 
 
-def _clash(store: LocalStore, manifest: Manifest, name: str) -> BlobDamaged:
-    read_tensors(store, manifest)  # tells the layers, where the blobs too have that name twice
-    return BlobDamaged(f"two tensors of the model would both be called {quote(name)}")
-
-
-def _encode(key: Digest, places: TensorIndex) -> bytes:
-    blobs = [(digest.hex, size) for digest, size in places.blobs]
-    text = json.dumps([places.tensors, blobs, places.quantized], separators=(",", ":")).encode()
-    return f"{_seal(key, text)}\n".encode() + text
+def _encode(key: Digest, index: TensorIndex) -> bytes:
+    blobs = [(digest.hex, size) for digest, size in index.blobs]
+    text = json.dumps([index.entries, blobs, index.quantized], separators=(",", ":")).encode()
+    return f"{_checksum(key, text)}\n".encode() + text
 
 
 def _decode(key: Digest, data: bytes | None) -> TensorIndex | None:
     if data is None:
         return None
-    digest, _, text = data.partition(b"\n")
-    if digest != str(_seal(key, text)).encode():
+    checksum, _, text = data.partition(b"\n")
+    if checksum != str(_checksum(key, text)).encode():
         return None
     try:
-        tensors, blobs, quantized = json.loads(text, parse_float=Digest.parse)
-        known = [(Digest(spelled), size) for spelled, size in blobs]
-        _check(tensors, known, quantized)
+        # There are no floats in an index: Digest.parse raises an error for any.
+        entries, stated, quantized = json.loads(text, parse_float=Digest.parse)
+        blobs = [(Digest(spelled), size) for spelled, size in stated]
+        _check(entries, blobs, quantized)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
         return None
-    return TensorIndex(tensors, known, quantized, is_indexed=True)
+    return TensorIndex(entries, blobs, quantized, is_cached=True)
 
 
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
 _HEX_LENGTH = 64
 _BITS = {name: dtype.bits for name, dtype in DTYPES.items()}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Names by type: the look-up of a member's value in :mod:`enum` takes ten times as long."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Reading a member's ``value`` takes ten times as long."""
 
 
 def _check(
-    tensors: dict[str, Place],
+    entries: Mapping[str, Entry],
     blobs: Sequence[tuple[Digest, int]],
-    quantized: dict[str, tuple[str, int]],
+    quantized: Mapping[str, tuple[str, int]],
 ) -> None:
     """Check that digests are digests, and that every tensor lies inside its blob.
 
-    At once where that can be, for a model has thousands; a wrong form raises what it happens to.
+    A model has thousands of tensors, so values are checked in bulk where possible. A value of an
+    unexpected type raises any of the exceptions that :func:`_decode` catches.
     """
     spelled = [digest.hex for digest, _ in blobs]
     sizes = [size + 0 for _, size in blobs]
@@ -193,17 +278,17 @@ def _check(
     is_sound = set(map(len, spelled)) <= {_HEX_LENGTH}
     is_sound = is_sound and _HEX.fullmatch("".join(spelled)) is not None
     prod, bits = math.prod, _BITS
-    for dtype, shape, blob, begin in tensors.values():
+    for dtype, shape, slot, begin in entries.values():
         end = begin + (prod(shape) * bits[dtype] >> 3)
-        if end > sizes[blob] or begin < 0 or blob < 0 or (shape and min(shape) < 0):
+        if end > sizes[slot] or begin < 0 or slot < 0 or (shape and min(shape) < 0):
             raise ValueError
     for name, (quant_type, group_size) in quantized.items():
-        is_sound = is_sound and name in tensors
+        is_sound = is_sound and name in entries
         is_sound = is_sound and type(quant_type) is str and type(group_size) is int
     if not is_sound:
         raise ValueError
 
 
-def _seal(key: Digest, text: bytes) -> Digest:
-    # With the key, so that the index of another model does not pass for this one's.
-    return Digest.of(f"{_FORM} {key}\n".encode() + text)
+def _checksum(key: Digest, text: bytes) -> Digest:
+    # Includes the key, so that the index of another model does not pass for this one's.
+    return Digest.of(f"{_VERSION} {key}\n".encode() + text)

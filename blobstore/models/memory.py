@@ -1,60 +1,71 @@
-"""The memory of an opened model: its blobs mapped into one region, or read into it.
+"""The memory of an open model: its blobs, mapped into one region or read into it.
 
-A blob comes in once, when it is first wanted or when all are. Mapped, its bytes are the page cache's,
-shared by all processes, and read when they are first touched, or ahead of that if asked. Read, they
-are this process's own: for network file systems, whose maps are slow and die with the connection.
-Blobs that are cold are this process's own either way: threads decode them straight into the memory.
+Each blob is loaded once: when it is first needed, or when all blobs are. The bytes of a mapped blob
+belong to the page cache. All processes share them, and the kernel reads them on first use, or
+earlier on request. The bytes of a blob that is read belong to this process alone. That suits network
+file systems, where maps are slow and die with the connection. Cold blobs belong to this process in
+either case: threads decompress them straight into the region.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from zlib_ng.zlib_ng import crc32  # which lets other threads run
+from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.escape import quote
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
-from blobstore.models.decompress import ParallelDecoder, Wanted
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, Damaged, UsageError
+from blobstore.models.decompress import ColdSlot, ParallelDecoder
+from blobstore.models.files import locate_damage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.store.local import LocalStore
+    from blobstore.models.files import ModelFiles
 
 Read = Literal["mmap", "pread"]
 Prefetch = Literal["willneed", "read"]
 
 _REQUEST = 4 << 20
-"""Bytes of one request for data that is not in memory yet."""
+"""Bytes per request for data that may not be in memory yet."""
 _REQUESTS = 8
-"""Requests at a time: one alone leaves a disk idle between two."""
+"""Concurrent requests: with one at a time, a disk is idle between two requests."""
 _POPULATING_THREADS = 2
-"""More would not come by what is in the page cache any faster."""
+"""More threads do not map pages of the page cache any faster."""
+
+
+class _Request(NamedTuple):
+    slot: int
+    begin: int
+    end: int
 
 
 class ModelMemory:
-    """The blobs of the model ``name`` in memory.
+    """The blobs of a model in memory.
 
-    ``blobs`` are digests and sizes; ``region`` has them mapped already, if it is given. ``read`` is
-    ``mmap`` or ``pread``; ``prefetch`` of mapped blobs is ``willneed``, which asks for them and goes
-    on, ``read``, which waits until they are there, or None. ``progress`` is told of what is waited
-    for.
+    Args:
+        files: the model.
+        blobs: digest and size of each of its tensor blobs.
+        region: a region into which the blobs were mapped already.
+        is_writable: whether the memory may be written to. The files never change.
+        read: ``mmap`` or ``pread``.
+        prefetch: for mapped blobs, ``willneed`` requests their pages and ``read`` waits for them.
+        progress: called with the bytes that were waited for.
 
     Raises:
-        UsageError: ``read`` or ``prefetch`` is another, or both are given.
+        UsageError: ``read`` or ``prefetch`` is unknown, or the two contradict each other.
     """
 
     def __init__(
         self,
-        name: str,
-        store: LocalStore,
+        files: ModelFiles,
         blobs: Sequence[tuple[Digest, int]],
         *,
         region: MappedRegion | None = None,
@@ -63,205 +74,220 @@ class ModelMemory:
         prefetch: str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        check_reading(read, prefetch)
-        self._name = name
-        self._store = store
+        _check_options(read, prefetch)
+        self.files = files
+        """The model."""
+        self._store = files.store
         self._blobs = blobs
         self._region = region
         self._is_writable = is_writable
         self._is_read = read == "pread"
         self._prefetch = prefetch
         self._progress = progress
-        present = set() if region is None else region.present  # cold ones are not, if others are
-        self._absent = set(range(len(blobs))) - present
-        self._cold = set(range(len(blobs))) if prefetch else set()
+        mapped = set() if region is None else region.present  # cold blobs are not mapped
+        self._absent = set(range(len(blobs))) - mapped
+        self._unfetched = set(range(len(blobs))) if prefetch else set()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def bring(self, slots: Iterable[int]) -> MappedRegion:
-        """Return the memory, in which at least the blobs at ``slots`` are.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blobs are in memory, so that their files are no longer needed."""
+        return not self._absent
+
+    def has_loaded(self, slot: int) -> bool:
+        """Return whether a blob is in memory."""
+        return slot not in self._absent
+
+    def reads_parts(self, slot: int) -> bool:
+        """Return whether a part of a blob should be read by itself, without loading the blob."""
+        return self._is_read and slot in self._absent
+
+    def load(self, slots: Iterable[int] = ()) -> MappedRegion:
+        """Return the memory, after loading the blobs at ``slots`` into it.
 
         Raises:
-            BlobMissing, BlobDamaged: one of them is not whole.
-            BlobstoreError: it is closed.
+            BlobMissing, BlobDamaged: a blob is missing or damaged.
+            BlobstoreError: the model is closed.
         """
-        # One at a time: a blob that came in twice would lose what was written to it.
+        # One thread at a time: a blob that is loaded twice would lose what was written to it.
         with self._lock:
             if self._is_closed:
-                raise BlobstoreError(f"model {self._name} is closed")
-            if self._region is None:
-                self._region = self._reserved()
-            if self._absent or self._cold:
+                raise BlobstoreError(f"model {self.files.reference} is closed")
+            if self._region is None or self._absent or self._unfetched:
                 wanted = set(slots)
-                (self._fill if self._is_read else self._map)(wanted & self._absent, self._region)
-                self._warm(wanted & self._cold, self._region)
+                try:
+                    region = self._reserve()
+                    if self._is_read:
+                        self._read(wanted & self._absent, region)
+                    elif cold := self._map_hot(wanted & self._absent, region):
+                        self._decompress(cold, region)
+                    if unfetched := wanted & self._unfetched:
+                        self._fetch(unfetched, region)
+                except Damaged as error:
+                    raise locate_damage(self.files, error) from None
+                return region
             return self._region
 
     def map_hot(self) -> bool:
-        """Map all blobs that are files; tell whether that is all of them.
+        """Map all blobs that are not cold. Returns whether all blobs are in memory then.
 
         Raises:
-            BlobDamaged: one of them is not whole.
+            BlobDamaged: a blob is damaged.
         """
         with self._lock:
-            if self._region is None:
-                self._region = self._reserved()
-            self._map_hot(set(self._absent), self._region)
+            try:
+                self._map_hot(self._absent.copy(), self._reserve())
+            except Damaged as error:
+                raise locate_damage(self.files, error) from None
             return not self._absent
 
-    def holds(self, slot: int) -> bool:
-        """Tell whether a blob is in the memory."""
-        return slot not in self._absent
-
-    def read_into(self, slot: int, begin: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with bytes of a blob's file, or if that is gone, of what is in the memory.
+    def check_sizes(self) -> None:
+        """Check that all blobs exist and have the right size, without loading them.
 
         Raises:
-            BlobMissing, BlobDamaged: the blob is not whole.
+            BlobMissing, BlobDamaged: a blob is missing or damaged.
+        """
+        try:
+            for digest, size in self._blobs:
+                self._store.check_size(digest, size)
+        except Damaged as error:
+            raise locate_damage(self.files, error) from None
+
+    def read_into(self, slot: int, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with bytes of a blob's file, or of the memory if the file is gone.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is missing or damaged.
         """
         try:
             self._store.read_into(*self._blobs[slot], begin, buffer)
-        except BlobMissing:  # no more, but it may be mapped
-            region = self.bring((slot,))
+        except BlobMissing:  # it may still be mapped
+            region = self.load((slot,))
             start = region.offsets[slot] + begin
             buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
+        except Damaged as error:
+            raise locate_damage(self.files, error) from None
 
     def close(self) -> None:
-        """Let go of the memory; views that were handed out keep it."""
+        """Release the memory. Arrays that were handed out keep it alive."""
         self._is_closed = True
         self._region = None
 
-    def _reserved(self) -> MappedRegion:
-        sizes = [size for _, size in self._blobs]
-        try:
-            return MappedRegion(sizes, writable=self._is_writable, filled=self._is_read)
-        except BlobstoreError:  # most likely a claimed size is absurd, and the blob's file tells
-            for digest, size in self._blobs:
-                self._store.check_size(digest, size)
-            raise
+    def _reserve(self) -> MappedRegion:
+        if self._region is None:
+            sizes = [size for _, size in self._blobs]
+            try:
+                self._region = MappedRegion(sizes, writable=self._is_writable, filled=self._is_read)
+            except BlobstoreError:  # most likely a stated size is absurd, and differs from the file
+                for digest, size in self._blobs:
+                    self._store.check_size(digest, size)
+                raise
+        return self._region
 
-    def _map(self, wanted: set[int], region: MappedRegion) -> None:
-        if frozen := self._map_hot(wanted, region):
-            self._decode(frozen, region)
-
-    def _map_hot(self, wanted: set[int], region: MappedRegion) -> set[int]:
-        """Map what is a file; return what is not."""
-        frozen = set()
-        for slot in wanted:
+    def _map_hot(self, slots: set[int], region: MappedRegion) -> set[int]:
+        """Map the blobs that are not cold; return the slots of the cold ones."""
+        cold = set()
+        for slot in slots:
             try:
                 self._store.map_hot(*self._blobs[slot], slot, region)
             except BlobMissing:
-                frozen.add(slot)
+                cold.add(slot)
             else:
                 self._absent.discard(slot)
-        return frozen
+        return cold
 
-    def _decode(self, frozen: set[int], region: MappedRegion) -> None:
-        """Decode blobs that are cold; those that have been thawed since are mapped, or read."""
-        meter = self._meter(frozen)
-        decoding = ParallelDecoder(
+    def _decompress(self, cold: set[int], region: MappedRegion) -> None:
+        meter = Meter(self._progress, self._nbytes(cold))
+        decoder = ParallelDecoder(
             self._store,
             region,
             past_cache=self._is_read,
-            tell=lambda count: meter.add(count, "decoding"),
+            report=lambda count: meter.add(count, "decoding"),
         )
-        for slot in decoding.run([Wanted(slot, *self._blobs[slot]) for slot in sorted(frozen)]):
+        wanted = [ColdSlot(slot, *self._blobs[slot]) for slot in sorted(cold)]
+        for slot in decoder.run(wanted):  # has been thawed since
             self._store.bring_blob(*self._blobs[slot], slot, region)
-        self._absent -= frozen
-        self._cold -= frozen
+        self._absent -= cold
+        self._unfetched -= cold
 
-    def _fill(self, wanted: set[int], region: MappedRegion) -> None:
-        # Beforehand: it needs the lock of the address space, for which those who fill it would wait.
+    def _read(self, slots: set[int], region: MappedRegion) -> None:
+        # Done first: it takes the lock of the address space, for which reading threads would wait.
         cached: dict[int, bool] = {}
-        for slot in wanted:
+        for slot in slots:
             with contextlib.suppress(BlobMissing):
                 cached[slot] = self._store.is_cached(*self._blobs[slot])
-        self._read(cached, region)
-        if frozen := wanted - cached.keys():
-            self._decode(frozen, region)
 
-    def _read(self, cached: Mapping[int, bool], region: MappedRegion) -> None:
-        meter = self._meter(set(cached))
-
-        def read(request: tuple[int, int, int]) -> None:
+        def read(request: _Request) -> None:
             slot, begin, end = request
-            room = region.room(slot, begin, end)
+            view = region.slot_view(slot, begin, end)
             if cached[slot]:
-                room = room[: end - begin]
-            self._store.read_into(*self._blobs[slot], begin, room, past_cache=not cached[slot])
-            meter.add(end - begin, "reading")
+                view = view[: end - begin]
+            self._store.read_into(*self._blobs[slot], begin, view, past_cache=not cached[slot])
 
-        _all(read, self._requests(set(cached)), _REQUESTS)
+        self._run(read, set(cached), _REQUESTS)
         self._absent -= cached.keys()
+        if cold := slots - cached.keys():
+            self._decompress(cold, region)
 
-    def _warm(self, cold: set[int], region: MappedRegion) -> None:
+    def _fetch(self, slots: set[int], region: MappedRegion) -> None:
+        """Bring mapped blobs into the page cache and into this process, as ``prefetch`` says."""
+        sizes = {slot: size for slot in slots if (size := self._blobs[slot][1])}
         if self._prefetch == "willneed":
-            for slot in cold:
-                region.will_need(slot, self._blobs[slot][1])
-        elif cold:
-            self._populate(cold, region)
-        self._cold -= cold
-
-    def _populate(self, cold: set[int], region: MappedRegion) -> None:
-        meter = self._meter(cold)
-        sizes = {slot: size for slot in cold if (size := self._blobs[slot][1])}
+            for slot, size in sizes.items():
+                region.will_need(slot, size)
+            self._unfetched -= slots
+            return
         uncached = {slot for slot, size in sizes.items() if not region.is_cached(slot, size)}
         for slot in uncached:
             region.will_populate(slot, sizes[slot])
 
-        def populate(request: tuple[int, int, int]) -> None:
+        def populate(request: _Request) -> None:
             slot, begin, end = request
             try:
                 region.populate(slot, begin, end)
                 if slot in uncached:
-                    # A virtual machine has the memory of what came from the disk only when it is
-                    # touched, which takes as long again if one thread does it.
-                    crc32(region.room(slot, begin, end))
+                    # A virtual machine gets memory for pages from the disk only when they are
+                    # touched. With a single thread that takes as long again.
+                    crc32(region.slot_view(slot, begin, end))
             except OSError as error:
                 digest, size = self._blobs[slot]
-                self._store.check_size(digest, size)  # it may have become shorter
+                self._store.check_size(digest, size)  # the file may have become shorter
                 raise BlobDamaged(
                     f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
                 ) from error
-            meter.add(end - begin, "reading")
 
-        _all(populate, self._requests(cold), _REQUESTS if uncached else _POPULATING_THREADS)
+        self._run(populate, slots, _REQUESTS if uncached else _POPULATING_THREADS)
+        self._unfetched -= slots
 
-    def _requests(self, slots: set[int]) -> list[tuple[int, int, int]]:
-        """Return the requests for all bytes of some blobs."""
-        return [
-            (slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
+    def _run(self, work: Callable[[_Request], None], slots: set[int], jobs: int) -> None:
+        """Do ``work`` for all bytes of some blobs."""
+        requests = [
+            _Request(slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
             for slot in sorted(slots)
             for begin in range(0, self._blobs[slot][1], _REQUEST)
         ]
+        if not requests:
+            return
+        pool = WorkerPool(jobs, self._progress, self._nbytes(slots))
 
-    def _meter(self, slots: set[int]) -> Meter:
-        return Meter(self._progress, sum(self._blobs[slot][1] for slot in slots))
+        def run(request: _Request) -> None:
+            work(request)
+            pool.report(request.end - request.begin, "reading")
+
+        if len(requests) == 1:  # to start a thread takes longer than to read a small blob
+            run(requests[0])
+        else:
+            pool.run(requests, run)
+
+    def _nbytes(self, slots: set[int]) -> int:
+        return sum(self._blobs[slot][1] for slot in slots)
 
 
-def check_reading(read: str, prefetch: str | None) -> None:
-    """Check how blobs are to be brought into memory.
-
-    Raises:
-        UsageError: an unknown way, or a prefetch of what is read at once anyway.
-    """
+def _check_options(read: str, prefetch: str | None) -> None:
     if read not in get_args(Read):
         raise UsageError(f"read must be mmap or pread, got {quote(read)}")
     if prefetch is not None and prefetch not in get_args(Prefetch):
         raise UsageError(f"prefetch must be willneed, read or None, got {quote(prefetch)}")
     if prefetch is not None and read == "pread":
         raise UsageError("prefetch is for mapped blobs; read='pread' reads them at once")
-
-
-def _all(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Do ``work`` for all items on some threads; the first error stops it."""
-    if len(items) == 1:
-        work(items[0])
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="blobstore") as pool:
-        try:
-            for _ in pool.map(work, items):
-                pass
-        except BaseException:  # also Ctrl-C
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

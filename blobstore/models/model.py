@@ -1,8 +1,8 @@
-"""A stored model that is open: its tensors by name, mapped and not copied.
+"""An open model: its tensors by name, mapped and not copied.
 
-Every blob is mapped once, by default when the model is opened, and no descriptor is kept: a model
-that is open stays whole whatever becomes of the store's names. No byte is read before it is used.
-Tensors that were handed out keep that memory, also beyond :meth:`Model.close`.
+Each blob is mapped once, by default when the model is opened, and no file descriptor is kept. A
+model that was mapped stays intact whatever happens to its name in the store. No byte is read before
+it is used. Arrays that were handed out keep the memory alive, even after :meth:`Model.close`.
 """
 
 from __future__ import annotations
@@ -16,43 +16,34 @@ from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
-from blobstore.errors import (
-    BlobstoreError,
-    Damaged,
-    TensorNotFound,
-)
-from blobstore.manifests import media_types
+from blobstore.errors import BlobstoreError, Damaged, TensorNotFound
 from blobstore.models.checks import check_blobs, check_level
 from blobstore.models.device import upload_tensors
 from blobstore.models.files import ModelFiles
-from blobstore.models.frameworks import checked_dtype, converter, dequantizer, has_lane, lane_to
-from blobstore.models.index import load_index, write_index
+from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
+from blobstore.models.index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory
 from blobstore.models.quantized import QuantizedWeights
-from blobstore.models.sharding import shard_names
-from blobstore.models.slices import SliceReader, Stored, read_part, view_part
-from blobstore.models.tensors import at_layer
+from blobstore.models.slices import SliceReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
     from blobstore.core.progress import Progress
-    from blobstore.core.slicing import Index, Selection
+    from blobstore.core.slicing import Index
     from blobstore.manifests.reference import Reference
     from blobstore.models.frameworks import DeviceStream
-    from blobstore.models.index import Place
+    from blobstore.models.index import Entry
     from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.local import LocalStore
-
-Framework = Literal["numpy", "torch", "mlx"]
 
 
 class Model(ModelFiles, Mapping[str, Any]):
     """The tensors of a stored model by their runtime names.
 
-    A quantized weight ``X`` has its scales under ``X_scale`` and its affine offsets under ``X_qbias``.
-    Every look-up gives a new view of the same memory.
+    A quantized weight ``X`` has its scales under ``X_scale`` and its affine offsets under
+    ``X_qbias``. Every look-up returns a new view of the same memory.
     """
 
     def __init__(
@@ -70,51 +61,54 @@ class Model(ModelFiles, Mapping[str, Any]):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(reference, manifest, store)
-        self._options: dict[str, Any] = {"framework": framework, "device": device}
-        self._options |= {"dequantize": dequantize, "use_index": use_index}
-        self._options |= {"read": read, "prefetch": prefetch}
-        self._endings: list[weakref.finalize[Any, Model]] = []
+        self._options: dict[str, Any] = {
+            "framework": framework,
+            "device": device,
+            "dequantize": dequantize,
+            "use_index": use_index,
+            "read": read,
+            "prefetch": prefetch,
+        }
+        self._target = target = ArrayTarget.of(framework, device)
+        self._is_dequantized = dequantize
         self._progress = progress
-        self._convert = converter(framework, device)
-        self._framework = framework
-        self._device = device
-        self._is_plain = dequantize
-        self._is_read = read == "pread"
-        self._has_views = framework != "mlx" and device == "cpu"
-        self._is_writable = framework == "torch"
-        reserve = functools.partial(MappedRegion, writable=self._is_writable)
-        try:
-            maps = reserve if read == "mmap" else None
-            places = load_index(store, manifest, reserve=maps, use_index=use_index)
-        except Damaged as error:
-            raise error.at(str(reference)) from None
-        self._places, self._blobs, self._quantized, is_indexed, region, _ = places
-        self._found = places._replace(region=None)
-        self._names: Mapping[str, Place] = self._places
-        self._packed = QuantizedWeights(str(reference), self._places, self._quantized)
-        if dequantize:
-            hidden = self._packed.owners()
-            self._names = {name: at for name, at in self._places.items() if name not in hidden}
-        if not is_indexed:  # written at the end of the model or program: a server starts sooner
-            self.at_end(write_index, store, manifest, self._found)
-        self._residence = ModelMemory(
-            str(reference),
-            store,
-            self._blobs,
+        self._endings: list[weakref.finalize[Any, Any]] = []
+        index = load_cached_index(store, manifest) if use_index else None
+        region = None
+        if index is None:
+            reserve = functools.partial(MappedRegion, writable=target.is_writable)
+            try:
+                index, region = read_index(store, manifest, reserve if read == "mmap" else None)
+            except Damaged as error:
+                raise error.at(str(reference)) from None
+        self._index = index
+        self._memory = ModelMemory(
+            ModelFiles(reference, manifest, store),
+            index.blobs,
             region=region,
-            is_writable=self._is_writable,
+            is_writable=target.is_writable,
             read=read,
             prefetch=prefetch,
             progress=progress,
         )
+        self._weights = weights = QuantizedWeights(str(reference), index, framework)
+        self._slices = SliceReader(index, self._memory, weights, target, dequantize=dequantize)
+        self._entries: Mapping[str, Entry] = index.entries
+        if dequantize:
+            hidden = weights.owners()
+            self._entries = {
+                name: entry for name, entry in index.entries.items() if name not in hidden
+            }
+        if not index.is_cached:  # written when the model is closed, so that a server starts sooner
+            self.at_end(write_index, store, manifest, index)
 
     def __repr__(self) -> str:
         return f"<Model {self.reference}: {len(self)} tensors>"
 
     def __reduce__(self) -> Any:
-        # A worker process opens the very manifest again, and shares the page cache.
-        again = functools.partial(Model, **self._options)
-        return again, (self.reference, self._manifest, self._store)
+        # A worker process opens the same manifest again, and shares the page cache.
+        reopen = functools.partial(Model, **self._options)
+        return reopen, (self.reference, self._manifest, self.store)
 
     def __enter__(self) -> Self:
         return self
@@ -123,128 +117,131 @@ class Model(ModelFiles, Mapping[str, Any]):
         self.close()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._entries
 
     def __getitem__(self, name: str) -> Any:
         """Return a tensor by its runtime name.
 
         Raises:
             TensorNotFound: the model has no tensor of that name. It is a ``KeyError``.
-            BlobMissing, BlobDamaged: its blob is not whole.
-            UnsupportedDType: the framework has no type for it.
+            BlobMissing, BlobDamaged: its blob is missing or damaged.
+            UnsupportedDType: the framework has no such type.
         """
-        place = self._place(name)
-        if self._is_plain and name in self._quantized:
+        self._check_name(name)
+        if self._is_dequantized and name in self._weights:
             return self.dequantized(name)
-        return self._array(name, place)
+        return self._array(name)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Name, element type and shape of every tensor that look-ups give; nothing is mapped.
+        """Name, element type and shape of every tensor that look-ups return. Nothing is mapped.
 
         Raises:
-            UnsupportedDType: see :meth:`dequantized`; only if that is what look-ups give.
+            UnsupportedDType: if look-ups dequantize, as :meth:`dequantized`.
         """
         return {
-            name: self._packed.plain_spec(name)
-            if self._is_plain and name in self._quantized
-            else TensorSpec(name, DTYPES[dtype], tuple(shape))
-            for name, (dtype, shape, _, _) in self._names.items()
+            name: self._weights.dequantized_spec(name)
+            if self._is_dequantized and name in self._weights
+            else self._index.spec(name)
+            for name in self._entries
         }
 
-    def dequantized(self, name: str, dtype: str | None = None) -> Any:
-        """Return a quantized weight as plain numbers of the model's framework; others as they are.
+    @property
+    def quantized(self) -> Mapping[str, tuple[str, int]]:
+        """Type and group size of the quantized weights by name, as their blobs state them.
 
-        The numbers are those that MLX computes, bit for bit, and new memory at every call.
+        An empty type and 0 if a blob does not say. The types are the keys of
+        :data:`blobstore.quantization.formats.FORMATS`. Whether a weight's shape agrees with its
+        type is checked when the weight is dequantized.
+        """
+        return {
+            name: (kind, group_size) for name, (kind, group_size) in self._index.quantized.items()
+        }
+
+    def view(self, name: str) -> TensorView:
+        """Return a tensor's bytes as stored, read-only, independent of the framework.
+
+        Raises as :meth:`__getitem__`.
+        """
+        if name not in self._index.entries:  # companions of dequantized weights have bytes too
+            self._check_name(name)
+        spec, slot, begin = self._index.location(name)
+        region = self._memory.load((slot,))
+        start = region.offsets[slot] + begin
+        return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
+
+    def dequantized(self, name: str, dtype: str | None = None) -> Any:
+        """Return a quantized weight dequantized, and any other tensor unchanged.
+
+        The values equal those that MLX computes, bit for bit. Each call computes them again.
 
         Args:
             name: runtime name of the weight.
-            dtype: ``bfloat16``, ``float16`` or ``float32``; by default the type of affine scales,
-                which is that of the original weight, and bfloat16 for the types of floats.
+            dtype: ``bfloat16``, ``float16`` or ``float32``. The default is the type of affine
+                scales, which is that of the original weight, and bfloat16 for float types.
 
         Raises:
             UnsupportedDType: the blob does not say how the weight is quantized.
-            UsageError: ``dtype`` is another. Otherwise as :meth:`__getitem__`.
+            UsageError: ``dtype`` is not one of these. Otherwise as :meth:`__getitem__`.
         """
-        place = self._place(name)
-        if name not in self._quantized:
-            return self._array(name, place)
+        self._check_name(name)
+        if name not in self._weights:
+            return self._array(name)
         chosen = None if dtype is None else checked_dtype(dtype)
-        names = (name, *self._packed.companions(name).values())
-        arrays = {end: self._array(end, self._places[end]) for end in names}
-        return self._packed.numbers(name, arrays, dequantizer(self._framework), chosen)
+        stored = (name, *self._weights.companions(name).values())
+        arrays = {part: self._array(part) for part in stored}
+        return self._weights.dequantize(name, arrays, chosen)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor of which parts can be taken, as ``safetensors`` does; nothing is read yet.
+        """Return a tensor that can be read in parts, as in ``safetensors``. Nothing is read yet.
 
-        ``model.get_slice(name)[a:b, c:d]`` is ``model[name][a:b, c:d]``, for whole numbers and slices
-        of step 1, but reads no more than that part: of a mapped blob it is a view where the framework
-        has such, and of a blob that is to be read (``read="pread"`` and a level of ``verify`` other
-        than ``size``) the bytes of the part are read into memory of their own, at every call.
+        ``model.get_slice(name)[a:b, c:d]`` equals ``model[name][a:b, c:d]``, for integers and
+        slices of step 1, but reads only that part. If the blob is mapped, the part is a view where
+        the framework has views. With ``read="pread"`` and a blob that is not loaded, every call
+        reads the part's bytes into new memory.
 
         Raises:
             TensorNotFound: the model has no tensor of that name.
             UnsupportedDType: as :attr:`specs`.
         """
-        self._place(name)
-        return self._parts.slice_of(name)
+        self._check_name(name)
+        return self._slices.slice(name)
 
     def quantized_slice(self, name: str, index: Index) -> dict[str, Any]:
-        """Return a part of a quantized weight as it is stored, with what belongs to it, by name.
+        """Return a part of a quantized weight and of its companions, as stored, by name.
 
         Args:
             name: runtime name of the weight.
-            index: the part, in elements of the weight and not in packed words. In the last
-                dimension it begins and ends at groups.
+            index: the part, in elements of the dequantized weight. In the last dimension it begins
+                and ends at group boundaries.
 
         Raises:
             TensorNotFound: the model has no quantized weight of that name.
-            UsageError: a group would be cut apart. Otherwise as :meth:`dequantized`.
+            UsageError: the part would split a group. Otherwise as :meth:`dequantized`.
         """
-        return self._parts.quantized(name, index)
-
-    @property
-    def quantized(self) -> Mapping[str, tuple[str, int]]:
-        """Type and group size of the quantized weights by name, as their blobs say.
-
-        An empty type and 0 where a blob does not say. The types are those of
-        :data:`blobstore.quantization.formats.FORMATS`; whether a weight's shapes agree with its type is
-        checked when it is dequantized.
-        """
-        return {name: (kind, group_size) for name, (kind, group_size) in self._quantized.items()}
-
-    def view(self, name: str) -> TensorView:
-        """Return a tensor's bytes as stored, read-only, whatever the framework.
-
-        Raises as :meth:`__getitem__`.
-        """
-        dtype, shape, blob, begin = self._places.get(name) or self._place(name)
-        region = self._mapped([blob])
-        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
-        start = region.offsets[blob] + begin
-        return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
+        return self._slices.read_quantized(name, index)
 
     def tensors(self, prefix: str = "") -> dict[str, Any]:
         """Return the tensors whose names begin with ``prefix``. Raises as :meth:`__getitem__`."""
-        places = {name: place for name, place in self._names.items() if name.startswith(prefix)}
-        if (lane := lane_to(self._framework, self._device)) is not None:
-            return dict(self._uploaded(places, lane))
-        if self._is_plain and self._quantized:
-            return {name: self[name] for name in places}
-        region = self._mapped([blob for _, _, blob, _ in places.values()])
-        memory, offsets, convert = region.memory, region.offsets, self._convert
-        with gc_paused():
+        entries = {name: entry for name, entry in self._entries.items() if name.startswith(prefix)}
+        if (stream := self._target.stream()) is not None:
+            return dict(self._upload(entries, stream))
+        if self._is_dequantized and self._index.quantized:
+            return {name: self[name] for name in entries}
+        region = self._memory.load([slot for _, _, slot, _ in entries.values()])
+        memory, offsets, convert = region.memory, region.offsets, self._target.convert
+        with gc_paused():  # inlined, since a model has thousands of tensors
             return {
                 name: convert(
-                    memory, offsets[blob] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
+                    memory, offsets[slot] + begin, TensorSpec(name, DTYPES[dtype], tuple(shape))
                 )
-                for name, (dtype, shape, blob, begin) in places.items()
+                for name, (dtype, shape, slot, begin) in entries.items()
             }
 
     def iter_tensors(
@@ -255,144 +252,97 @@ class Model(ModelFiles, Mapping[str, Any]):
         shard: tuple[int, int] = (0, 1),
         parts: Plan | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Yield names and tensors, one at a time, as servers take their weights.
+        """Yield names and tensors one at a time, as inference servers load weights.
 
         Args:
-            prefix: what their names begin with.
-            order: ``file`` is that of the bytes in the blobs, ``name`` that of the alphabet.
-            shard: rank and world: the tensors are dealt out in runs of about equal bytes, so that
-                all ranks together have each once. What a rank does not ask for is not read.
-            parts: what is taken of each tensor: indexes by name, or a function that gives the index
-                for a name; None and names that are left out mean all of it. An index is that of
-                :meth:`get_slice`; for packed weights that of :meth:`quantized_slice`, and what
-                belongs to them is cut alike.
+            prefix: the beginning of the names to yield.
+            order: ``file`` for the order of the bytes in the blobs, ``name`` to sort by name.
+            shard: rank and number of ranks. The tensors are split into runs of about equal bytes,
+                so that each tensor belongs to one rank. A rank reads nothing else.
+            parts: which part to take of each tensor: indexes by name, or a function from a name to
+                an index. None and names that are left out mean all of the tensor. An index is that
+                of :meth:`get_slice`. For packed weights it is that of :meth:`quantized_slice`, and
+                their companions are sliced along.
 
         Raises:
-            TensorNotFound: ``parts`` has a name that is none of the model's.
-            UsageError: an unknown order, no such rank, or an index that means no part. Otherwise as
-                :meth:`__getitem__`.
+            TensorNotFound: ``parts`` names a tensor that the model does not have.
+            UsageError: an unknown order, a rank out of range, or an index that selects no part.
+                Otherwise as :meth:`__getitem__`.
         """
-        names = [name for name in self._names if name.startswith(prefix)]
-        mine = shard_names(names, self._places, order, shard)
-        lane = lane_to(self._framework, self._device) if parts is None else None
-        if lane is not None:
-            yield from self._uploaded(mine, lane)
+        names = [name for name in self._entries if name.startswith(prefix)]
+        mine = self._index.shard(names, order, shard)
+        if parts is None and (stream := self._target.stream()) is not None:
+            yield from self._upload(mine, stream)
             return
-        take = self.__getitem__ if parts is None else self._parts.planned(parts, self.__getitem__)
+        whole = self.__getitem__
+        read = whole if parts is None else self._slices.planned(parts, whole)
         for name in mine:
-            yield name, take(name)
+            yield name, read(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors. Raises as :meth:`__getitem__`."""
         return self.tensors()
 
     def check(self, verify: str) -> None:
-        """Check the blobs; see ``verify`` of :func:`open_model`.
+        """Check the blobs; see ``verify`` of :func:`blobstore.open`.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob is not whole.
+            BlobMissing, BlobDamaged: a blob is missing or damaged.
             UsageError: an unknown level.
         """
         check_level(verify)
-        if verify == "size" and self._is_read and has_lane(self._framework, self._device):
-            self._check_sizes()  # the host needs no copy of what goes on to a device
-            return
         if verify == "size":
-            # Mapping checks them; and what is mapped, no later change of the store takes away.
-            self._mapped(range(len(self._blobs)))
+            if self._options["read"] == "pread" and self._target.has_stream:
+                self._memory.check_sizes()  # the host needs no copy of what goes to a device
+            else:
+                # Loading checks the sizes, and later changes of the store have no effect.
+                self._memory.load(range(len(self._index.blobs)))
             return
         try:
-            check_blobs(self._store, self._manifest, self._found, verify, self._progress)
+            check_blobs(self.store, self._manifest, self._index, verify, self._progress)
         except BlobstoreError as error:
             raise error.at(str(self.reference)) from None
 
     def map_hot(self) -> bool:
-        """Map all blobs that are not cold; tell whether that is all. Raises BlobDamaged."""
-        try:
-            return self._residence.map_hot()
-        except Damaged as error:
-            raise self._located(error) from None
+        """Map all blobs that are not cold. Returns whether these are all blobs.
 
-    def _check_sizes(self) -> None:
-        try:
-            for digest, size in self._blobs:
-                self._store.check_size(digest, size)
-        except Damaged as error:
-            raise self._located(error) from None
-
-    def close(self) -> None:
-        """Let go of the maps. Tensors that were handed out stay valid; no new ones can be had."""
-        self._residence.close()
-        for end in self._endings:
-            end()
+        Raises:
+            BlobDamaged: a blob is damaged.
+        """
+        return self._memory.map_hot()
 
     @property
     def is_resident(self) -> bool:
-        """Whether all blobs are in memory, so that their files are not needed any more."""
-        return all(map(self._residence.holds, range(len(self._blobs))))
+        """Whether all blobs are in memory, so that their files are no longer needed."""
+        return self._memory.is_complete
 
     def at_end(self, work: Callable[..., object], *arguments: object) -> None:
-        """Have something done when the model is closed or let go of, or the program ends."""
-        self._endings.append(weakref.finalize(self, work, *arguments))
+        """Call ``work`` when the model is closed or its memory is released, or at exit."""
+        self._endings.append(weakref.finalize(self._memory, work, *arguments))
 
-    def _array(self, name: str, place: Place) -> Any:
-        dtype, shape, blob, begin = place
-        region = self._mapped([blob])
-        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
-        return self._convert(region.memory, region.offsets[blob] + begin, spec)
+    def close(self) -> None:
+        """Release the memory. Tensors that were handed out stay valid; no more can be read."""
+        self._memory.close()
+        for end in self._endings:
+            end()
 
-    @property
-    def _parts(self) -> SliceReader:
-        # Made when it is wanted: a model in a cycle would keep its memory until it is collected.
-        dequantize = functools.partial(dequantizer, self._framework)
-        plain = dequantize if self._is_plain else None
-        return SliceReader(str(self.reference), self._places, self._packed, self._part, plain)
+    def _check_name(self, name: str) -> None:
+        if name not in self._entries:
+            raise TensorNotFound(f"model {self.reference} has no tensor {quote(name)}")
 
-    def _part(self, name: str, part: Selection) -> Any:
-        """Return a part of what is stored, read from the file if it is not to be mapped."""
-        dtype, shape, blob, begin = self._places[name]
-        spec = TensorSpec(name, DTYPES[dtype], tuple(shape))
-        if self._is_read and not self._residence.holds(blob):
-            self._mapped(())  # a closed model gives no more
-            try:
-                stored = Stored(spec, self._blobs[blob], begin)
-                buffer, spec = read_part(self._store, stored, part)
-            except Damaged as error:
-                layer = self.manifest.layers_of(media_types.TENSOR)[blob]
-                raise at_layer(error, layer).at(str(self.reference)) from None
-            return self._convert(buffer if self._is_writable else buffer.toreadonly(), 0, spec)
-        region = self._mapped((blob,))
-        offset = region.offsets[blob] + begin
-        has_views = self._has_views
-        return view_part(self._convert, region.memory, offset, spec, part, has_views=has_views)
+    def _array(self, name: str) -> Any:
+        spec, slot, begin = self._index.location(name)
+        region = self._memory.load((slot,))
+        return self._target.convert(region.memory, region.offsets[slot] + begin, spec)
 
-    def _uploaded(self, names: Iterable[str], lane: DeviceStream) -> Iterator[tuple[str, Any]]:
-        self._mapped(())  # a closed model gives no more
+    def _upload(self, names: Iterable[str], stream: DeviceStream) -> Iterator[tuple[str, Any]]:
+        self._memory.load()  # raises an error if the model is closed
         return upload_tensors(
             names,
-            self._places,
-            self._packed,
-            lane,
-            self._read_into,
-            dequantize=dequantizer(self._framework) if self._is_plain else None,
+            self._index,
+            self._weights,
+            stream,
+            self._memory.read_into,
+            dequantize=self._is_dequantized,
             progress=self._progress,
         )
-
-    def _read_into(self, blob: int, begin: int, buffer: memoryview) -> None:
-        try:
-            self._residence.read_into(blob, begin, buffer)
-        except Damaged as error:
-            raise self._located(error) from None
-
-    def _place(self, name: str) -> Place:
-        place = self._names.get(name)
-        if place is None:
-            raise TensorNotFound(f"model {self.reference} has no tensor {quote(name)}")
-        return place
-
-    def _mapped(self, blobs: Iterable[int]) -> MappedRegion:
-        """Return the memory of the model, in which at least ``blobs`` are."""
-        try:
-            return self._residence.bring(blobs)
-        except Damaged as error:
-            raise self._located(error) from None

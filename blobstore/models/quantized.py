@@ -1,4 +1,4 @@
-"""What a model's metadata says about its quantized weights, by their runtime names."""
+"""The quantized weights of a model: which tensors belong to each, and how it is dequantized."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.slicing import select
-from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
-from blobstore.models.frameworks import FLOATS, original_dtype
+from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
 from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization.metadata import GROUP_SIZE, TYPE, described
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
@@ -17,35 +17,51 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from blobstore.core.slicing import Index, Selection
-    from blobstore.models.frameworks import Dequantize, FloatName
-    from blobstore.models.index import Place
+    from blobstore.models.frameworks import FloatName
+    from blobstore.models.index import TensorIndex
     from blobstore.quantization.formats import QuantFormat
 
 
-class PackedPart(NamedTuple):
+class QuantizedPart(NamedTuple):
     """A part of a quantized weight."""
 
-    cuts: dict[str, Selection]
-    """What is taken of the weight and of its companions, as they are stored, by name."""
-    inner: int | slice
-    """The columns that were asked for, of those that these groups hold."""
+    selections: dict[str, Selection]
+    """What to take of the weight and of its companions, as they are stored, by name."""
+    columns: int | slice
+    """The requested columns, among those of the groups that were selected."""
 
 
 class QuantizedWeights:
-    """The quantized weights of the model ``name``: ``quantized`` has their types, as stored."""
+    """The quantized weights of the model ``name``.
 
-    def __init__(
-        self,
-        name: str,
-        places: Mapping[str, Place],
-        quantized: Mapping[str, tuple[str, int]],
-    ) -> None:
+    Args:
+        name: the model, for messages.
+        index: its tensors.
+        framework: the framework that dequantizes.
+    """
+
+    def __init__(self, name: str, index: TensorIndex, framework: str) -> None:
         self._name = name
-        self._places = places
-        self._quantized = quantized
+        self._index = index
+        self._framework = framework
 
     def __contains__(self, name: str) -> bool:
-        return name in self._quantized
+        return name in self._index.quantized
+
+    def companions(self, name: str) -> dict[str, str]:
+        """Return the names of a weight's companions by suffix. They are in the same blob."""
+        index, slot = self._index, self._index.slot(name)
+        names = {suffix: name + end for suffix, end in COMPANIONS.items()}
+        return {
+            suffix: companion
+            for suffix, companion in names.items()
+            if companion in index.entries and index.slot(companion) == slot
+        }
+
+    def owners(self) -> dict[str, str]:
+        """Return the weight of each companion."""
+        weights = self._index.quantized
+        return {name: weight for weight in weights for name in self.companions(weight).values()}
 
     def format(self, name: str) -> tuple[QuantFormat, int]:
         """Return the type of a weight, and how many of its elements share a scale.
@@ -53,10 +69,11 @@ class QuantizedWeights:
         Raises:
             UnsupportedDType: its blob does not say.
         """
-        quant_type, group_size = self._quantized[name]
-        specs = {suffix: self._spec(end) for suffix, end in self.companions(name).items()}
+        quant_type, group_size = self._index.quantized[name]
+        companions = self.companions(name).items()
+        specs = {suffix: self._index.spec(companion) for suffix, companion in companions}
         metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
-        known = described(self._spec(name), specs, metadata)
+        known = described(self._index.spec(name), specs, metadata)
         if known is None:
             raise UnsupportedDType(
                 f"tensor {quote(name)} of {self._name} is quantized, but its blob does not say "
@@ -64,38 +81,22 @@ class QuantizedWeights:
             )
         return known
 
-    def companions(self, name: str) -> dict[str, str]:
-        """Return the names of a weight's companions by suffix; another blob's are none."""
-        places, blob = self._places, self._places[name][2]
-        ends = {suffix: name + end for suffix, end in COMPANIONS.items()}
-        return {key: end for key, end in ends.items() if end in places and places[end][2] == blob}
-
-    def original_dtype(self, name: str) -> FloatName:
-        """Return the element type that a weight had before, as far as its blob tells."""
+    def dequantized_spec(self, name: str) -> TensorSpec:
+        """Return the spec of a weight after it is dequantized to its original type."""
         item, _ = self.format(name)
-        return original_dtype(item, DTYPES[self._places[name + COMPANIONS[SCALE]][0]])
-
-    def plain_spec(self, name: str) -> TensorSpec:
-        """Return what a weight is as plain numbers."""
-        item, _ = self.format(name)
-        shape = self._places[name][1]
-        dtype = FLOATS[self.original_dtype(name)]
+        shape = self._index.spec(name).shape
+        dtype = FLOATS[self._original_dtype(name, item)]
         return TensorSpec(name, dtype, (*shape[:-1], item.columns(shape[-1])))
 
-    def numbers(
-        self,
-        name: str,
-        arrays: Mapping[str, Any],
-        dequantize: Dequantize,
-        dtype: FloatName | None = None,
+    def dequantize(
+        self, name: str, arrays: Mapping[str, Any], dtype: FloatName | None = None
     ) -> Any:
-        """Return a weight, or a part of it, as plain numbers.
+        """Dequantize a weight or a part of it.
 
         Args:
-            name: of the weight.
-            arrays: what is stored of it, by name.
-            dequantize: the arithmetic of their framework.
-            dtype: by default what the weight had before.
+            name: the weight.
+            arrays: the stored parts of the weight and of its companions, by name.
+            dtype: the element type to return; by default the one before quantization.
 
         Raises:
             UnsupportedDType: as :meth:`format`.
@@ -103,50 +104,46 @@ class QuantizedWeights:
         item, group_size = self.format(name)
         names = self.companions(name)
         scale, bias, scalar = (
-            arrays.get(names.get(key, "")) for key in (SCALE, BIAS, GLOBAL_SCALE)
+            arrays.get(names.get(suffix, "")) for suffix in (SCALE, BIAS, GLOBAL_SCALE)
         )
-        factor = None if scalar is None else scalar.item()
-        chosen = dtype or self.original_dtype(name)
-        return dequantize(arrays[name], scale, bias, item, group_size, chosen, factor)
+        global_scale = None if scalar is None else scalar.item()
+        chosen = dtype or self._original_dtype(name, item)
+        dequantize = dequantizer(self._framework)
+        return dequantize(arrays[name], scale, bias, item, group_size, chosen, global_scale)
 
-    def owners(self) -> dict[str, str]:
-        """Return the weight of each companion."""
-        return {end: name for name in self._quantized for end in self.companions(name).values()}
-
-    def part(self, name: str, index: Index, *, widened: bool = False) -> PackedPart:
-        """Return what is stored of a part of a weight, which ``index`` asks for in plain numbers.
+    def part(self, name: str, index: Index, *, widened: bool = False) -> QuantizedPart:
+        """Return where a part of a weight is stored.
 
         Args:
-            name: of the weight.
-            index: what is asked for.
-            widened: take whole groups if the part begins or ends inside of one.
+            name: the weight.
+            index: the part, in elements of the dequantized weight.
+            widened: select whole groups if the part begins or ends within one.
 
         Raises:
-            UsageError: it does, and is not to be widened; or as :func:`select`.
+            UsageError: the part splits a group and ``widened`` is false, or as :func:`select`.
             UnsupportedDType: as :meth:`format`.
         """
         item, group_size = self.format(name)
-        spec = self.plain_spec(name)
-        whole = select(spec, index)
-        start, stop = whole.ranges[-1]
+        selection = select(self.dequantized_spec(name), index)
+        start, stop = selection.ranges[-1]
         first, last = start // group_size, -(-stop // group_size)
         bounds = (first * group_size, last * group_size)
         if bounds != (start, stop) and not widened:
             raise UsageError(
-                f"tensor {quote(name)} of {self._name} is quantized in groups of {group_size}; columns "
-                f"{start} to {stop} would cut one apart: open the model with dequantize=True for that"
+                f"tensor {quote(name)} of {self._name} is quantized in groups of {group_size}; "
+                f"columns {start} to {stop} would split one: open the model with dequantize=True "
+                "for that"
             )
-        kept = whole._replace(is_kept=(*whole.is_kept[:-1], True))
-        cuts = {name: kept.with_last(item.words(bounds[0]), item.words(bounds[1]))}
-        for suffix, end in self.companions(name).items():
-            cuts[end] = (
-                select(self._spec(end), ...)
+        kept = selection._replace(is_kept=(*selection.is_kept[:-1], True))
+        selections = {name: kept.with_last(item.words(bounds[0]), item.words(bounds[1]))}
+        for suffix, companion in self.companions(name).items():
+            selections[companion] = (
+                select(self._index.spec(companion), ...)
                 if suffix == GLOBAL_SCALE
                 else kept.with_last(first, last)
             )
-        inner = slice(start - bounds[0], stop - bounds[0])
-        return PackedPart(cuts, inner if whole.is_kept[-1] else inner.start)
+        columns = slice(start - bounds[0], stop - bounds[0])
+        return QuantizedPart(selections, columns if selection.is_kept[-1] else columns.start)
 
-    def _spec(self, name: str) -> TensorSpec:
-        dtype, shape, _, _ = self._places[name]
-        return TensorSpec(name, DTYPES[dtype], tuple(shape))
+    def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
+        return original_dtype(item, self._index.spec(name + COMPANIONS[SCALE]).dtype)

@@ -1,9 +1,10 @@
-"""What a model holds: a manifest and the headers of its blobs become tensors.
+"""The tensors of a model, as its manifest and the headers of its blobs describe them.
 
-This is the one place that resolves groups and companions. A layer's name is either the name of the
-tensor in its blob or the prefix of a group; which it is, only the blob's header tells. A tensor's
-companions (``.scale``, ``.bias``, ``.global_scale``) are those in the same blob whose name is a quantized
-weight's name and the suffix; real tensors that happen to end so are tensors.
+This is the one module that resolves groups and companions. The name of a layer is either the name of
+the one tensor in its blob or the prefix of a group; only the blob's header shows which. A quantized
+weight's companions (``.scale``, ``.bias``, ``.global_scale``) are the tensors of the same blob whose
+name is the weight's name with such a suffix. Other tensors whose names end in one of these suffixes
+are plain tensors.
 """
 
 from __future__ import annotations
@@ -30,44 +31,42 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 COMPANIONS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
-"""Suffixes of companions in a blob, and what they are called at run time."""
-
-_CONSTANT_KEY = "data"
-"""The key of the only tensor in blobs that Ollama wrote before February 2026."""
-
+"""Suffixes of companions in a blob, and the suffixes of their runtime names."""
+CONSTANT_KEY = "data"
+"""The name of the only tensor in blobs that Ollama wrote before February 2026."""
 
 _NO_COMPANIONS: Mapping[str, TensorEntry] = {}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a model and where it lies. ``entry`` is as stored: packed, if quantized."""
+    """A tensor of a model, and its blob. ``entry`` describes it as stored: packed, if quantized."""
 
     name: str
     layer: Descriptor
     header: Header
     entry: TensorEntry
     companions: Mapping[str, TensorEntry] = _NO_COMPANIONS
-    """Entries by their suffix in the blob; a tensor that has any is quantized."""
+    """Entries by their suffix in the blob. A tensor with companions is quantized."""
     item: QuantFormat | None = None
-    """The quantization type; None for a plain tensor, and where the blob does not say."""
+    """The quantization type; None for a plain tensor, or if the blob does not say."""
     group_size: int = 0
 
     @property
     def type_name(self) -> str:
-        """The quantization type, ``unknown`` if it is not told; or the element type."""
+        """The quantization type, ``unknown`` if the blob does not say, or the element type."""
         if self.item is not None:
             return self.item.name
         return "unknown" if self.companions else self.entry.spec.dtype.value
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, unpacked; as stored where the quantization type is unknown."""
+        """The logical shape; the stored shape if the quantization type is unknown."""
         shape = self.entry.spec.shape
         return (*shape[:-1], self.item.columns(shape[-1])) if self.item else shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the blob, companions included."""
+        """The bytes in the blob, companions included."""
         entries = (self.entry, *self.companions.values())
         return sum(entry.end - entry.begin for entry in entries)
 
@@ -78,22 +77,22 @@ class ModelTensors:
 
     tensors: Mapping[str, StoredTensor]
     faults: Mapping[tuple[Digest, int], BlobstoreError]
-    """What is wrong with a tensor layer, by its digest and size; their tensors are not listed."""
+    """Errors of tensor layers, by digest and size. The tensors of these layers are not listed."""
 
 
 def read_tensors(
     store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
 ) -> ModelTensors:
-    """Return the tensors of a model, from the headers of its blobs.
+    """Return the tensors of a model, by reading the headers of its blobs.
 
     Args:
-        store: the store of the manifest.
+        store: the store that holds the model.
         manifest: the model.
-        collect_faults: go on after a missing or damaged blob and list it in ``faults``.
+        collect_faults: continue after a missing or damaged blob, and list it in ``faults``.
 
     Raises:
-        BlobMissing, BlobDamaged: a blob is not there, has another size or a broken header, or
-            two blobs hold a tensor of one name.
+        BlobMissing, BlobDamaged: a blob is missing, has a wrong size or a broken header, or two
+            blobs contain a tensor of the same name.
     """
     layers = manifest.layers_of(media_types.TENSOR)
     faults: dict[tuple[Digest, int], BlobstoreError] = {}
@@ -121,7 +120,7 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
     """Return the tensors of a blob, in the order of its data.
 
     Raises:
-        BlobstoreError: what is there in place of the header.
+        BlobstoreError: the error that was found in place of the header.
         BlobDamaged: the blob's metadata contradicts its tensors.
     """
     if not isinstance(header, Header):
@@ -133,13 +132,13 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
 
 
 def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
-    """Return the name and the entry of the tensor of a blob that holds just one."""
+    """Return the name and the entry of the tensor of a blob that contains only one."""
     ((name, entry),) = header.tensors.items()
-    return (layer.name if name == _CONSTANT_KEY else name), entry
+    return (layer.name if name == CONSTANT_KEY else name), entry
 
 
 def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
-    """Return the error with the layer whose blob it tells of in front of its message."""
+    """Return the error with the layer in front of its message."""
     return error.at(f"layer {quote(layer.name)}")
 
 

@@ -1,4 +1,4 @@
-"""Workflow: a stored model opened inside a program."""
+"""``open``: load a stored model in a program."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
-from blobstore.models.model import Framework, Model
+from blobstore.models.frameworks import Framework
+from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
+
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
 
@@ -22,7 +25,7 @@ __all__ = ["Framework", "Model", "Verify", "open_model"]
 def open_model(
     reference: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
@@ -33,49 +36,49 @@ def open_model(
     thaw: bool = False,
     progress: Progress | None = None,
 ) -> Model:
-    """Open a model for loading.
+    """Open a model, to load its tensors.
 
     Args:
         reference: the name, ``[host/][namespace/]model[:tag]``.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        framework: what tensors become: ``numpy`` arrays (read-only views), ``torch`` tensors
-            (views of private memory: writing to them never reaches the store) or ``mlx`` arrays
-            (copies; MLX cannot adopt memory).
-        device: where torch tensors are put; anything but ``cpu`` is a copy.
-        verify: how closely the blobs are looked at first, each level including those before.
-            ``none`` leaves that to the first use of each blob. ``size`` finds it there and of its
-            size; it maps or reads it at once, so that nothing can happen to it later. ``header``
-            compares its header with the manifest and the header index, and uses the header.
-            ``digest`` hashes it, unless it was hashed before and its file was not touched since.
-            ``rehash`` hashes it in any case, which alone finds what has rotted on the disk.
-        dequantize: give quantized weights as plain numbers, under their names alone; see
-            :meth:`Model.dequantized`. They are computed at every look-up.
-        read: ``mmap`` maps the blobs; ``pread`` reads them, with several requests at a time, into
-            memory of this process, for network file systems and stores that may be damaged later.
-        prefetch: of mapped blobs: ``read`` brings all into memory before it returns, ``willneed``
-            asks for that and does not wait; by default they are read when they are touched.
-        copy: another word for ``read="pread"``: what happens to the files later cannot reach this
-            process. (One that touches a map of a file that was cut short is killed.)
-        thaw: write blobs that are cold as they were before, so that programs share what they map; by
-            default they are decoded into memory of this process.
-        progress: told of the bytes that are waited for.
+        store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
+            are views of private memory; writing to them never changes the store. ``mlx`` arrays are
+            copies, since MLX cannot adopt memory.
+        device: the device of torch tensors. Any device but ``cpu`` requires a copy.
+        verify: how closely to check the blobs first. Each level includes the ones before it.
+            ``none`` checks each blob on first use. ``size`` checks that all blobs exist and have
+            the right size, and maps or reads them at once, so that later changes of the store have
+            no effect. ``header`` reads the headers and compares them with the manifest and the
+            header index. ``digest`` hashes each blob, unless it was hashed before and its file has
+            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot.
+        dequantize: return quantized weights dequantized, without their companions; see
+            :meth:`Model.dequantized`. Every look-up computes them again.
+        read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
+            concurrent requests. Use it for network file systems, and for stores that may be damaged
+            while the model is open.
+        prefetch: for mapped blobs, ``read`` loads all of them before the function returns, and
+            ``willneed`` requests that without waiting. By default, pages are read on first use.
+        copy: the same as ``read="pread"``: later changes to the files cannot affect this process.
+            (A process that touches a map of a file that was truncated is killed.)
+        thaw: decompress cold blobs in the store first, so that programs share their maps. By
+            default they are decompressed into memory of this process.
+        progress: called with the bytes that the function waits for.
 
     Raises:
         ModelNotFound: the store has no such name.
-        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
-        UsageError: an unknown framework or level, or a device that the framework has not.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+        UsageError: an unknown framework or level, or a device that the framework does not have.
     """
     check_level(verify)
     if copy:
         read, prefetch = "pread", None
-    if isinstance(reference, str):
-        reference = Reference.parse(reference)
-    store = store or LocalStore()
+    reference = Reference.of(reference)
+    store = LocalStore.of(store)
     if thaw:
         for fault in thaw_models([reference], store=store, progress=progress).faults:
             raise fault.at(str(reference))
-    with contextlib.ExitStack() as unlocking:
-        unlocking.enter_context(store.reading_lock())
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(store.reading_lock())
         model = Model(
             reference,
             store.read_manifest(reference),
@@ -90,13 +93,13 @@ def open_model(
         )
         if verify == "size" and read == "mmap" and prefetch is None and model.map_hot():
             return model
-        # What follows takes longer than others can wait for the lock; decoding does too.
-        needed = (blob.digest for blob in model.manifest.blobs)
-        with contextlib.ExitStack() as leasing:
-            with contextlib.suppress(StoreError):  # a lease that cannot be written stops no reader
-                leasing.enter_context(store.lease_if_writable(needed))
-            unlocking.close()
+        # The rest takes longer than other processes wait for the lock, so a lease replaces it.
+        with contextlib.ExitStack() as lease:
+            with contextlib.suppress(StoreError):  # reading needs no lease
+                digests = (blob.digest for blob in model.manifest.blobs)
+                lease.enter_context(store.lease_if_writable(digests))
+            lock.close()
             model.check(verify)
             if not model.is_resident:
-                model.at_end(leasing.pop_all().close)
+                model.at_end(lease.pop_all().close)
         return model

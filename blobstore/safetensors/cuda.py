@@ -47,7 +47,7 @@ class TorchLane:
                     self._device = torch.device("cuda", torch.cuda.current_device())
                 self._stream = _cuda.Stream(self._device)
 
-    def room(self, spec: TensorSpec) -> torch.Tensor:
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor without content in the device's memory."""
         with _failures(self._device):
             return empty_tensor(spec, self._device)

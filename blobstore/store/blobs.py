@@ -418,7 +418,7 @@ class BlobReader:
 
     def _decode_into(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         blob = self._cold.open(digest, size)
-        with region.making(slot, size) as room:
+        with region.writable_slot(slot, size) as room:
             blob.read_into(0, room)
 
     def _read_cold(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:

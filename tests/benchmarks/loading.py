@@ -85,7 +85,7 @@ def read_directly(paths: list[Path]) -> object:
         slot, begin = request
         descriptor = os.open(paths[slot], os.O_RDONLY | os.O_DIRECT)
         end = min(begin + _REQUEST, sizes[slot])
-        os.preadv(descriptor, [region.room(slot, begin, end)], begin)
+        os.preadv(descriptor, [region.slot_view(slot, begin, end)], begin)
         os.close(descriptor)
 
     requests = [

@@ -179,9 +179,9 @@ def _write(
         )
         manifest = Manifest(config=described, layers=tuple(layers))
         # What a loader cannot resolve must not get a name; and the first one finds the index there.
-        places = load_index(store, manifest.to_bytes())
-        if not places.is_indexed:
-            write_index(store, manifest.to_bytes(), places)
+        index = load_index(store, manifest.to_bytes())
+        if not index.is_cached:
+            write_index(store, manifest.to_bytes(), index)
         store.publish(reference, manifest)
     return [described, *layers], stored
 

@@ -11,6 +11,7 @@ the same afterwards; otherwise it is looked at again, or forgotten if it is gone
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.models.checks import IndexedNames, name_fault, tensor_name
+from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.store.blobs import ADVICE
@@ -121,7 +122,7 @@ def verify_models(
         doubted = []
         for reference, (data, manifest) in manifests.items():
             of_manifest = _manifest_faults(store, reference, data, manifest)
-            of_layers = _model_faults(store, reference, manifest, check)
+            of_layers = _model_faults(store, reference, data, manifest, check)
             faults[reference] = [*of_manifest, *of_layers]
             # What others freeze or thaw meanwhile may be in neither place where it is looked for.
             if faults[reference] and (is_first or not _is_still(store, reference, data)):
@@ -284,11 +285,12 @@ def _manifest_faults(
 def _model_faults(
     store: LocalStore,
     reference: Reference,
+    data: bytes,
     manifest: Manifest,
     check: _Check,
 ) -> Iterator[Fault]:
     told: set[BlobId] = set()
-    indexed = IndexedNames(store, manifest)
+    indexed = functools.cache(lambda: indexed_names(store, data))  # read only if needed
     for layer in (manifest.config, *manifest.layers):
         error = check.damaged.get(_key(layer))
         of_base = check.of_base(layer)
@@ -300,7 +302,7 @@ def _model_faults(
         found = _layer_fault(store, manifest, layer, error)
         if found is not None:
             told.add(_key(layer))
-            tensor = found[0] or tensor_name(layer, indexed.of(layer))
+            tensor = found[0] or tensor_name(layer, indexed().get(_key(layer), ()))
             where = (str(reference), layer.name or layer.media_type, tensor)
             yield Fault(*where, found[1], str(layer.digest))
     try:
@@ -311,7 +313,7 @@ def _model_faults(
     for layer in manifest.layers_of(media_types.TENSOR):
         fault = contents.faults.get(_key(layer))
         if fault is not None and _key(layer) not in told:  # what metadata says is not so
-            tensor = tensor_name(layer, indexed.of(layer))
+            tensor = tensor_name(layer, indexed().get(_key(layer), ()))
             yield Fault(str(reference), layer.name, tensor, _said(fault), str(layer.digest))
     yield from _clashes(str(reference), contents)
 

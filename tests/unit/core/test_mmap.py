@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
 
 def test_a_filled_region_is_read_into_and_read_only_for_others() -> None:
     region = MappedRegion([3, PAGE + 1], filled=True)
-    room = region.room(1, PAGE, PAGE + 1)
+    room = region.slot_view(1, PAGE, PAGE + 1)
     assert len(room) == PAGE
     room[:1] = b"z"
     assert bytes(region.memory[region.offsets[1] + PAGE :][:1]) == b"z"
@@ -248,7 +248,7 @@ def test_a_slot_can_be_made_instead_of_mapped(
     region = MappedRegion(sizes, writable=is_writable, filled=is_filled)
     contents = [os.urandom(size) for size in sizes]
     for slot in (1, 2, 3):
-        with region.making(slot, sizes[slot]) as room:
+        with region.writable_slot(slot, sizes[slot]) as room:
             assert len(room) == sizes[slot]
             assert bytes(room) == bytes(sizes[slot])
             room[:] = contents[slot]
@@ -267,7 +267,7 @@ def test_what_was_made_cannot_be_written_to_afterwards() -> None:
     def write() -> None:
         faulthandler.disable()  # pytest's would tell of it
         region = MappedRegion([PAGE])
-        with region.making(0, PAGE) as room:
+        with region.writable_slot(0, PAGE) as room:
             room[0] = 1
         room[0] = 2
 
@@ -277,7 +277,7 @@ def test_what_was_made_cannot_be_written_to_afterwards() -> None:
 
 def test_what_was_not_made_to_its_end_is_not_there() -> None:
     region = MappedRegion([PAGE])
-    with pytest.raises(ValueError, match="half"), region.making(0, PAGE):
+    with pytest.raises(ValueError, match="half"), region.writable_slot(0, PAGE):
         raise ValueError("half")
     assert region.present == set()
 
@@ -293,7 +293,7 @@ def test_what_was_made_takes_no_more_memory_than_it_has_bytes() -> None:
         region = MappedRegion([size] * 20)
         before = anonymous_memory()
         for slot in range(20):
-            with region.making(slot, size) as room:
+            with region.writable_slot(slot, size) as room:
                 room[:] = bytes(size)
         return anonymous_memory() - before
 
@@ -306,7 +306,7 @@ def test_small_blobs_that_are_made_at_once_share_large_pages() -> None:
     size = 16 * PAGE
     region = MappedRegion([size] * 100)
     with contextlib.ExitStack() as making:
-        rooms = [making.enter_context(region.making(slot, size)) for slot in range(100)]
+        rooms = [making.enter_context(region.writable_slot(slot, size)) for slot in range(100)]
         first, last = (ctypes.addressof(ctypes.c_char.from_buffer(rooms[at])) for at in (0, -1))
         maps = Path("/proc/self/smaps").read_text()
     found = re.findall(r"^(\w+)-(\w+) .*\n(?:[A-Z].*\n)*?VmFlags: (.*)$", maps, re.MULTILINE)

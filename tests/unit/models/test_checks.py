@@ -295,6 +295,22 @@ def test_an_index_that_says_the_same_is_not_written_again(store: LocalStore) -> 
     assert (index_file(store).stat().st_mtime_ns, index_file(store).stat().st_ino) == before
 
 
+def test_verify_names_the_tensor_of_a_broken_header_in_a_manifest_of_another_program(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"w": blob(("w", "U8", (3,), b"abc"))})
+    manifest = store.manifest_path(NAME)
+    ours = manifest.read_bytes()
+    manifest.write_bytes(json.dumps(json.loads(ours), indent=2).encode())
+    assert store.resolve(NAME).to_bytes() == ours != manifest.read_bytes()
+    blobstore.open("m", store=store).close()
+    path = path_of(store, "w")
+    rewrite(path, bytes(path.stat().st_size))
+    (fault,) = verify_models(store=store).faults
+    assert (fault.layer, fault.tensor) == ("w", "w")
+
+
 # Digests
 
 

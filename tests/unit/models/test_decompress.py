@@ -15,7 +15,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged
 from blobstore.models import decompress as decoding
-from blobstore.models.decompress import ParallelDecoder, Wanted
+from blobstore.models.decompress import ColdSlot, ParallelDecoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.cold_file import ColdFile
@@ -61,8 +61,8 @@ def decode(
     found = [layers(store, "m")[name] for name in names]
     region = MappedRegion([item.size for item in found])
     told: list[int] = []
-    missing = ParallelDecoder(store, region, past_cache=past_cache, tell=told.append).run(
-        [Wanted(slot, item.digest, item.size) for slot, item in enumerate(found)]
+    missing = ParallelDecoder(store, region, past_cache=past_cache, report=told.append).run(
+        [ColdSlot(slot, item.digest, item.size) for slot, item in enumerate(found)]
     )
     return region, missing, told
 
@@ -111,9 +111,9 @@ def test_one_blob_alone_is_decoded_by_the_thread_that_wants_it(
         frozen,
         region,
         past_cache=False,
-        tell=lambda _: threads.append(threading.current_thread()),
+        report=lambda _: threads.append(threading.current_thread()),
     )
-    assert work.run([Wanted(0, item.digest, item.size)]) == []
+    assert work.run([ColdSlot(0, item.digest, item.size)]) == []
     assert content(region, 0, item.size) == BLOBS[name]
     assert threads == [threading.main_thread()]
     assert region.present == {0}
@@ -163,7 +163,7 @@ def test_more_blobs_than_buffers_are_decoded(
     monkeypatch.setattr(decoding, "_REQUESTS", 2)
     monkeypatch.setattr(decoding, "_BUFFERS", 4)
     monkeypatch.setattr(decoding, "_SMALL", 20_000)
-    monkeypatch.setattr(decoding, "_TOGETHER", 3)
+    monkeypatch.setattr(decoding, "_BATCH", 3)
     store = LocalStore(tmp_path / "store")
     add_blobs(
         store,
@@ -194,7 +194,7 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
 
     class Changing(MappedRegion):
         @contextlib.contextmanager
-        def making(self, slot: int, size: int) -> Iterator[memoryview]:
+        def writable_slot(self, slot: int, size: int) -> Iterator[memoryview]:
             """Give memory for a blob that was opened by now, whose base goes."""
             assert store.open_cold(fine.digest).base == base.digest
             thaw_models(["m"], store=store)
@@ -202,12 +202,12 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
                 Path(path).unlink(missing_ok=True)
             if is_frozen_again:
                 freeze_models(["m"], store=store, find_base=False)
-            with super().making(slot, size) as room:
+            with super().writable_slot(slot, size) as room:
                 yield room
 
     region = Changing([fine.size])
-    work = ParallelDecoder(store, region, past_cache=False, tell=lambda _: None)
-    assert work.run([Wanted(0, fine.digest, fine.size)]) == []
+    work = ParallelDecoder(store, region, past_cache=False, report=lambda _: None)
+    assert work.run([ColdSlot(0, fine.digest, fine.size)]) == []
     assert Digest.of(content(region, 0, fine.size)) == fine.digest
     assert store.is_cold(fine.digest) is is_frozen_again
 
@@ -234,7 +234,7 @@ def test_ctrl_c_again_does_not_leave_threads_at_work() -> None:
     try:
         with (
             pytest.raises(KeyboardInterrupt),
-            decoding._waited_for(works),
+            decoding._completed(works),
             decoding._threads(1) as pool,
         ):
             works.append(pool.submit(work))

@@ -22,9 +22,10 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.models import frameworks
-from blobstore.models import model as opened
-from blobstore.models.device import Upload, _Ring, transfer, upload_tensors
+from blobstore.models.device import _Ring, transfer
+from blobstore.models.index import TensorLocation
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.quantization import torch as torch_quantization
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.store.local import LocalStore
 from tests.support.frozen import forms_of, layer, weights
@@ -100,28 +101,28 @@ class Memory(bytearray):
 class LateLane:
     """The way to a device that copies as late as it may."""
 
-    def __init__(self, *, room_for: int = 10**9, buffers: int = BUFFERS) -> None:
+    def __init__(self, *, space: int = 10**9, buffers: int = BUFFERS) -> None:
         self.clock = Clock()
         self.taken: dict[int, int] = {}
-        self.rooms: list[weakref.ref[Memory]] = []
+        self.tensors: list[weakref.ref[Memory]] = []
         self.buffers = 0
         self.is_drained = False
-        self._left = room_for
+        self._left = space
         self._may_make = buffers
         self._awaited = 0
 
-    def room(self, spec: TensorSpec) -> Memory:
+    def empty(self, spec: TensorSpec) -> Memory:
         self._left -= spec.nbytes
         if self._left < 0:
             message = f"no memory for {spec.name}"
             raise BlobstoreError(message)
         memory = Memory(spec.nbytes)
-        self.rooms.append(weakref.ref(memory))
-        self.taken[id(memory)] = len(self.rooms)
+        self.tensors.append(weakref.ref(memory))
+        self.taken[id(memory)] = len(self.tensors)
         return memory
 
     def mark(self) -> int:
-        return len(self.rooms)
+        return len(self.tensors)
 
     def staging(self, nbytes: int) -> LateStaging:
         self.buffers += 1
@@ -143,7 +144,7 @@ class LateLane:
         return bytes(tensor)
 
     def alive(self) -> int:
-        return sum(room() is not None for room in self.rooms)
+        return sum(tensor() is not None for tensor in self.tensors)
 
 
 class Blobs:
@@ -153,35 +154,35 @@ class Blobs:
         self.contents = contents
         self.reads: list[tuple[int, int, int]] = []
 
-    def __call__(self, blob: int, begin: int, buffer: memoryview) -> None:
+    def __call__(self, slot: int, begin: int, buffer: memoryview) -> None:
         assert len(buffer)
-        self.reads.append((blob, begin, len(buffer)))
-        buffer[:] = self.contents[blob][begin : begin + len(buffer)]
+        self.reads.append((slot, begin, len(buffer)))
+        buffer[:] = self.contents[slot][begin : begin + len(buffer)]
 
 
 def of_bytes(name: str, nbytes: int) -> TensorSpec:
     return TensorSpec(name, DType.U8, (nbytes,))
 
 
-def one_each(sizes: Sequence[int]) -> tuple[list[Upload], Blobs]:
-    parts = [Upload(of_bytes(str(i), size), i, 8) for i, size in enumerate(sizes)]
+def one_each(sizes: Sequence[int]) -> tuple[list[TensorLocation], Blobs]:
+    parts = [TensorLocation(of_bytes(str(i), size), i, 8) for i, size in enumerate(sizes)]
     return parts, Blobs([os.urandom(size + 8) for size in sizes])
 
 
-def one_blob(sizes: Sequence[int]) -> tuple[list[Upload], Blobs]:
+def one_blob(sizes: Sequence[int]) -> tuple[list[TensorLocation], Blobs]:
     begins = itertools.accumulate(sizes, initial=8)
     parts = [
-        Upload(of_bytes(str(i), size), 0, begin)
+        TensorLocation(of_bytes(str(i), size), 0, begin)
         for i, (size, begin) in enumerate(zip(sizes, begins, strict=False))
     ]
     return parts, Blobs([os.urandom(sum(sizes) + 8)])
 
 
-def expected(part: Upload, blobs: Blobs) -> bytes:
-    return blobs.contents[part.blob][part.begin : part.begin + part.spec.nbytes]
+def expected(part: TensorLocation, blobs: Blobs) -> bytes:
+    return blobs.contents[part.slot][part.begin : part.begin + part.spec.nbytes]
 
 
-def check(parts: list[Upload], blobs: Blobs, buffer: int) -> LateLane:
+def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateLane:
     lane = LateLane()
     found = transfer(parts, lane, blobs, buffer=buffer)
     for part, (name, tensor) in zip(parts, found, strict=True):
@@ -202,11 +203,11 @@ def check(parts: list[Upload], blobs: Blobs, buffer: int) -> LateLane:
 def test_all_bytes_arrive_in_the_order_of_the_parts(
     groups: list[list[int]], buffer: int, order: Any
 ) -> None:
-    parts: list[Upload] = []
+    parts: list[TensorLocation] = []
     for slot, sizes in enumerate(groups):
         begin = 3
         for number, size in enumerate(sizes):
-            parts.append(Upload(of_bytes(f"{slot}.{number}", size), slot, begin))
+            parts.append(TensorLocation(of_bytes(f"{slot}.{number}", size), slot, begin))
             begin += size
     order.shuffle(parts)
     blobs = Blobs([os.urandom(sum(sizes) + 3) for sizes in groups])
@@ -246,7 +247,7 @@ def test_tensors_that_are_no_neighbours_share_a_buffer() -> None:
 
 def test_the_same_bytes_twice_are_two_tensors() -> None:
     _, blobs = one_each([64])
-    check([Upload(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
+    check([TensorLocation(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
 
 
 def test_empty_tensors_come_in_their_places() -> None:
@@ -280,7 +281,7 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
     specs = [TensorSpec(name, dtype, shape) for name in "abc"]
     nbytes = specs[0].nbytes
     data = bytes(i % 2 for i in range(3 * nbytes))
-    parts = [Upload(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
+    parts = [TensorLocation(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
     found = dict(transfer(parts, TorchLane("cpu"), Blobs([data]), buffer=100))
     for name, tensor in found.items():
         begin = "abc".index(name) * nbytes
@@ -290,13 +291,13 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
 
 
 def test_a_type_that_torch_has_not_is_told() -> None:
-    part = Upload(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
+    part = TensorLocation(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type for F6_E2M3"):
         list(transfer([part], TorchLane("cpu"), Blobs([bytes(3)])))
 
 
 def test_tensors_may_be_had_in_inference_mode() -> None:
-    part = Upload(TensorSpec("a", DType.F32, ()), 0, 0)
+    part = TensorLocation(TensorSpec("a", DType.F32, ()), 0, 0)
     with torch.inference_mode():
         ((_, tensor),) = transfer([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
     assert tensor.is_inference()
@@ -310,11 +311,11 @@ def test_the_order_holds_though_files_are_read_in_any() -> None:
     parts, blobs = one_each([64] * 30)
     last = threading.Event()
 
-    def read(blob: int, begin: int, buffer: memoryview) -> None:
-        if blob == 0:
+    def read(slot: int, begin: int, buffer: memoryview) -> None:
+        if slot == 0:
             assert last.wait(60)
-        blobs(blob, begin, buffer)
-        if blob == 7:
+        blobs(slot, begin, buffer)
+        if slot == 7:
             last.set()
 
     lane = LateLane()
@@ -326,7 +327,7 @@ def test_memory_is_taken_for_a_few_tensors_ahead_only() -> None:
     parts, blobs = one_each([64] * 100)
     lane = LateLane()
     for number, _ in enumerate(transfer(parts, lane, blobs, buffer=64)):
-        assert len(lane.rooms) <= number + BUFFERS + 1
+        assert len(lane.tensors) <= number + BUFFERS + 1
 
 
 def test_a_tensor_is_not_kept_once_it_was_yielded() -> None:
@@ -387,11 +388,11 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def failing_at(number: int, blobs: Blobs) -> Read:
-    def read(blob: int, begin: int, buffer: memoryview) -> None:
-        if blob == number:
+    def read(slot: int, begin: int, buffer: memoryview) -> None:
+        if slot == number:
             message = "blob is gone"
             raise BlobMissing(message)
-        blobs(blob, begin, buffer)
+        blobs(slot, begin, buffer)
 
     return read
 
@@ -410,7 +411,7 @@ def test_an_error_of_reading_ends_it_and_keeps_nothing(number: int) -> None:
 
 def test_a_device_without_room_ends_it_and_keeps_nothing() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane(room_for=64 * 50)
+    lane = LateLane(space=64 * 50)
     with pytest.raises(BlobstoreError, match="no memory for 50") as caught:
         dict(transfer(parts, lane, blobs, buffer=96))
     assert lane.is_drained
@@ -479,7 +480,7 @@ def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
         store.read_into(digest, len(data), begin, buffer)
 
     found = transfer(
-        [Upload(of_bytes("a", 64), 0, 0), Upload(of_bytes("b", 99 * 64), 0, 64)],
+        [TensorLocation(of_bytes("a", 64), 0, 0), TensorLocation(of_bytes("b", 99 * 64), 0, 64)],
         TorchLane("cpu"),
         read,
         buffer=64,
@@ -503,8 +504,8 @@ PACKED = quantizable_tensors()
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Give a device that is reached by a lane, if need be the processor."""
     if request.param == "cpu":
-        for module in (frameworks, opened):
-            monkeypatch.setattr(module, "has_lane", lambda framework, _: framework == "torch")
+        is_torch = property(lambda target: target.framework == "torch")
+        monkeypatch.setattr(frameworks.ArrayTarget, "has_stream", is_torch)
     return str(request.param)
 
 
@@ -683,9 +684,10 @@ def test_a_blob_that_was_cut_short_is_an_error(device: str, store: LocalStore, h
 
 def test_reading_for_a_device_takes_no_memory_of_the_host(device: str, store: LocalStore) -> None:
     with open_on(device, store, read="pread") as model:
-        assert not any(model._residence.holds(slot) for slot in range(len(model._blobs)))
+        slots = range(len(model._index.blobs))
+        assert not any(map(model._memory.has_loaded, slots))
         check_of_model(model.state_dict(), device)
-        assert not any(model._residence.holds(slot) for slot in range(len(model._blobs)))
+        assert not any(map(model._memory.has_loaded, slots))
 
 
 def test_sizes_are_checked_when_nothing_is_mapped(device: str, store: LocalStore) -> None:
@@ -723,13 +725,13 @@ class FailingLane(TorchLane):
 
 def test_a_device_that_fails_in_the_end_is_told_of_model(device: str, store: LocalStore) -> None:
     with open_on(device, store) as model:
-        found = model._uploaded(list(model), FailingLane(device))
+        found = model._upload(list(model), FailingLane(device))
         with pytest.raises(BlobstoreError, match="device is lost"):
             dict(found)
 
 
 def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
-    device: str, packed: LocalStore
+    device: str, packed: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         message = "cannot be computed"
@@ -737,10 +739,8 @@ def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
 
     with open_on(device, packed, "int4", dequantize=True) as model:
         lane = FailingLane(device)
-        read = model._read_into
-        found = upload_tensors(
-            list(model), model._places, model._packed, lane, read, dequantize=fail
-        )
+        monkeypatch.setattr(torch_quantization, "dequantize", fail)
+        found = model._upload(list(model), lane)
         with pytest.raises(UnsupportedDType, match="cannot be computed") as caught:
             dict(found)
         assert lane.drained == 1
@@ -748,4 +748,4 @@ def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
 
 
 def test_the_lane_is_what_the_tests_run(device: str) -> None:
-    assert isinstance(frameworks.lane_to("torch", device), TorchLane)
+    assert isinstance(frameworks.ArrayTarget.of("torch", device).stream(), TorchLane)

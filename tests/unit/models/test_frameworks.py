@@ -8,13 +8,13 @@ from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import (
     FLOATS,
     NAMES,
+    ArrayTarget,
     checked_dtype,
-    converter,
     dequantizer,
-    lane_to,
     original_dtype,
 )
 from blobstore.quantization.formats import FORMATS
+from blobstore.safetensors.numpy import as_array
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -35,7 +35,7 @@ def test_an_element_type_is_checked() -> None:
 
 
 def test_every_framework_has_its_own() -> None:
-    made = [converter(framework, "cpu") for framework in ("numpy", "torch")]
+    made = [ArrayTarget.of(framework, "cpu").convert for framework in ("numpy", "torch")]
     assert [function.__module__ for function in made] == [
         "blobstore.safetensors.numpy",
         "blobstore.safetensors.torch",
@@ -46,25 +46,25 @@ def test_every_framework_has_its_own() -> None:
 
 def test_mlx_has_its_own() -> None:
     pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-    assert converter("mlx", "cpu").__module__ == "blobstore.safetensors.mlx"
+    assert ArrayTarget.of("mlx", "cpu").convert.__module__ == "blobstore.safetensors.mlx"
     assert dequantizer("mlx").__module__ == "blobstore.quantization.mlx"
 
 
 def test_an_unknown_framework_or_device_is_told() -> None:
     with pytest.raises(UsageError, match="framework must be numpy, torch or mlx, got 'jax'"):
-        converter("jax", "cpu")
-    with pytest.raises(UsageError, match="device 'cuda' is for torch only; numpy takes cpu"):
-        converter("numpy", "cuda")
+        ArrayTarget.of("jax", "cpu")
+    with pytest.raises(UsageError, match="device 'cuda' requires framework torch; numpy takes cpu"):
+        ArrayTarget.of("numpy", "cuda")
 
 
 @pytest.mark.parametrize("device", ["nothing", "cuda:99", "cuda:x"])
 def test_a_device_that_torch_has_not_is_told(device: str) -> None:
     with pytest.raises(UsageError, match=f"torch has no device '{device}' here: [A-Z]"):
-        converter("torch", device)
+        ArrayTarget.of("torch", device)
 
 
 def test_other_devices_get_copies() -> None:
-    convert = converter("torch", "meta")
+    convert = ArrayTarget.of("torch", "meta").convert
     found = convert(memoryview(bytearray(8)), 4, TensorSpec("a", DType.U16, (2,)))
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.uint16, (2,))
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type"):
@@ -75,12 +75,12 @@ def test_other_devices_get_copies() -> None:
     ("framework", "device"),
     [("torch", "cpu"), ("torch", "mps"), ("torch", "meta"), ("numpy", "cpu"), ("mlx", "cpu")],
 )
-def test_only_cuda_has_a_way_of_its_own(framework: str, device: str) -> None:
-    assert lane_to(framework, device) is None
+def test_only_cuda_has_a_stream(framework: str, device: str) -> None:
+    assert ArrayTarget(framework, device, as_array).stream() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_way_to_a_device_that_is_not_there_is_an_error() -> None:
+def test_a_stream_to_a_missing_device_is_an_error() -> None:
     for device in ("cuda", "cuda:1"):
         with pytest.raises(UsageError, match=f"torch has no device '{device}' here: "):
-            lane_to("torch", device)
+            ArrayTarget("torch", device, as_array).stream()

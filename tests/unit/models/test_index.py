@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
+from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, write_index
+from blobstore.models.index import TensorIndex, load_index, write_index
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 
@@ -48,20 +50,23 @@ def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
     from_index = load_index(store, manifest(store))
     index_file(store).unlink()
     from_headers = load_index(store, manifest(store))
-    assert (from_index.is_indexed, from_headers.is_indexed) == (True, False)
+    assert (from_index.is_cached, from_headers.is_cached) == (True, False)
     assert from_index.blobs == from_headers.blobs
     assert {
         name: (dtype, tuple(shape), blob, begin)
-        for name, (dtype, shape, blob, begin) in from_index.tensors.items()
-    } == dict(from_headers.tensors)
-    assert set(from_index.tensors) == {*dense_tensors(), *moe_tensors()}
+        for name, (dtype, shape, blob, begin) in from_index.entries.items()
+    } == from_headers.entries
+    assert set(from_index.entries) == {*dense_tensors(), *moe_tensors()}
 
 
 def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None:
-    places = load_index(store, manifest(store))
+    index = load_index(store, manifest(store))
     for name, array in (dense_tensors() | moe_tensors()).items():
-        _, _, slot, begin = places.tensors[name]
-        digest, _ = places.blobs[slot]
+        spec, slot, begin = index.location(name)
+        assert spec == index.spec(name)
+        assert index.nbytes(name) == array.nbytes
+        assert spec.shape == array.shape
+        digest, _ = index.blobs[slot]
         blob = Path(store.blob_path(digest)).read_bytes()
         assert blob[begin : begin + array.nbytes] == array.tobytes()
 
@@ -75,13 +80,13 @@ def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
 
 def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalStore) -> None:
     data = manifest(store)
-    places = load_index(store, data)
+    index = load_index(store, data)
     shutil.rmtree(store.root)
-    write_index(store, data, places)
+    write_index(store, data, index)
     assert not store.root.exists()
 
 
-def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
+def test_a_manifest_that_was_changed_has_no_index(store: LocalStore) -> None:
     changed = manifest(store).replace(b'"name":"mask"', b'"name":"masl"')
     with pytest.raises(InvalidManifest, match="was changed since it was written"):
         load_index(store, changed)
@@ -90,9 +95,9 @@ def test_a_manifest_that_was_changed_has_no_places(store: LocalStore) -> None:
 def test_there_is_no_index_of_what_is_not_proven(store: LocalStore) -> None:
     index_file(store).unlink()
     Path(store.blob_path(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
-    places = load_index(store, manifest(store))
-    assert not places.is_proven
-    write_index(store, manifest(store), places)
+    index = load_index(store, manifest(store))
+    assert not index.is_proven
+    write_index(store, manifest(store), index)
     assert not index_file(store).exists()
 
 
@@ -112,9 +117,9 @@ def test_a_damaged_index_is_ignored(store: LocalStore, damage: object) -> None:
     assert callable(damage)
     before = index_file(store).read_bytes()
     index_file(store).write_bytes(damage(before))
-    places = load_index(store, manifest(store))
-    assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
-    assert not places.is_indexed
+    index = load_index(store, manifest(store))
+    assert set(index.entries) == {*dense_tensors(), *moe_tensors()}
+    assert not index.is_cached
 
 
 @pytest.mark.parametrize(
@@ -152,14 +157,14 @@ def test_an_index_that_makes_no_sense_is_ignored_though_sealed(
     data = text.replace("DIGEST", key.hex).encode()
     seal = Digest.of(f"2 {key}\n".encode() + data)
     index_file(store).write_bytes(f"{seal}\n".encode() + data)
-    places = load_index(store, manifest(store))
-    assert set(places.tensors) == {*dense_tensors(), *moe_tensors()}
-    assert not places.is_indexed
+    index = load_index(store, manifest(store))
+    assert set(index.entries) == {*dense_tensors(), *moe_tensors()}
+    assert not index.is_cached
 
 
 def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
-    places = load_index(store, manifest(store))
-    digest, _ = places.blobs[0]
+    index = load_index(store, manifest(store))
+    digest, _ = index.blobs[0]
     Path(store.blob_path(digest)).unlink()
     with pytest.raises(BlobMissing, match=digest.hex):
         blobstore.open("tiny", store=store)
@@ -169,9 +174,9 @@ def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> Non
     index_file(store).unlink()
     store.folder("headers").rmdir()
     store.folder("headers").write_text("in the way")
-    places = load_index(store, manifest(store))
-    write_index(store, manifest(store), places)
-    assert set(places.tensors) >= set(dense_tensors())
+    index = load_index(store, manifest(store))
+    write_index(store, manifest(store), index)
+    assert set(index.entries) >= set(dense_tensors())
 
 
 def test_the_index_is_json_behind_a_line_that_seals_it_for_its_manifest(store: LocalStore) -> None:
@@ -191,10 +196,10 @@ def test_a_quantized_weight_is_placed_with_its_companions_by_their_runtime_names
     plain = blob(("data", "U8", (1,), b"x"))
     store = LocalStore(tmp_path)
     add_blobs(store, "tiny", {"x": plain, "w": quantized})
-    places = load_index(store, manifest(store))
-    assert list(places.tensors) == ["x", "w", "w_scale", "w_qbias"]
-    assert [slot for _, _, slot, _ in places.tensors.values()] == [0, 1, 1, 1]
-    assert places.quantized == {"w": ("int4", 32)}
+    index = load_index(store, manifest(store))
+    assert list(index.entries) == ["x", "w", "w_scale", "w_qbias"]
+    assert [slot for _, _, slot, _ in index.entries.values()] == [0, 1, 1, 1]
+    assert index.quantized == {"w": ("int4", 32)}
 
 
 @pytest.mark.parametrize(
@@ -234,3 +239,56 @@ def test_the_garbage_collector_is_left_as_it_was(store: LocalStore, *, enabled: 
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+# Shards
+
+SHARDED = TensorIndex(
+    {
+        "c": ("U8", (10,), 0, 0),
+        "a": ("U8", (10,), 0, 10),
+        "b": ("F32", (5,), 1, 0),
+        "d": ("U8", (0,), 1, 20),
+        "e": ("U8", (40,), 2, 0),
+    },
+    blobs=[],
+    quantized={},
+    is_cached=False,
+)
+
+
+def test_a_shard_is_in_the_order_of_the_bytes() -> None:
+    assert SHARDED.shard("abcde", "file", (0, 1)) == ["c", "a", "b", "d", "e"]
+    assert SHARDED.shard("eba", "file", (0, 1)) == ["a", "b", "e"]
+
+
+def test_a_shard_can_be_sorted_by_name() -> None:
+    assert SHARDED.shard("cabde", "name", (0, 1)) == ["a", "b", "c", "d", "e"]
+
+
+def test_ranks_have_about_equal_bytes() -> None:
+    assert SHARDED.shard("abcde", "file", (0, 2)) == ["c", "a", "b"]
+    assert SHARDED.shard("abcde", "file", (1, 2)) == ["d", "e"]
+    assert SHARDED.shard("abcde", "name", (0, 2)) == ["a", "b", "c"]
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(1, 9))
+def test_every_tensor_belongs_to_one_rank(sizes: list[int], world: int) -> None:
+    entries = {str(slot): ("U8", (size,), slot, 0) for slot, size in enumerate(sizes)}
+    index = TensorIndex(dict(entries), [], {}, is_cached=False)
+    shares = [index.shard(entries, "file", (rank, world)) for rank in range(world)]
+    assert [name for share in shares for name in share] == list(entries)
+    fair = sum(sizes) / world
+    for share in shares:
+        assert sum(sizes[int(name)] for name in share) <= fair + max(sizes, default=0)
+
+
+@pytest.mark.parametrize("shard", [(1, 1), (-1, 2), (0, 0), (3, 2)])
+def test_rejects_a_rank_out_of_range(shard: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="shard must be a rank and a world"):
+        SHARDED.shard("abc", "file", shard)
+
+
+def test_rejects_an_unknown_order() -> None:
+    with pytest.raises(UsageError, match="order must be file or name, got 'size'"):
+        SHARDED.shard("abc", "size", (0, 1))

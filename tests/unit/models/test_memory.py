@@ -3,16 +3,19 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.models.files import ModelFiles
 from blobstore.models.memory import _REQUEST, ModelMemory
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import forms_of, layer, layers, put, weights
+from tests.support.models import add_blobs
 from tests.support.page_cache import dropped
 
 Blobs = list[tuple[Digest, int]]
@@ -31,11 +34,15 @@ def contents() -> list[bytes]:
 
 @pytest.fixture
 def blobs(store: LocalStore, contents: list[bytes]) -> Blobs:
-    store.folder("blobs").mkdir(parents=True)
+    add_blobs(store, "m", {f"layer {slot}": data for slot, data in enumerate(contents)})
     found = [(Digest.of(data), len(data)) for data in contents]
-    for (digest, _), data in zip(found, contents, strict=True):
-        Path(store.blob_path(digest)).write_bytes(data)
+    for digest, _ in found:
+        Path(store.blob_path(digest)).chmod(0o600)
     return found
+
+
+def memory_of(store: LocalStore, blobs: Blobs, **options: Any) -> ModelMemory:
+    return ModelMemory(ModelFiles.of("m", store), blobs, **options)
 
 
 WAYS = [("mmap", None), ("mmap", "willneed"), ("mmap", "read"), ("pread", None)]
@@ -43,7 +50,7 @@ WAYS = [("mmap", None), ("mmap", "willneed"), ("mmap", "read"), ("pread", None)]
 
 @pytest.mark.parametrize(("read", "prefetch"), WAYS)
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_brings_the_bytes_of_all_blobs(
+def test_loads_all_blobs(
     store: LocalStore,
     blobs: Blobs,
     contents: list[bytes],
@@ -51,35 +58,33 @@ def test_brings_the_bytes_of_all_blobs(
     prefetch: str | None,
     is_writable: bool,
 ) -> None:
-    residence = ModelMemory(
-        "m", store, blobs, read=read, prefetch=prefetch, is_writable=is_writable
-    )
-    region = residence.bring(range(len(blobs)))
+    memory = memory_of(store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    region = memory.load(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
     assert memoryview(region.memory).readonly is not is_writable
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])
-def test_brings_only_what_is_wanted(
+def test_loads_only_what_is_needed(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
 ) -> None:
-    residence = ModelMemory("m", store, blobs, read=read)
-    region = residence.bring([4])
+    memory = memory_of(store, blobs, read=read)
+    region = memory.load([4])
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
     assert bytes(region.memory[:5]) == bytes(5)
-    assert residence.bring([0]) is region
+    assert memory.load([0]) is region
     assert bytes(region.memory[:5]) == contents[0]
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])
-def test_a_blob_comes_in_once_and_keeps_what_was_written_to_it(
+def test_a_blob_is_loaded_once_and_keeps_what_was_written_to_it(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
 ) -> None:
-    residence = ModelMemory("m", store, blobs, read=read, is_writable=True)
-    region = residence.bring([0])
+    memory = memory_of(store, blobs, read=read, is_writable=True)
+    region = memory.load([0])
     memoryview(region.memory)[:1] = b"!"
-    residence.bring([0, 1])
+    memory.load([0, 1])
     assert bytes(region.memory[:5]) == b"!" + contents[0][1:]
     assert Path(store.blob_path(blobs[0][0])).read_bytes() == contents[0]
 
@@ -90,9 +95,9 @@ def test_a_missing_blob_is_an_error(
 ) -> None:
     for slot in (1, 3):
         Path(store.blob_path(blobs[slot][0])).unlink()
-        residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
+        memory = memory_of(store, blobs, read=read, prefetch=prefetch)
         with pytest.raises(BlobMissing):
-            residence.bring([slot])
+            memory.load([slot])
 
 
 @pytest.mark.parametrize(("read", "prefetch"), WAYS)
@@ -100,38 +105,37 @@ def test_a_blob_of_another_size_is_an_error(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
     os.truncate(store.blob_path(blobs[3][0]), _REQUEST)
-    residence = ModelMemory("m", store, blobs, read=read, prefetch=prefetch)
+    memory = memory_of(store, blobs, read=read, prefetch=prefetch)
     with pytest.raises(BlobDamaged, match=f"it has {_REQUEST} bytes, expected {_REQUEST + 3}"):
-        residence.bring(range(len(blobs)))
+        memory.load(range(len(blobs)))
 
 
-def test_what_was_read_survives_a_blob_that_is_cut_short(
+def test_a_blob_that_was_read_survives_truncation(
     store: LocalStore, blobs: Blobs, contents: list[bytes]
 ) -> None:
-    residence = ModelMemory("m", store, blobs, read="pread")
-    region = residence.bring(range(len(blobs)))
+    memory = memory_of(store, blobs, read="pread")
+    region = memory.load(range(len(blobs)))
     os.truncate(store.blob_path(blobs[4][0]), 0)
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
 
 
 @pytest.mark.parametrize(("read", "prefetch"), [("mmap", "read"), ("pread", None)])
-def test_tells_of_the_bytes_that_are_waited_for(
+def test_reports_the_bytes_that_were_waited_for(
     store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
 ) -> None:
     steps: list[tuple[str, int, int]] = []
-    residence = ModelMemory(
-        "m",
+    memory = memory_of(
         store,
         blobs,
         read=read,
         prefetch=prefetch,
         progress=lambda *step: steps.append(step),
     )
-    residence.bring(range(len(blobs)))
+    memory.load(range(len(blobs)))
     assert steps[-1] == ("reading", sum(SIZES), sum(SIZES))
-    told = len(steps)
-    residence.bring(range(len(blobs)))
-    assert len(steps) == told
+    reported = len(steps)
+    memory.load(range(len(blobs)))
+    assert len(steps) == reported
 
 
 def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None:
@@ -140,7 +144,7 @@ def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None
 
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
-    region = ModelMemory("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    region = memory_of(store, blobs, prefetch="read").load(range(len(blobs)))
     view = memoryview(region.memory)[region.offsets[3] :][: _REQUEST + 3]
     before = faults()
     assert len(bytes(view[::4096])) == 1025
@@ -148,59 +152,57 @@ def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None
 
 
 @pytest.mark.parametrize(("read", "prefetch"), WAYS)
-def test_brings_what_is_not_in_the_page_cache(
+def test_loads_what_is_not_in_the_page_cache(
     store: LocalStore, blobs: Blobs, contents: list[bytes], read: str, prefetch: str | None
 ) -> None:
     for digest, _ in blobs:
         dropped(store.blob_path(digest))
-    region = ModelMemory("m", store, blobs, read=read, prefetch=prefetch).bring(range(len(blobs)))
+    region = memory_of(store, blobs, read=read, prefetch=prefetch).load(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
 
 
-def test_what_is_read_for_this_process_alone_does_not_fill_the_page_cache(
+def test_pread_does_not_fill_the_page_cache(
     store: LocalStore, blobs: Blobs, contents: list[bytes]
 ) -> None:
     if not all(dropped(store.blob_path(digest)) for digest, size in blobs if size):
         pytest.skip("the file system keeps its files in memory")
-    ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
+    memory_of(store, blobs, read="pread").load(range(len(blobs)))
     assert not store.is_cached(*blobs[3])
-    ModelMemory("m", store, blobs, prefetch="read").bring(range(len(blobs)))
+    memory_of(store, blobs, prefetch="read").load(range(len(blobs)))
     assert store.is_cached(*blobs[3])
 
 
-def test_reads_where_the_page_cache_cannot_be_passed(
+def test_reads_if_the_page_cache_cannot_be_bypassed(
     store: LocalStore, blobs: Blobs, contents: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     for digest, _ in blobs:
         dropped(store.blob_path(digest))
-    region = ModelMemory("m", store, blobs, read="pread").bring(range(len(blobs)))
+    region = memory_of(store, blobs, read="pread").load(range(len(blobs)))
     assert bytes(memoryview(region.memory)[region.offsets[3] :][: SIZES[3]]) == contents[3]
 
 
-def test_a_mapped_blob_that_was_cut_short_is_an_error_when_prefetched(
-    store: LocalStore, blobs: Blobs
-) -> None:
-    region = ModelMemory("m", store, blobs).bring(range(len(blobs)))
+def test_prefetching_a_truncated_blob_is_an_error(store: LocalStore, blobs: Blobs) -> None:
+    region = memory_of(store, blobs).load(range(len(blobs)))
     os.truncate(store.blob_path(blobs[3][0]), 4096)
-    residence = ModelMemory("m", store, blobs, region=region, prefetch="read")
+    memory = memory_of(store, blobs, region=region, prefetch="read")
     with pytest.raises(BlobDamaged, match="it has 4096 bytes, expected"):
-        residence.bring(range(len(blobs)))
+        memory.load(range(len(blobs)))
 
 
-def test_keeps_no_descriptor(store: LocalStore, blobs: Blobs) -> None:
+def test_keeps_no_file_open(store: LocalStore, blobs: Blobs) -> None:
     before = len(os.listdir("/dev/fd"))
-    residence = ModelMemory("m", store, blobs, read="pread")
-    residence.bring(range(len(blobs)))
+    memory = memory_of(store, blobs, read="pread")
+    memory.load(range(len(blobs)))
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_many_threads_bring_the_same_memory(store: LocalStore, blobs: Blobs) -> None:
-    residence = ModelMemory("m", store, blobs, read="pread")
+def test_threads_share_one_region(store: LocalStore, blobs: Blobs) -> None:
+    memory = memory_of(store, blobs, read="pread")
     found: list[object] = []
     threads = [
-        threading.Thread(target=lambda: found.append(residence.bring(range(5)))) for _ in range(8)
+        threading.Thread(target=lambda: found.append(memory.load(range(5)))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -209,11 +211,11 @@ def test_many_threads_bring_the_same_memory(store: LocalStore, blobs: Blobs) -> 
     assert len(set(map(id, found))) == 1
 
 
-def test_a_closed_model_brings_nothing(store: LocalStore, blobs: Blobs) -> None:
-    residence = ModelMemory("m", store, blobs)
-    residence.close()
-    with pytest.raises(BlobstoreError, match="model m is closed"):
-        residence.bring([0])
+def test_a_closed_model_loads_nothing(store: LocalStore, blobs: Blobs) -> None:
+    memory = memory_of(store, blobs)
+    memory.close()
+    with pytest.raises(BlobstoreError, match="model m:latest is closed"):
+        memory.load([0])
 
 
 @pytest.mark.parametrize(
@@ -224,14 +226,14 @@ def test_a_closed_model_brings_nothing(store: LocalStore, blobs: Blobs) -> None:
         ("pread", "read", "prefetch is for mapped blobs"),
     ],
 )
-def test_unknown_ways_are_wrong_arguments(
-    store: LocalStore, read: str, prefetch: str | None, message: str
+def test_rejects_unknown_ways_of_reading(
+    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        ModelMemory("m", store, [], read=read, prefetch=prefetch)
+        memory_of(store, blobs, read=read, prefetch=prefetch)
 
 
-def test_cold_blobs_are_decoded_beside_those_that_are_mapped(tmp_path: Path) -> None:
+def test_cold_blobs_are_decompressed_next_to_mapped_ones(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     put(store, "a", {"x": 1, "y": 2, "z": 3})
     freeze_models(["a"], store=store)
@@ -239,21 +241,20 @@ def test_cold_blobs_are_decoded_beside_those_that_are_mapped(tmp_path: Path) -> 
     thaw_models(["b"], store=store)
     assert forms_of(store, "a") == {"x": "cold", "y": "hot", "z": "cold"}
     blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     for options in ({}, {"read": "pread"}, {"prefetch": "read"}, {"is_writable": True}):
-        home = ModelMemory(
-            "a",
-            store,
+        memory = ModelMemory(
+            ModelFiles.of("a", store),
             blobs,
-            progress=lambda _, done, total: told.append((done, total)),
+            progress=lambda _, done, total: reported.append((done, total)),
             **options,  # type: ignore[arg-type]
         )
-        assert home.map_hot() is False
-        region = home.bring(range(3))
+        assert memory.map_hot() is False
+        region = memory.load(range(3))
         for slot, (name, seed) in enumerate((("x", 1), ("y", 2), ("z", 3))):
             begin = region.offsets[slot]
             data = bytes(memoryview(region.memory)[begin : begin + blobs[slot][1]])
             assert data == layer(name, weights(seed))
         assert memoryview(region.memory).readonly is not bool(options.get("is_writable"))
-        assert home.map_hot() is True
-    assert (2 * blobs[0][1], 2 * blobs[0][1]) in told
+        assert memory.map_hot() is True
+    assert (2 * blobs[0][1], 2 * blobs[0][1]) in reported

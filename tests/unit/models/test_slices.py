@@ -4,7 +4,7 @@ import gc
 import os
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,8 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.models import slices
-from blobstore.models.slices import Stored, read_part, view_part
+from blobstore.models.index import TensorLocation
+from blobstore.models.slices import read_part, view_part
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
@@ -454,11 +455,13 @@ def test_ranks_together_have_every_element_once(store: LocalStore) -> None:
 
 def test_a_plan_that_cannot_be_kept_is_told(quantized: LocalStore) -> None:
     with blobstore.open("m:int4", store=quantized) as model:
-        with pytest.raises(TensorNotFound, match="m:int4 has no tensor 'none' to take a part of"):
+        with pytest.raises(TensorNotFound, match="m:int4 has no tensor 'none' to slice"):
             next(model.iter_tensors(parts={"none": 0}))
-        with pytest.raises(UsageError, match=f"'{UP}_scale' of m:int4 is cut with '{UP}': take"):
+        with pytest.raises(
+            UsageError, match=f"'{UP}_scale' of m:int4 is sliced with '{UP}': slice"
+        ):
             next(model.iter_tensors(parts={f"{UP}_scale": 0}))
-        with pytest.raises(UsageError, match="would cut one apart"):
+        with pytest.raises(UsageError, match="would split one"):
             list(model.iter_tensors(parts={UP: (..., slice(0, 5))}))
     with (
         blobstore.open("m:int4", store=quantized, dequantize=True) as model,
@@ -496,12 +499,23 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return found
 
 
-def store_array(store_from_file: LocalStore, array: Any) -> Stored:
+class StoredArray(NamedTuple):
+    """An array in a blob, as read_part() takes it."""
+
+    blob: tuple[Digest, int]
+    location: TensorLocation
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.location.spec
+
+
+def store_array(store_from_file: LocalStore, array: Any) -> StoredArray:
     data = bytes(range(BEGIN)) + array.tobytes() + b"rest"
     digest = Digest.of(data)
     Path(store_from_file.blob_path(digest)).write_bytes(data)
     spec = TensorSpec("x", DType.U8, array.shape)
-    return Stored(spec, (digest, len(data)), BEGIN)
+    return StoredArray((digest, len(data)), TensorLocation(spec, 0, BEGIN))
 
 
 def random(*shape: int) -> Any:
@@ -525,7 +539,7 @@ INDEXES_from_file: list[Any] = [
 def test_reads_what_a_part_has(store_from_file: LocalStore, index: Any, size: int) -> None:
     array = random(6, 5, size)
     stored = store_array(store_from_file, array)
-    data, spec = read_part(store_from_file, stored, select(stored.spec, index))
+    data, spec = read_part(store_from_file, *stored, select(stored.spec, index))
     assert spec.shape == array[index].shape
     np.testing.assert_array_equal(as_array(data, 0, spec), array[index])
 
@@ -534,14 +548,14 @@ def test_rows_are_one_request_for_their_bytes_alone(
     store_from_file: LocalStore, reads: Reads
 ) -> None:
     stored = store_array(store_from_file, random(8, 1000))
-    read_part(store_from_file, stored, select(stored.spec, slice(2, 4)))
+    read_part(store_from_file, *stored, select(stored.spec, slice(2, 4)))
     assert reads == [(BEGIN + 2000, BEGIN + 4000)]
 
 
 def test_many_bytes_are_several_requests(store_from_file: LocalStore, reads: Reads) -> None:
     array = random(3, slices._REQUEST)
     stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, stored, select(stored.spec, slice(1, 3)))
+    data, _ = read_part(store_from_file, *stored, select(stored.spec, slice(1, 3)))
     assert bytes(data) == array[1:].tobytes()
     begin = BEGIN + slices._REQUEST
     middle = begin + slices._REQUEST
@@ -551,7 +565,7 @@ def test_many_bytes_are_several_requests(store_from_file: LocalStore, reads: Rea
 def test_what_lies_far_apart_is_read_alone(store_from_file: LocalStore, reads: Reads) -> None:
     row = 3 * slices._GAP
     stored = store_array(store_from_file, random(5, row))
-    read_part(store_from_file, stored, select(stored.spec, (slice(1, 4), slice(10, 20))))
+    read_part(store_from_file, *stored, select(stored.spec, (slice(1, 4), slice(10, 20))))
     assert sorted(reads) == [
         (BEGIN + number * row + 10, BEGIN + number * row + 20) for number in range(1, 4)
     ]
@@ -562,7 +576,7 @@ def test_what_lies_near_is_read_with_few_requests(
 ) -> None:
     array = random(3000, 64)
     stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, stored, select(stored.spec, (..., slice(32, None))))
+    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(32, None))))
     assert bytes(data) == array[:, 32:].tobytes()
     assert len(reads) == 6
     assert min(reads)[0] == BEGIN + 32
@@ -571,7 +585,7 @@ def test_what_lies_near_is_read_with_few_requests(
 def test_requests_with_gaps_are_not_too_long(store_from_file: LocalStore, reads: Reads) -> None:
     array = random(1000, slices._GAP)
     stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, stored, select(stored.spec, (..., slice(0, 7))))
+    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(0, 7))))
     assert bytes(data) == array[:, :7].tobytes()
     assert max(end - begin for begin, end in reads) <= slices._REQUEST
     assert len(reads) == 4
@@ -579,7 +593,7 @@ def test_requests_with_gaps_are_not_too_long(store_from_file: LocalStore, reads:
 
 def test_nothing_is_read_for_nothing(store_from_file: LocalStore, reads: Reads) -> None:
     stored = store_array(store_from_file, random(4, 4))
-    data, spec = read_part(store_from_file, stored, select(stored.spec, slice(2, 2)))
+    data, spec = read_part(store_from_file, *stored, select(stored.spec, slice(2, 2)))
     assert (bytes(data), spec.shape, reads) == (b"", (0, 4), [])
 
 
@@ -594,7 +608,7 @@ def test_requests_that_are_answered_in_part_are_gone_on_with(
     array = random(7, 13)
     stored = store_array(store_from_file, array)
     monkeypatch.setattr(os, "preadv", some)
-    data, _ = read_part(store_from_file, stored, select(stored.spec, (..., slice(3, 12))))
+    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(3, 12))))
     assert bytes(data) == array[:, 3:12].tobytes()
 
 
@@ -602,7 +616,7 @@ def test_memory_of_a_part_is_its_own(store_from_file: LocalStore) -> None:
     for rows in (1, 3):
         stored = store_array(store_from_file, random(3, slices._OWN_MAP))
         before = Path(store_from_file.blob_path(stored.blob[0])).read_bytes()
-        data, _ = read_part(store_from_file, stored, select(stored.spec, slice(0, rows)))
+        data, _ = read_part(store_from_file, *stored, select(stored.spec, slice(0, rows)))
         data[0] ^= 1
         assert Path(store_from_file.blob_path(stored.blob[0])).read_bytes() == before
 
@@ -613,10 +627,10 @@ def test_a_blob_that_is_not_whole_is_told(store_from_file: LocalStore) -> None:
     path = Path(store_from_file.blob_path(stored.blob[0]))
     os.truncate(path, 50)
     with pytest.raises(BlobDamaged, match="has 50 bytes, expected"):
-        read_part(store_from_file, stored, part)
+        read_part(store_from_file, *stored, part)
     path.unlink()
     with pytest.raises(BlobMissing, match="is missing"):
-        read_part(store_from_file, stored, part)
+        read_part(store_from_file, *stored, part)
 
 
 def test_a_blob_that_shrinks_while_it_is_read_is_told(
@@ -632,7 +646,7 @@ def test_a_blob_that_shrinks_while_it_is_read_is_told(
 
     monkeypatch.setattr(store_from_file._hot, "open", shrinking)
     with pytest.raises(BlobDamaged, match=r"blob '.*' ended before its last byte of 120"):
-        read_part(store_from_file, stored, select(stored.spec, 0))
+        read_part(store_from_file, *stored, select(stored.spec, 0))
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -646,14 +660,14 @@ def test_a_disk_that_fails_is_told(
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(StoreError, match=r"blob '.*' cannot be read: Input/output error"):
-        read_part(store_from_file, stored, select(stored.spec, (slice(0, rows), slice(0, 9))))
+        read_part(store_from_file, *stored, select(stored.spec, (slice(0, rows), slice(0, 9))))
 
 
 def test_a_blob_that_must_not_be_read_is_told(store_from_file: LocalStore) -> None:
     stored = store_array(store_from_file, random(4, 4))
     Path(store_from_file.blob_path(stored.blob[0])).chmod(0)
     part = select(stored.spec, 0)
-    outcome = sandbox.call(lambda: read_part(store_from_file, stored, part), unprivileged=True)
+    outcome = sandbox.call(lambda: read_part(store_from_file, *stored, part), unprivileged=True)
     assert outcome.startswith("StoreError: blob ")
 
 

@@ -495,8 +495,11 @@ def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: Local
     [
         ({"framework": "jax"}, "framework must be numpy, torch or mlx, got 'jax'"),
         ({"verify": "all"}, "verify must be none, size, header, digest or rehash, got 'all'"),
-        ({"device": "cuda"}, "device 'cuda' is for torch only; numpy takes cpu"),
-        ({"framework": "mlx", "device": "gpu"}, "device 'gpu' is for torch only; mlx takes cpu"),
+        ({"device": "cuda"}, "device 'cuda' requires framework torch; numpy takes cpu"),
+        (
+            {"framework": "mlx", "device": "gpu"},
+            "device 'gpu' requires framework torch; mlx takes cpu",
+        ),
     ],
 )
 def test_an_argument_that_means_nothing_is_told(
@@ -842,7 +845,7 @@ import pickle, sys
 
 model = pickle.load(sys.stdin.buffer)
 total = sum(int(array.sum(dtype="u8")) for array in model.values())
-blobs = str(model._store.folder("blobs"))
+blobs = str(model.store.folder("blobs"))
 own = shared = 0
 is_blob = False
 for line in open("/proc/self/smaps"):

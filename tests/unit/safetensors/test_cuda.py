@@ -7,7 +7,8 @@ import torch
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.models.device import Upload, transfer
+from blobstore.models.device import transfer
+from blobstore.models.index import TensorLocation
 from blobstore.safetensors.cuda import TorchLane
 from blobstore.safetensors.torch import copy_to, empty_tensor
 
@@ -33,7 +34,7 @@ def load(
     parts = []
     begin = 0
     for spec in specs:
-        parts.append(Upload(spec, 0, begin))
+        parts.append(TensorLocation(spec, 0, begin))
         begin += spec.nbytes
     return dict(transfer(parts, TorchLane(device), reader(data), buffer=buffer))
 
@@ -44,8 +45,8 @@ def load(
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_go_where_they_are_sent(device: str) -> None:
     lane = TorchLane(device)
-    tensor = lane.room(TensorSpec("a", DType.I16, (2, 2)))
-    other = lane.room(TensorSpec("b", DType.U8, ()))
+    tensor = lane.empty(TensorSpec("a", DType.I16, (2, 2)))
+    other = lane.empty(TensorSpec("b", DType.U8, ()))
     staging = lane.staging(16)
     staging.memory[:] = bytes(range(16))
     lane.receive(
@@ -72,7 +73,7 @@ def test_tensors_are_where_they_should_be_and_own_their_memory(device: str) -> N
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_is_not_there_is_one_clear_error(device: str) -> None:
     with pytest.raises(BlobstoreError) as caught:
-        TorchLane(device).room(LARGE)
+        TorchLane(device).empty(LARGE)
     assert "\n" not in str(caught.value)
     with pytest.raises(BlobstoreError):
         TorchLane(device).staging(1 << 55)
@@ -90,7 +91,7 @@ def test_memory_that_a_device_has_not_is_told_with_the_tensor(
     lane = TorchLane("cpu")
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(BlobstoreError, match=text):
-        lane.room(spec)
+        lane.empty(spec)
     monkeypatch.setattr(torch.Tensor, "to", refuse)
     with pytest.raises(BlobstoreError, match=text):
         copy_to("cpu", torch.zeros(2), spec)
@@ -187,7 +188,7 @@ def test_the_caller_s_stream_waits_for_a_tensor() -> None:
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             lane = TorchLane("cuda")
-            tensor = lane.room(spec)
+            tensor = lane.empty(spec)
             tensor.zero_()
             staging = lane.staging(spec.nbytes)
             staging.memory[:] = data

@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 def memory(size: int) -> memoryview:
     region = MappedRegion([size], filled=True)
-    return region.room(0, 0, size)
+    return region.slot_view(0, 0, size)
 
 
 def descriptors() -> int:
