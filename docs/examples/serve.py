@@ -33,10 +33,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from blobstore import BlobstoreError, LocalStore
+from blobstore import BlobstoreError, LocalStore, Reference
 from blobstore.errors import NotFound, StoreError, UsageError
 from blobstore.integrations.transformers import from_store, tokenizer_from_store
-from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

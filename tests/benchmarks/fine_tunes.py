@@ -6,6 +6,7 @@ language. What was trained is kept in a folder, so that it is trained once.
 
 from __future__ import annotations
 
+from functools import partial
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,31 @@ def pairs(folder: Path) -> dict[str, tuple[Model, Model]]:
     return found
 
 
+def family(folder: Path) -> dict[str, Model]:
+    """Return a base and ten fine-tunes of it by name; those not in ``folder`` yet are trained.
+
+    Half of them train all parameters, half factors of rank 16 that are merged into 36 matrices. Weights
+    are rounded to bfloat16, as most models are published.
+    """
+    base = {
+        name: rounded(tensor)
+        for name, tensor in floats(load_file(pretrained() / "model.safetensors")).items()
+    }
+    found = {"base": base}
+    for seed in range(5):
+        full = partial(_train, _masked, 40, 1e-5, seed=seed)
+        adapter = partial(_train, _masked, 40, 1e-3, adapt=True, seed=seed)
+        for name, train in ((f"full-{seed}", full), (f"adapter-{seed}", adapter)):
+            trained = _kept(folder / f"{name}.safetensors", train)
+            found[name] = {tensor: rounded(values) for tensor, values in trained.items()}
+    return found
+
+
+def rounded(tensor: Array) -> Any:
+    """Return a tensor in bfloat16."""
+    return tensor.astype(BF16)
+
+
 def floats(model: dict[str, Any]) -> Model:
     """Return the tensors of 32-bit floats."""
     return {name: tensor for name, tensor in model.items() if tensor.dtype == np.float32}
@@ -90,8 +116,9 @@ def _train(
     rate: float,
     *,
     adapt: bool = False,
+    seed: int = 0,
 ) -> Model:
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(pretrained())
     text = "\n".join(topics[key] for key in sorted(topics))
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -102,7 +129,7 @@ def _train(
         _adapt(model)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=rate)
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         loss = lose(model, words, chance, tokenizer.mask_token_id)
         optimizer.zero_grad()

@@ -1,0 +1,107 @@
+"""The examples of the documentation, run in the order in which they stand.
+
+A ``console`` block holds commands after ``$ `` and what they print. All blocks of a document run in one
+shell, in one folder, whose path is left out. Times and rates may differ, a line ``…`` stands for any
+lines.
+
+    python -m tests.support.transcripts docs/cli.md
+
+runs a document and writes what the commands print into it. For README.md, give the folder that holds
+the package of its model in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARK = "\x1e"
+_VARIES = (
+    (re.compile(r"\d+(?:\.\d+)? (?:ms|s)\b"), "TIME"),
+    (re.compile(r"\d+(?:\.\d+)? [kMGT]?B/s"), "RATE"),
+    (re.compile(r"just now|\d+ (?:second|minute)s? ago"), "AGE"),
+    (re.compile(r" {2,}"), "  "),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A command, and what the document says that it prints."""
+
+    command: str
+    expected: str
+    line: int
+
+
+def examples(text: str) -> list[Example]:
+    """Return the commands of a document in order."""
+    found: list[Example] = []
+    for block in _BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1)) + 1
+        command, output, line = "", "", 0
+        for number, row in enumerate(block[1].splitlines(keepends=True), first):
+            if row.startswith("$ "):
+                if command:
+                    found.append(Example(command, output, line))
+                command, output, line = row[2:], "", number
+            elif command.endswith("\\\n") and not output:
+                command += row
+            else:
+                output += row
+        found.append(Example(command, output, line))
+    return found
+
+
+def outputs(commands: list[str], folder: Path, **environment: str) -> list[str]:
+    """Run commands in one shell, in a folder with ``docs``; return what each prints on both streams."""
+    (folder / "docs").symlink_to(ROOT / "docs")
+    script = "".join(f"printf '{_MARK}'\n{command}\n" for command in commands)
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    home = {"HOME": str(folder), "PATH": tools, "COLUMNS": "100", "NO_COLOR": "1"}
+    kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
+    done = subprocess.run(
+        ["bash", "-c", f"exec 2>&1\n{script}"],
+        capture_output=True,
+        check=False,
+        cwd=folder,
+        env={**kept, **home, **environment},
+        text=True,
+    )
+    return done.stdout.replace(f"{folder}/", "").split(_MARK)[1:]
+
+
+def is_as_expected(expected: str, found: str) -> bool:
+    """Return whether a command printed what the document says."""
+    for pattern, name in _VARIES:
+        expected, found = pattern.sub(name, expected), pattern.sub(name, found)
+    any_lines = re.escape(expected.strip()).replace(re.escape("…\n"), r"(?:.*\n)*?")
+    any_lines = re.sub(r"…$", r"[\\s\\S]*", any_lines)
+    return re.fullmatch(any_lines, found.strip()) is not None
+
+
+def updated(text: str, found: list[str]) -> str:
+    """Return a document with what its commands print, where it differs."""
+    rows = text.splitlines(keepends=True)
+    for example, output in reversed(list(zip(examples(text), found, strict=True))):
+        if not is_as_expected(example.expected, output):
+            begin = example.line - 1 + example.command.count("\n")
+            end = begin + example.expected.count("\n")
+            blank = "\n" if example.expected.endswith("\n\n") else ""
+            rows[begin:end] = [output.strip("\n") + "\n" + blank]
+    return "".join(rows)
+
+
+if __name__ == "__main__":
+    for document in map(Path, sys.argv[1:]):
+        with tempfile.TemporaryDirectory() as scratch:
+            content = document.read_text(encoding="utf-8")
+            commands = [example.command for example in examples(content)]
+            printed = outputs(commands, Path(scratch), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+            document.write_text(updated(content, printed), encoding="utf-8")

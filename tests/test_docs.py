@@ -1,0 +1,127 @@
+"""The documentation: its examples run as they stand, in order, and use the public interface alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import blobstore
+from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
+
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+LONGEST_LINE = 100
+# Still to be rewritten and wrapped.
+PENDING = ("docs/archive-format.md", "docs/cold-format.md", "docs/serving/")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def python_examples() -> dict[str, str]:
+    """Return what users see of Python: the blocks of the documents, and the example programs."""
+    found = {
+        f"{name_of(path)}:{number}": block
+        for path in DOCUMENTS
+        for number, block in enumerate(PYTHON_BLOCK.findall(path.read_text(encoding="utf-8")), 1)
+    }
+    programs = (ROOT / "docs" / "examples").glob("*.py")
+    return found | {name_of(path): path.read_text(encoding="utf-8") for path in programs}
+
+
+def is_public(module: str, name: str) -> bool:
+    if module == "blobstore":
+        return name in blobstore.__all__ or f"blobstore.{name}" in PUBLIC_MODULES
+    return module.startswith(PUBLIC_MODULES)
+
+
+@pytest.mark.parametrize("document", ["docs/cli.md"])
+def test_commands_print_what_the_document_says(document: str, tmp_path: Path) -> None:
+    found = examples((ROOT / document).read_text(encoding="utf-8"))
+    printed = outputs([example.command for example in found], tmp_path)
+
+    differences = [
+        f"{document}:{example.line}: {example.command}\n{output}"
+        for example, output in zip(found, printed, strict=True)
+        if not is_as_expected(example.expected, output)
+    ]
+
+    assert len(found) > 30
+    assert differences == []
+
+
+def test_every_command_has_an_example() -> None:
+    from blobstore.cli.main import program
+
+    document = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    shown = {
+        example.command.split()[1]
+        for example in examples(document)
+        if "blobstore " in example.command
+    }
+
+    assert set(program.commands) <= shown
+
+
+def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    outputs(["python docs/examples/tiny_models.py ."], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("BLOBSTORE_HOME", raising=False)
+    names: dict[str, object] = {}
+
+    for block in PYTHON_BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block[1], "docs/python.md", "exec"), names)
+
+
+@pytest.mark.parametrize("place", python_examples())
+def test_examples_import_public_names_only(place: str) -> None:
+    tree = ast.parse(python_examples()[place])
+    imported = [
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    ]
+    imported += [
+        (alias.name, "")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
+
+    ours = [(module, name) for module, name in imported if module.split(".")[0] == "blobstore"]
+
+    assert [item for item in ours if item != ("blobstore", "") and not is_public(*item)] == []
+
+
+WRAPPED = [path for path in DOCUMENTS if not name_of(path).startswith(PENDING)]
+
+
+@pytest.mark.parametrize("path", WRAPPED, ids=name_of)
+def test_documents_wrap_at_100_columns(path: Path) -> None:
+    rows = path.read_text(encoding="utf-8").splitlines()
+    in_block = False
+    long = []
+    for number, row in enumerate(rows, 1):
+        in_block ^= row.startswith("```")
+        is_fixed = in_block or row.startswith(("|", "```", "http"))  # tables cannot wrap
+        if not is_fixed and len(row) > LONGEST_LINE:
+            long.append(number)
+
+    assert long == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+
+    assert [link for link in links if not (path.parent / link).exists()] == []
