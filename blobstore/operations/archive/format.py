@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import ArchiveDamaged
+from blobstore.errors import ArchiveDamaged, NameConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from typing import Final, Self
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
 
 MAGIC: Final = b"\x8fBSARCH"
 VERSION: Final = 1
@@ -127,6 +131,39 @@ class ArchiveTable(NamedTuple):
         """Return where in the archive each member begins, and where the last one ends."""
         sizes = (member.stored_size for member in self.members)
         return list(accumulate(sizes, initial=len(PREFIX)))
+
+
+class ArchivedModel(NamedTuple):
+    """A model of an archive, whose manifest has been checked."""
+
+    reference: Reference
+    data: bytes
+    """The bytes of the manifest."""
+    manifest: Manifest
+
+    def label(self, blob: Descriptor) -> str:
+        """Return what messages call a blob: the model and its layer."""
+        layer = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
+        return f"{self.reference}: {layer}"
+
+
+def check_case(references: Iterable[Reference]) -> None:
+    """Check that one store can have all these names: no two, nor parts of them, differ in case only.
+
+    Raises:
+        NameConflict: two do.
+    """
+    spellings: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for reference in references:
+        for count in range(1, len(reference.parts) + 1):
+            parts = reference.parts[:count]
+            folded = tuple(part.casefold() for part in parts)
+            first = spellings.setdefault(folded, parts)
+            if first != parts:
+                raise NameConflict(
+                    f"{quote(reference)} and another name begin with {quote('/'.join(parts))} and "
+                    f"{quote('/'.join(first))}, which differ in case only: a store cannot have both"
+                )
 
 
 def _find_table(archive: memoryview) -> tuple[memoryview, int]:

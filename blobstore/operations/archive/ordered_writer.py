@@ -1,7 +1,8 @@
-"""Threads that write to one file at once, each in its turn.
+"""Several threads write to one file, in a fixed order.
 
-What a thread makes before its turn is kept, as long as all together keep no more than some hundred
-megabytes; then it waits. The one whose turn it is never waits, so the line always moves on.
+Each thread writes one slot. What it writes before its turn is buffered, up to a limit for all threads
+together; a thread that would exceed the limit waits for its turn. The thread whose turn it is never
+waits, so there is always progress.
 """
 
 from __future__ import annotations
@@ -20,73 +21,70 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-_KEPT = 256 << 20
-"""Bytes that all threads together keep before their turns."""
+_MAX_BUFFERED = 256 << 20
+"""Bytes that all threads together may buffer."""
 
 
 class OrderedWriter:
-    """What threads write to one file, in the order of numbers from 0 on."""
+    """The file that threads write to, slot by slot from number 0."""
 
-    def __init__(self, descriptor: int, begin: bytes) -> None:
-        """Write what comes before the first."""
+    def __init__(self, descriptor: int, prefix: bytes) -> None:
+        """Write the bytes before the first slot."""
         self.descriptor = descriptor
-        self._at = len(begin)
+        self._end = len(prefix)
         self._turn = 0
-        self._kept = 0
+        self._buffered = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        write_all(descriptor, begin)
+        write_all(descriptor, prefix)
 
-    def keep(self, size: int) -> bool:
-        """Tell whether so many more bytes may be kept."""
+    def reserve(self, size: int) -> bool:
+        """Return whether ``size`` more bytes may be buffered, and count them if so."""
         with self._changed:
-            is_room = self._kept + size <= _KEPT
-            self._kept += size if is_room else 0
-            return is_room
+            is_free = self._buffered + size <= _MAX_BUFFERED
+            self._buffered += size if is_free else 0
+            return is_free
 
-    def give_back(self, size: int) -> None:
-        """Tell that so many bytes are not kept any more."""
+    def release(self, size: int) -> None:
+        """Count ``size`` bytes as no longer buffered."""
         with self._changed:
-            self._kept -= size
+            self._buffered -= size
 
-    def wait(self, number: int) -> int:
-        """Wait until all before have been written, and return where the next begins.
+    def wait_for_turn(self, number: int) -> int:
+        """Wait until all slots before ``number`` are written; return the offset of that slot.
 
         Raises:
-            Stopped: that will never be.
+            Cancelled: the writer was closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._turn == number)
             if self._is_closed:
                 raise Cancelled("stopped")
-            return self._at
+            return self._end
 
-    def pass_on(self, size: int) -> None:
-        """End a turn in which so many bytes were written."""
+    def end_turn(self, size: int) -> None:
+        """Give the turn to the next slot, after a slot of ``size`` bytes was written."""
         with self._changed:
-            self._at += size
+            self._end += size
             self._turn += 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Stop all threads that wait, now and later."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
 
 class OrderedSlot:
-    """What one thread writes: kept until it is its turn, then written.
+    """A context manager in which one thread writes one slot. An error in it closes the writer."""
 
-    An error in the block ends the whole line.
-    """
-
-    def __init__(self, line: OrderedWriter, number: int) -> None:
-        self._line = line
+    def __init__(self, writer: OrderedWriter, number: int) -> None:
+        self._writer = writer
         self._number = number
-        self._pieces: list[bytes] = []
-        self._kept = 0
+        self._buffers: list[bytes] = []
         self._begin: int | None = None
+        """Offset in the file, once it is this slot's turn."""
         self._digester = Digester()
 
     def __enter__(self) -> Self:
@@ -94,53 +92,51 @@ class OrderedSlot:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._line.close()
+            self._writer.close()
             return
         self._take_turn()
-        self._line.pass_on(self.size)
+        self._writer.end_turn(self.size)
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return self._digester.size
 
     @property
     def digest(self) -> Digest:
-        """Their digest."""
+        """Digest of the bytes written so far."""
         return self._digester.digest()
 
     def write(self, data: Buffer) -> None:
-        """Add bytes."""
+        """Append bytes."""
         self._digester.update(data)
-        size = memoryview(data).nbytes
-        if self._begin is None and not self._line.keep(size):
+        if self._begin is None and not self._writer.reserve(memoryview(data).nbytes):
             self._take_turn()
         if self._begin is None:
-            self._kept += size
-            self._pieces.append(bytes(data))
+            self._buffers.append(bytes(data))
         else:
-            write_all(self._line.descriptor, data)
+            write_all(self._writer.descriptor, data)
 
     def clear(self) -> None:
-        """Take back all that was written."""
+        """Discard what was written."""
         self._digester = Digester()
-        self._drop()
+        self._drop_buffers()
         if self._begin is not None:
-            os.ftruncate(self._line.descriptor, self._begin)
-            os.lseek(self._line.descriptor, self._begin, os.SEEK_SET)
+            os.ftruncate(self._writer.descriptor, self._begin)
+            os.lseek(self._writer.descriptor, self._begin, os.SEEK_SET)
 
     def read_back(self) -> memoryview:
-        """Map what was written, when its turn is over."""
+        """Map the bytes in the file, after the slot's turn."""
         begin = self._begin or 0
-        return mapped(self._line.descriptor, begin + self.size)[begin:]
+        return mapped(self._writer.descriptor, begin + self.size)[begin:]
 
     def _take_turn(self) -> None:
         if self._begin is None:
-            self._begin = self._line.wait(self._number)
-            for piece in self._pieces:
-                write_all(self._line.descriptor, piece)
-            self._drop()
+            self._begin = self._writer.wait_for_turn(self._number)
+            for buffer in self._buffers:
+                write_all(self._writer.descriptor, buffer)
+            self._drop_buffers()
 
-    def _drop(self) -> None:
-        self._line.give_back(self._kept)
-        self._pieces, self._kept = [], 0
+    def _drop_buffers(self) -> None:
+        self._writer.release(sum(map(len, self._buffers)))
+        self._buffers = []

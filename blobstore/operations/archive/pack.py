@@ -1,7 +1,7 @@
-"""Workflow: models of a store become one file, for machines without a network.
+"""Pack models of a store into one archive file, to be moved without a network.
 
-Threads make several members at once and write them in their turns. What has been written is read back,
-decoded and hashed while others are written. The table comes last, and the file's name when all of it is
+Threads compress several members at once and write them in order. Each member is read back, decoded and
+hashed while others are written. The table comes last, and the file gets its name when it is complete and
 durable.
 """
 
@@ -13,14 +13,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import spans_of, with_equals
-from blobstore.compression.tuning import Level as Effort
-from blobstore.core.digest import BlobId, Digest, Digester
+from blobstore.compression.tuning import Level as TuningLevel
+from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
@@ -35,32 +35,33 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
+from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
-from blobstore.operations.archive.plan import SMALLEST, gather_blobs, gather_models
-from blobstore.operations.archive.reader import check_case
+from blobstore.operations.archive.plan import MAX_UNCOMPRESSED, plan_members, read_models
 from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Final
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.archive.plan import GatheredModel, PlannedMember
+    from blobstore.operations.archive.format import ArchivedModel
+    from blobstore.operations.archive.plan import PlannedMember
 
-_PIECE = 16 << 20
+_CHUNK: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """What :func:`pack_models` did."""
+    """The result of :func:`pack_models`."""
 
     path: Path
     references: tuple[Reference, ...]
     blobs: int
-    """Blobs in the archive, each once."""
+    """Number of blobs in the archive."""
     deltas: int
-    """Those of them that are coded by others."""
+    """Number of those that are deltas against others."""
     size: int
     """Bytes of the blobs."""
     stored: int
@@ -72,69 +73,71 @@ def pack_models(
     references: Sequence[str | Reference],
     path: str | os.PathLike[str],
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     level: Level = "fast",
     overwrite: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Packed:
-    """Write models to one new file, from which :func:`blobstore.operations.archive.unpack.unpack_archive` has them again.
+    """Write models to a new archive, for :func:`blobstore.operations.archive.unpack.unpack_archive`.
 
     Args:
         references: the models.
         path: the file, which appears complete and synced, or not at all.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        level: ``fast`` to code and decode, or as ``small`` as can be; what is frozen is taken as it is.
-        overwrite: replace a file that is there.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        level: ``fast`` to compress and decompress, or ``small``. Frozen blobs are copied at any level.
+        overwrite: replace an existing file.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current blob, the bytes done and the total.
 
     Raises:
         ModelNotFound: the store has no such model.
         NameConflict: two names differ in case only.
-        InvalidManifest, BlobMissing, BlobDamaged: a model is not whole.
-        StoreBusy: others have kept the store's lock all the time.
+        InvalidManifest, BlobMissing, BlobDamaged: a model is not intact.
+        StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be read.
-        BlobstoreError: the file is there already, or cannot be written.
-        UsageError: an argument means nothing.
+        BlobstoreError: the file exists, or cannot be written.
+        UsageError: an argument is invalid.
     """
     started = time.monotonic()
     check_jobs(jobs)
     if level not in get_args(Level):
         raise UsageError(f"level must be fast or small, got {quote(level)}")
-    names = [Reference.parse(item) if isinstance(item, str) else item for item in references]
+    names = list(map(Reference.of, references))
     if not names:
         raise UsageError("name the models to be packed")
     check_case(names)
     target = Path(path)
-    _check_free(target, overwrite=overwrite)
-    store = store or LocalStore()
+    _check_target(target, overwrite=overwrite)
+    store = LocalStore.of(store)
     store.check_root()
-    models = gather_models(store, names)
+    models = read_models(store, names)
+    estimator = SizeEstimator(store, level)
     needed = [blob.digest for model in models for blob in model.manifest.blobs]
     with store.lease_if_writable(needed):
-        blobs = gather_blobs(store, models, level)
+        planned = plan_members(store, models, estimator)
+        workers = WorkerPool(jobs, progress, 2 * sum(item.blob.size for item in planned))
         try:
             with replacing(target) as descriptor:
-                work = _ArchiveWriter(store, target.parent, descriptor, level)
-                members = work.run(models, blobs, jobs, progress)
+                writer = _ArchiveWriter(store, estimator, level, target.parent, descriptor, workers)
+                members = writer.write(models, planned)
                 size = os.fstat(descriptor).st_size
-                _check_free(target, overwrite=overwrite)  # it may have come meanwhile
+                _check_target(target, overwrite=overwrite)  # it may have appeared since
         except OSError as error:
             raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     return Packed(
         path=target,
         references=tuple(model.reference for model in models),
-        blobs=len(blobs),
+        blobs=len(planned),
         deltas=sum(member.kind == Kind.DELTA for member in members),
-        size=sum(blob.size for blob in blobs),
+        size=sum(item.blob.size for item in planned),
         stored=size,
         seconds=time.monotonic() - started,
     )
 
 
-def _check_free(target: Path, *, overwrite: bool) -> None:
-    """Check that nothing is there that must not be replaced."""
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    """Check that no file exists that must not be replaced."""
     if os.path.lexists(target) and not (overwrite and target.is_file()):
         raise BlobstoreError(
             f"{quote(target)} exists already"
@@ -142,150 +145,168 @@ def _check_free(target: Path, *, overwrite: bool) -> None:
         )
 
 
-class _ArchiveWriter:
-    def __init__(self, store: LocalStore, folder: Path, descriptor: int, level: Level) -> None:
-        self._store = store
-        self._folder = folder
-        self._level: Level = level
-        self._estimator = SizeEstimator(store, level)
-        self._line = OrderedWriter(descriptor, PREFIX)
-        self._written: dict[Digest, tuple[int, OrderedSlot, bool]] = {}
-        """The numbers of blobs that were written, their bytes, and whether these are as they are."""
+class _WrittenBlob(NamedTuple):
+    """A blob in the archive, not yet verified."""
 
-    def run(
+    number: int
+    slot: OrderedSlot
+    is_raw: bool
+    """Whether it is stored uncompressed."""
+
+
+class _ArchiveWriter:
+    """Writes the members of an archive, and its table."""
+
+    def __init__(
         self,
-        models: Sequence[GatheredModel],
-        blobs: Sequence[PlannedMember],
-        jobs: int | None,
-        progress: Progress | None,
-    ) -> Sequence[Member]:
-        """Write the archive."""
+        store: LocalStore,
+        estimator: SizeEstimator,
+        level: Level,
+        folder: Path,
+        descriptor: int,
+        workers: WorkerPool,
+    ) -> None:
+        self._store = store
+        self._estimator = estimator
+        self._level: Level = level
+        self._folder = folder
+        self._workers = workers
+        self._writer = OrderedWriter(descriptor, PREFIX)
+        self._written: dict[Digest, _WrittenBlob] = {}
+
+    def write(
+        self, models: Sequence[ArchivedModel], planned: Sequence[PlannedMember]
+    ) -> list[Member]:
+        """Write the archive, and return its members."""
         manifests = {Digest.of(model.data): model.data for model in models}
-        members = [self._manifest(*item) for item in enumerate(manifests.items())]
-        self._crew = WorkerPool(jobs, progress, 2 * sum(blob.size for blob in blobs))
-        members += self._crew.run(
-            enumerate(blobs, start=len(members)), lambda item: self._blob(*item), self._line.close
+        members: list[Member] = []
+        for digest, data in manifests.items():
+            with OrderedSlot(self._writer, len(members)) as slot:
+                slot.write(data)
+            members.append(Member(Kind.MANIFEST, len(data), digest, len(data), digest))
+        members += self._workers.run(
+            enumerate(planned, start=len(members)),
+            lambda item: self._write_blob(*item),
+            self._writer.close,
         )
-        _check_needed(models, members)
-        places = list(manifests)
-        names = [(model.reference.full, places.index(Digest.of(model.data))) for model in models]
-        write_all(self._line.descriptor, ArchiveTable(members, names).to_bytes())
+        named = {blob.digest for model in models for blob in model.manifest.blobs}
+        bases = {member.base for member in members}
+        for number, member in enumerate(members[len(manifests) :], start=len(manifests)):
+            if member.digest not in named and number not in bases:
+                # It was added as a base, but its deltas were thawed and are compressed without it.
+                raise StoreError("models were thawed while they were packed; pack them again")
+        numbers = {digest: number for number, digest in enumerate(manifests)}
+        names = [(model.reference.full, numbers[Digest.of(model.data)]) for model in models]
+        write_all(self._writer.descriptor, ArchiveTable(members, names).to_bytes())
         return members
 
-    def _manifest(self, number: int, item: tuple[Digest, bytes]) -> Member:
-        digest, data = item
-        with OrderedSlot(self._line, number) as entry:
-            entry.write(data)
-        return Member(Kind.MANIFEST, len(data), digest, len(data), digest)
-
-    def _blob(self, number: int, blob: PlannedMember) -> Member:
-        """Write a blob, and make sure that it is what is in the archive."""
+    def _write_blob(self, number: int, planned: PlannedMember) -> Member:
+        """Write a blob in its smallest form, and verify what is in the file."""
+        blob = planned.blob
         try:
-            with OrderedSlot(self._line, number) as entry:
-                is_raw = self._write(blob, entry)
-                self._written[blob.digest] = number, entry, is_raw
-            kind, base = self._checked(blob, entry, is_raw=is_raw)
+            with OrderedSlot(self._writer, number) as slot:
+                is_raw = not self._write_cold(planned, slot)
+                if is_raw:
+                    for piece in self._store.read_pieces(*blob):
+                        slot.write(piece)
+                        self._workers.report(0, planned.label)
+                    # Bytes that were compressed in vain have been reported already.
+                    is_reported = blob.size > MAX_UNCOMPRESSED
+                    self._workers.report(0 if is_reported else blob.size, planned.label)
+                self._written[blob.digest] = written = _WrittenBlob(number, slot, is_raw)
+            base = self._verify(planned, written)
         except Damaged as error:
-            raise error.at(blob.where) from None
-        return Member(kind, blob.size, blob.digest, entry.size, entry.digest, base)
+            raise error.at(planned.label) from None
+        kind = Kind.RAW if is_raw else Kind.COLD if base is None else Kind.DELTA
+        return Member(kind, blob.size, blob.digest, slot.size, slot.digest, base)
 
-    def _write(self, blob: PlannedMember, entry: OrderedSlot) -> bool:
-        """Write the smallest form of a blob, and tell whether that is the blob as it is."""
-        if blob.cold is not None and self._is_best(blob):
-            for begin in range(0, len(blob.cold), _PIECE):
-                entry.write(blob.cold[begin : begin + _PIECE])
-                self._crew.report(0, blob.where)
-            self._crew.report(blob.size, blob.where)
+    def _write_cold(self, planned: PlannedMember, slot: OrderedSlot) -> bool:
+        """Write the cold form of a blob; return False, with nothing written, if it is not smaller."""
+        blob = planned.blob
+        if planned.cold is not None and self._is_usable(planned):
+            for begin in range(0, len(planned.cold), _CHUNK):
+                slot.write(planned.cold[begin : begin + _CHUNK])
+                self._workers.report(0, planned.label)
+            self._workers.report(blob.size, planned.label)
+            return True
+        if blob.size <= MAX_UNCOMPRESSED:
             return False
-        if blob.size > SMALLEST:
-            self._code(blob, entry)
-            if entry.size < blob.size:
-                return False
-            entry.clear()
-        for data in self._store.read_pieces(blob.digest, blob.size):
-            entry.write(data)
-            self._crew.report(0, blob.where)
-        self._crew.report(0 if blob.size > SMALLEST else blob.size, blob.where)
-        return True
+        if self._store.has_hot(blob.digest):
+            encoder = self._estimator.choose_encoder(blob, planned.base)
+            encoder.write(slot.write, lambda count: self._workers.report(count, planned.label))
+        else:
+            self._compress_again(planned, slot)
+        if slot.size < blob.size:
+            return True
+        slot.clear()
+        return False
 
-    def _is_best(self, blob: PlannedMember) -> bool:
-        """Tell whether to take the cold form of a blob: one that is damaged only if there is no hot one."""
-        if not self._store.has_hot(blob.digest):
+    def _is_usable(self, planned: PlannedMember) -> bool:
+        """Return whether to copy the cold form: always, unless it is damaged and the blob is hot too."""
+        if not self._store.has_hot(planned.blob.digest):
             return True
         try:
-            cold = self._store.open_cold(blob.digest, blob.size)
-            cold.check(lambda _: self._crew.report(0, blob.where))
+            cold = self._store.open_cold(*planned.blob)
+            cold.check(lambda _: self._workers.report(0, planned.label))
         except (BlobMissing, BlobDamaged):
             return False
         return True
 
-    def _code(self, blob: PlannedMember, entry: OrderedSlot) -> None:
-        """Write the cold form of a blob."""
-        found = BlobId(blob.digest, blob.size)
-        if self._store.has_hot(blob.digest):
-            coding = self._estimator.choose_encoder(found, blob.base)
-            coding.write(entry.write, lambda count: self._crew.report(count, blob.where))
-            return
-        # It is cold, but what it is coded by does not come along.
+    def _compress_again(self, planned: PlannedMember, slot: OrderedSlot) -> None:
+        """Compress a cold blob without its base, which is not in the archive."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            for piece in self._store.read_pieces(blob.digest, blob.size):
+            for piece in self._store.read_pieces(*planned.blob):
                 write_all(file.fileno(), piece)
-                self._crew.report(0, blob.where)
-            data = mapped(file.fileno(), blob.size)
-            runs = with_equals(spans_of(data, blob.size), data)
-            effort = Effort(self._level)
-            pieces = self._pieces(data, blob.where)
-            encode(pieces, runs, entry.write, level=effort, digest=blob.digest)
+                self._workers.report(0, planned.label)
+            data = mapped(file.fileno(), planned.blob.size)
+            encode(
+                self._chunks(data, planned.label),
+                with_equals(spans_of(data, planned.blob.size), data),
+                slot.write,
+                level=TuningLevel(self._level),
+                digest=planned.blob.digest,
+            )
 
-    def _pieces(self, data: memoryview, where: str) -> Iterator[memoryview]:
-        """Yield bytes piece by piece, and tell of them."""
-        for begin in range(0, len(data), _PIECE):
-            piece = data[begin : begin + _PIECE]
-            yield piece
-            self._crew.report(len(piece), where)
+    def _verify(self, planned: PlannedMember, written: _WrittenBlob) -> int | None:
+        """Decode and hash a blob as it is in the file; return the number of its base.
 
-    def _checked(
-        self, blob: PlannedMember, entry: OrderedSlot, *, is_raw: bool
-    ) -> tuple[Kind, int | None]:
-        """Return the kind and the base of what was written, after it was hashed."""
-        if is_raw and self._read_back(blob, entry) == entry.digest == blob.digest:
-            return Kind.RAW, None
-        with contextlib.suppress(ColdDamaged):
-            if not is_raw:
-                return self._decoded(blob, entry)
-        # By what is wrong with the store, if anything is.
-        self._store.check_digest(blob.digest, blob.size)
-        if blob.base is not None:
-            self._store.check_digest(*blob.base)
-        raise BlobDamaged(f"blob {blob.digest} was packed as other bytes than a moment later")
+        Raises:
+            BlobDamaged: it is not the blob.
+        """
+        if written.is_raw:
+            digester = Digester()
+            for chunk in self._chunks(written.slot.read_back(), planned.label):
+                digester.update(chunk)
+            if digester.digest() == written.slot.digest == planned.blob.digest:
+                return None
+        else:
+            with contextlib.suppress(ColdDamaged):
+                return self._verify_cold(planned, written)
+        # If the store is damaged, report that.
+        self._store.check_digest(*planned.blob)
+        if planned.base is not None:
+            self._store.check_digest(*planned.base)
+        raise BlobDamaged(f"blob {planned.blob.digest} does not match its digest after packing")
 
-    def _read_back(self, blob: PlannedMember, entry: OrderedSlot) -> Digest:
-        """Return the digest of what was written as it is."""
-        digester = Digester()
-        for piece in self._pieces(entry.read_back(), blob.where):
-            digester.update(piece)
-        return digester.digest()
-
-    def _decoded(self, blob: PlannedMember, entry: OrderedSlot) -> tuple[Kind, int | None]:
-        """Decode what was written, by what else was written, and hash it."""
-        cold = ColdBlobDecoder(entry.read_back())
-        base = cold.table.base
+    def _verify_cold(self, planned: PlannedMember, written: _WrittenBlob) -> int | None:
+        """Decode a cold blob, against its base in the archive; return the number of that."""
+        cold = ColdBlobDecoder(written.slot.read_back())
         number = None
-        if base is not None:
-            number, written, is_raw = self._written[base.digest]
-            data = written.read_back()
+        if cold.table.base is not None:
+            base = self._written[cold.table.base.digest]
+            data, number = base.slot.read_back(), base.number
             cold.give_base(
-                BaseBlob.hot(data, base.digest) if is_raw else ColdBlobDecoder(data).as_base()
+                BaseBlob.hot(data, cold.table.base.digest)
+                if base.is_raw
+                else ColdBlobDecoder(data).as_base()
             )
         for piece in cold.pieces():
-            self._crew.report(len(piece), blob.where)
-        return (Kind.COLD if number is None else Kind.DELTA), number
+            self._workers.report(len(piece), planned.label)
+        return number
 
-
-def _check_needed(models: Sequence[GatheredModel], members: Sequence[Member]) -> None:
-    """Check that all members are needed: others were to be bases, but what needed them was thawed."""
-    named = {blob.digest for model in models for blob in model.manifest.blobs}
-    bases = {member.base for member in members}
-    for number, member in enumerate(members):
-        if not (member.kind == Kind.MANIFEST or member.digest in named or number in bases):
-            raise StoreError("models were thawed while they were packed; pack them again")
+    def _chunks(self, data: memoryview, label: str) -> Iterator[memoryview]:
+        """Yield and report bytes, chunk by chunk."""
+        for begin in range(0, len(data), _CHUNK):
+            chunk = data[begin : begin + _CHUNK]
+            yield chunk
+            self._workers.report(len(chunk), label)

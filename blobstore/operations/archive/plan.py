@@ -1,10 +1,9 @@
-"""What goes into an archive: which blobs, in what order, and how each is made smaller.
+"""Plans an archive: which blobs it has, in what order, and the base of each.
 
-A blob that is cold in the store is taken as it is there, if what it is coded by comes along. Others are
-coded anew, by a blob that is packed too where that saves room: one that has their bytes under another
-name, or the same layer of a model like theirs. No blob is coded by one that is coded by another itself,
-and a base comes before what needs it. The order, and all that is chosen, depends on what the store has
-and on the level alone.
+A blob that is cold in the store is copied in that form if its base is in the archive too. Other blobs
+are compressed, against another blob of the archive where that saves space: one with equal tensors under
+other names, or the same layer of a similar model. A base has no base itself, and comes before its
+deltas. The plan depends only on the content of the store and on the level.
 """
 
 from __future__ import annotations
@@ -12,55 +11,43 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.base_search import BaseFinder
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
+from blobstore.operations.archive.format import ArchivedModel
+from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
 from blobstore.operations.freeze.duplicates import DuplicateFinder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Final
 
     from blobstore.core.digest import BlobId, Digest
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
-SMALLEST = 4096
-"""Bytes of a blob that is not worth coding."""
-
-
-class GatheredModel(NamedTuple):
-    """A model that is to be packed."""
-
-    reference: Reference
-    data: bytes
-    """Of its manifest."""
-    manifest: Manifest
+MAX_UNCOMPRESSED: Final = 4096
+"""Bytes of a blob that is too small to be compressed."""
 
 
 class PlannedMember(NamedTuple):
     """A blob that is to be packed."""
 
-    digest: Digest
-    size: int
-    where: str
-    """The model and layer that it is, for people."""
+    blob: BlobId
+    label: str
+    """Its model and layer, for messages."""
     cold: memoryview | None = None
-    """Its cold form, where that is taken."""
+    """The cold form that is to be copied."""
     base: BlobId | None = None
-    """What it is coded by, or may be."""
+    """The base of the cold form, or the base to try."""
 
 
-def gather_models(store: LocalStore, references: Sequence[Reference]) -> list[GatheredModel]:
-    """Return the models, sorted by name.
+def read_models(store: LocalStore, references: Sequence[Reference]) -> list[ArchivedModel]:
+    """Return the models, each once, sorted by name.
 
     Raises:
         ModelNotFound: the store has no such name.
-        InvalidManifest: a manifest is not the one that was written.
+        InvalidManifest: a manifest was changed since it was written.
     """
     models = []
     for reference in sorted(set(references), key=lambda item: item.full):
@@ -69,148 +56,134 @@ def gather_models(store: LocalStore, references: Sequence[Reference]) -> list[Ga
             store.check_manifest(data, manifest)
         except InvalidManifest as error:
             raise error.at(str(reference)) from None
-        models.append(GatheredModel(reference, data, manifest))
+        models.append(ArchivedModel(reference, data, manifest))
     return models
 
 
-def gather_blobs(
-    store: LocalStore, models: Sequence[GatheredModel], level: Level
+def plan_members(
+    store: LocalStore, models: Sequence[ArchivedModel], estimator: SizeEstimator
 ) -> list[PlannedMember]:
-    """Return the blobs of the models, and what these are coded by, in the order of the archive.
+    """Return the blobs of the models and the other bases that they need, in archive order.
 
     Raises:
-        BlobMissing, BlobDamaged: a blob is not in the store, or only in a form that cannot be read.
+        BlobMissing, BlobDamaged: a blob is not in the store, or cannot be read.
         StoreError: the store cannot be read.
     """
-    gathering = _ArchivePlanner(store, models, level)
-    gathering.take_cold()
-    gathering.compare()
-    return list(gathering.in_order())
+    members: dict[Digest, PlannedMember] = {}
+    for model in models:
+        for blob in (model.manifest.config, *model.manifest.layers):
+            label = model.label(blob)
+            try:
+                store.check_size(blob.digest, blob.size)
+            except Damaged as error:
+                raise error.at(label) from None
+            members.setdefault(blob.digest, PlannedMember(blob.id, label))
+    _plan_copies(store, members, estimator)
+    _plan_deltas(store, models, members, estimator)
+    ordered: dict[Digest, PlannedMember] = {}
+    for digest, member in members.items():
+        if member.base is not None:
+            ordered.setdefault(member.base.digest, members[member.base.digest])
+        ordered.setdefault(digest, member)
+    return list(ordered.values())
 
 
-class _ArchivePlanner:
-    def __init__(self, store: LocalStore, models: Sequence[GatheredModel], level: Level) -> None:
-        self._store = store
-        self._models = models
-        self._estimator = SizeEstimator(store, level)
-        self._blobs: dict[Digest, PlannedMember] = {}
-        for model in models:
-            for blob in (model.manifest.config, *model.manifest.layers):
-                found = PlannedMember(blob.digest, blob.size, _where(model, blob))
-                self._check(found)
-                self._blobs.setdefault(blob.digest, found)
-
-    def take_cold(self) -> None:
-        """Take the cold forms of blobs whose base comes along, or is worth it."""
-        outside: dict[BlobId, list[PlannedMember]] = defaultdict(list)
-        for blob in list(self._blobs.values()):
-            taken = self._with_cold(blob)
-            if taken.base is None or taken.base.digest in self._blobs:
-                self._blobs[blob.digest] = taken
-            else:
-                outside[taken.base].append(taken)
-        for base, blobs in outside.items():
-            self._take_outside(base, blobs)
-        # The store has none whose base is coded by another; but what it has may be damaged.
-        for blob in list(self._blobs.values()):
-            if blob.base is not None and self._blobs[blob.base.digest].base is not None:
-                self._blobs[blob.digest] = blob._replace(cold=None, base=None)
-
-    def compare(self) -> None:
-        """Find for hot blobs those of the models by which they may be coded."""
-        coded = {
-            blob.digest: blob.base.digest for blob in self._blobs.values() if blob.base is not None
-        }
-        bases = set(coded.values())
-        if all(blob.cold is not None or blob.size <= SMALLEST for blob in self._blobs.values()):
-            return
-        equals = DuplicateFinder(self._store, self._estimator, self._tensors(), coded)
-        equals.read(())
-        for digest, base in equals.choose_bases(self._likely()).items():
-            blob, other = self._blobs[digest], self._blobs[base.digest]
-            is_free = blob.cold is None and digest not in bases and self._store.has_hot(digest)
-            if is_free and other.base is None and blob.size > SMALLEST:
-                self._blobs[digest] = blob._replace(base=base)
-                bases.add(base.digest)
-
-    def in_order(self) -> Iterator[PlannedMember]:
-        """Yield the blobs: model by model, and what others are coded by before these."""
-        done: set[Digest] = set()
-        for blob in self._blobs.values():
-            chain = [blob] if blob.base is None else [self._blobs[blob.base.digest], blob]
-            for item in chain:
-                if item.digest not in done:
-                    done.add(item.digest)
-                    yield item
-
-    def _check(self, blob: PlannedMember) -> None:
+def _plan_copies(
+    store: LocalStore, members: dict[Digest, PlannedMember], estimator: SizeEstimator
+) -> None:
+    """Plan to copy cold forms, with bases of other models if that saves space."""
+    deltas: dict[BlobId, list[PlannedMember]] = defaultdict(list)
+    """By bases that none of the models has."""
+    for digest, member in list(members.items()):
+        found = _with_cold_form(store, member)
+        if found.base is None or found.base.digest in members:
+            members[digest] = found
+        else:
+            deltas[found.base].append(found)
+    for blob, group in deltas.items():
+        base = PlannedMember(blob, f"the base of {group[0].label}")
         try:
-            self._store.check_size(blob.digest, blob.size)
-        except Damaged as error:
-            raise error.at(blob.where) from None
-
-    def _with_cold(self, blob: PlannedMember) -> PlannedMember:
-        """Return a blob with its cold form, if it has one that can be read."""
-        try:
-            found = self._store.open_cold(blob.digest, blob.size)
-        except BlobMissing:
-            return blob
-        except BlobDamaged as error:
-            if self._store.has_hot(blob.digest):
-                return blob
-            raise error.at(blob.where) from None
-        if found.stored >= blob.size:  # of which freezing makes none
-            return blob
-        base = found.container.table.base
-        return blob._replace(cold=found.container.data, base=base)
-
-    def _take_outside(self, base: BlobId, blobs: Sequence[PlannedMember]) -> None:
-        """Take blobs with the base that no model of these has, or leave them to be coded alone.
-
-        Coded alone, each would take about what the base takes.
-        """
-        found = PlannedMember(base.digest, base.size, f"the base of {blobs[0].where}")
-        try:
-            found = self._with_cold(found)
-            alone = self._estimator.estimate(base).size if found.cold is None else len(found.cold)
+            base = _with_cold_form(store, base)
+            alone = estimator.estimate(blob).size if base.cold is None else len(base.cold)
         except (BlobMissing, BlobDamaged):
-            return
-        stored = sum(len(blob.cold) for blob in blobs if blob.cold is not None)
-        if found.base is None and stored + alone < len(blobs) * alone:
-            self._blobs |= {blob.digest: blob for blob in blobs}
-            self._blobs[base.digest] = found
-
-    def _tensors(self) -> dict[Digest, Descriptor]:
-        return {
-            layer.digest: layer
-            for model in self._models
-            for layer in model.manifest.layers_of(media_types.TENSOR)
-        }
-
-    def _likely(self) -> dict[Digest, BlobId]:
-        """Return by which blobs others may be coded, as the models are like others."""
-        layers = {
-            model.reference: {
-                layer.name: layer for layer in model.manifest.layers_of(media_types.TENSOR)
-            }
-            for model in self._models
-        }
-        manifests = {model.reference: model.manifest for model in self._models}
-        relatives = BaseFinder(self._store, manifests, self._estimator)
-        hot = [model.reference for model in self._models if self._is_any_hot(model)]
-        likely: dict[Digest, BlobId] = {}
-        for reference, base in relatives.find_bases(hot).items():
-            for name, layer in layers[reference].items():
-                other = layers[base].get(name, layer)
-                if other.digest != layer.digest:
-                    likely.setdefault(layer.digest, other.id)
-        return likely
-
-    def _is_any_hot(self, model: GatheredModel) -> bool:
-        layers = model.manifest.layers_of(media_types.TENSOR)
-        return any(self._blobs[layer.digest].cold is None for layer in layers)
+            continue
+        # Compressed without the base, each delta would take about as much as the base.
+        stored = sum(len(member.cold) for member in group if member.cold is not None)
+        if base.base is None and stored + alone < len(group) * alone:
+            members.update((member.blob.digest, member) for member in group)
+            members[blob.digest] = base
+    # In an intact store no base has a base, but this store may be damaged.
+    for digest, member in list(members.items()):
+        if member.base is not None and members[member.base.digest].base is not None:
+            members[digest] = member._replace(cold=None, base=None)
 
 
-def _where(model: GatheredModel, blob: Descriptor) -> str:
-    what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
-    return f"{model.reference}: {what}"
+def _with_cold_form(store: LocalStore, member: PlannedMember) -> PlannedMember:
+    """Return a member with the cold form of its blob, if it has one that can be read."""
+    try:
+        found = store.open_cold(*member.blob)
+    except BlobMissing:
+        return member
+    except BlobDamaged as error:
+        if store.has_hot(member.blob.digest):
+            return member
+        raise error.at(member.label) from None
+    if found.stored >= member.blob.size:  # another program's: freezing writes none
+        return member
+    return member._replace(cold=found.container.data, base=found.container.table.base)
+
+
+def _plan_deltas(
+    store: LocalStore,
+    models: Sequence[ArchivedModel],
+    members: dict[Digest, PlannedMember],
+    estimator: SizeEstimator,
+) -> None:
+    """Plan bases for hot blobs, among the blobs of the models."""
+    if all(
+        member.cold is not None or member.blob.size <= MAX_UNCOMPRESSED
+        for member in members.values()
+    ):
+        return
+    deltas = {
+        digest: member.base.digest for digest, member in members.items() if member.base is not None
+    }
+    tensors = {
+        layer.digest: layer
+        for model in models
+        for layer in model.manifest.layers_of(media_types.TENSOR)
+    }
+    finder = DuplicateFinder(store, estimator, tensors, deltas)
+    finder.read(())
+    chosen = finder.choose_bases(_bases_by_name(store, models, members, estimator))
+    bases = set(deltas.values())
+    for digest, base in chosen.items():
+        member = members[digest]
+        is_free = member.cold is None and digest not in bases and store.has_hot(digest)
+        can_have_base = is_free and member.blob.size > MAX_UNCOMPRESSED
+        if can_have_base and members[base.digest].base is None:
+            members[digest] = member._replace(base=base)
+            bases.add(base.digest)
+
+
+def _bases_by_name(
+    store: LocalStore,
+    models: Sequence[ArchivedModel],
+    members: Mapping[Digest, PlannedMember],
+    estimator: SizeEstimator,
+) -> dict[Digest, BlobId]:
+    """Return for blobs of models with a base model the base model's blobs of the same names."""
+    layers = {model.reference: tensor_layers(model.manifest) for model in models}
+    hot = [
+        reference
+        for reference, found in layers.items()
+        if any(members[layer.digest].cold is None for layer in found.values())
+    ]
+    finder = BaseFinder(store, {model.reference: model.manifest for model in models}, estimator)
+    bases: dict[Digest, BlobId] = {}
+    for reference, base in finder.find_bases(hot).items():
+        for name, layer in layers[reference].items():
+            other = layers[base].get(name, layer)
+            if other.digest != layer.digest:
+                bases.setdefault(layer.digest, other.id)
+    return bases

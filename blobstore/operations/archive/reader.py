@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
@@ -26,13 +26,12 @@ from blobstore.errors import (
     InvalidManifest,
     InvalidReference,
     ModelNotFound,
-    NameConflict,
     NotFound,
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import ArchiveTable, Kind
+from blobstore.operations.archive.format import ArchivedModel, ArchiveTable, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,15 +39,6 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
 
 _READ_SIZE = 1 << 20
-
-
-class ArchivedModel(NamedTuple):
-    """A model in an archive, whose manifest has been checked."""
-
-    reference: Reference
-    data: bytes
-    """The bytes of the manifest."""
-    manifest: Manifest
 
 
 class ArchiveReader:
@@ -280,25 +270,6 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
         os.close(descriptor)
 
 
-def check_case(references: Iterable[Reference]) -> None:
-    """Check that one store can have all these names: no two, nor parts of them, differ in case only.
-
-    Raises:
-        NameConflict: two do.
-    """
-    spellings: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for reference in references:
-        for count in range(1, len(reference.parts) + 1):
-            parts = reference.parts[:count]
-            folded = tuple(part.casefold() for part in parts)
-            first = spellings.setdefault(folded, parts)
-            if first != parts:
-                raise NameConflict(
-                    f"{quote(reference)} and another name begin with {quote('/'.join(parts))} and "
-                    f"{quote('/'.join(first))}, which differ in case only: a store cannot have both"
-                )
-
-
 def _parse_name(name: str) -> Reference:
     """Return the reference that a full name in an archive spells."""
     with contextlib.suppress(InvalidReference):
@@ -313,8 +284,7 @@ def label_blobs(models: Iterable[ArchivedModel], archive: ArchiveReader) -> dict
     labels: dict[int, str] = {}
     for model in models:
         for blob in (model.manifest.config, *model.manifest.layers):
-            what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
-            labels.setdefault(archive.blobs[blob.digest], f"{model.reference}: {what}")
+            labels.setdefault(archive.blobs[blob.digest], model.label(blob))
     for number in list(labels):
         base = archive.members[number].base
         if base is not None:

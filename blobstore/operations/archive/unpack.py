@@ -19,7 +19,8 @@ from blobstore.core.files import write_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import ArchiveDamaged, BlobstoreError, NameTaken, StoreError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.reader import check_case, label_blobs, open_archive
+from blobstore.operations.archive.format import check_case
+from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.archive.reader import ArchivedModel, ArchiveReader
+    from blobstore.operations.archive.format import ArchivedModel
+    from blobstore.operations.archive.reader import ArchiveReader
     from blobstore.store.ingest import Ingest, Ingested
 
 
@@ -64,7 +66,7 @@ def unpack_archive(
     path: str | os.PathLike[str],
     references: Sequence[str | Reference] = (),
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -74,7 +76,7 @@ def unpack_archive(
     Args:
         path: the archive.
         references: the models, by default all. Only their members are read.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: replace other models that have the names.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
@@ -92,8 +94,8 @@ def unpack_archive(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    names = _parse_names(references)
-    store = store or LocalStore()
+    names = list(dict.fromkeys(map(Reference.of, references)))
+    store = LocalStore.of(store)
     with open_archive(path) as archive:
         models = archive.models(names)
         check_case(model.reference for model in models)
@@ -124,7 +126,7 @@ def check_archive(
     """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
     started = time.monotonic()
     check_jobs(jobs)
-    names = _parse_names(references)
+    names = list(dict.fromkeys(map(Reference.of, references)))
     with open_archive(path) as archive:
         models = archive.models(names)
         labels = label_blobs(models, archive)
@@ -145,12 +147,6 @@ def check_archive(
         stored=sum(member.stored_size for member in members),
         seconds=time.monotonic() - started,
     )
-
-
-def _parse_names(references: Sequence[str | Reference]) -> list[Reference]:
-    """Return the references, each once, in their order."""
-    parsed = (Reference.parse(item) if isinstance(item, str) else item for item in references)
-    return list(dict.fromkeys(parsed))
 
 
 def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
-from blobstore.operations.archive import ordered_writer as turns
+from blobstore.operations.archive import ordered_writer
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_what_is_written_stands_in_order(descriptor: int) -> None:
 def test_what_finds_no_room_waits_for_its_turn(
     descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_KEPT", room)
+    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", room)
     line = OrderedWriter(descriptor, b"")
 
     def write(number: int) -> None:
@@ -66,15 +66,15 @@ def test_what_finds_no_room_waits_for_its_turn(
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(write, range(30)))
     assert content(descriptor) == b"".join(b"%02d" % number * 5 for number in range(30))
-    assert line.keep(room)  # all has been given back
-    assert not line.keep(1)
+    assert line.reserve(room)  # all has been given back
+    assert not line.reserve(1)
 
 
 @pytest.mark.parametrize("room", [0, 100])
 def test_what_was_written_can_be_taken_back(
     descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_KEPT", room)
+    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", room)
     line = OrderedWriter(descriptor, b"begin ")
     with OrderedSlot(line, 0) as first:
         first.write(b"first ")
@@ -85,7 +85,7 @@ def test_what_was_written_can_be_taken_back(
         entry.write(b"second")
     assert content(descriptor) == b"begin first second"
     assert entry.digest == Digest.of(b"second")
-    assert line.keep(room)
+    assert line.reserve(room)
 
 
 def test_nothing_is_a_turn_too(descriptor: int) -> None:

@@ -26,10 +26,10 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive import ordered_writer as turns
+from blobstore.operations.archive import ordered_writer
 from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
-from blobstore.operations.archive.plan import gather_blobs
+from blobstore.operations.archive.plan import plan_members
 from blobstore.operations.archive.reader import open_archive
 from blobstore.operations.archive.unpack import check_archive
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
@@ -158,7 +158,7 @@ def test_what_is_small_or_noise_is_stored_as_it_is(store: LocalStore, path: Path
 def test_what_is_noise_is_taken_back_also_when_it_is_written_already(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blobstore.operations.archive.ordered_writer._KEPT", 0)
+    monkeypatch.setattr("blobstore.operations.archive.ordered_writer._MAX_BUFFERED", 0)
     add_blobs(store, "odd", {f"x{key}": noise(300_000, key) for key in range(6)})
     pack_models(["odd", "base"], path, store=store, jobs=3)
     check_archive(path)
@@ -251,7 +251,7 @@ def test_what_a_codec_spoils_is_no_archive(
         real(self, other, tell)
 
     monkeypatch.setattr(BlobEncoder, "write", spoiled)
-    with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
+    with pytest.raises(BlobDamaged, match="does not match its digest after packing"):
         pack_models(["base"], path, store=store)
     assert left(path) == []
 
@@ -266,8 +266,8 @@ def test_what_a_disk_spoils_is_no_archive(
         spoils = written == data
         write_all(descriptor, bytes(9000) if spoils else written)
 
-    monkeypatch.setattr(turns, "write_all", spoiled)
-    with pytest.raises(BlobDamaged, match="was packed as other bytes than a moment later"):
+    monkeypatch.setattr(ordered_writer, "write_all", spoiled)
+    with pytest.raises(BlobDamaged, match="does not match its digest after packing"):
         pack_models(["odd"], path, store=store)
     assert left(path) == []
 
@@ -341,9 +341,9 @@ def test_blobs_are_held_while_they_are_packed(
     def removed(*arguments: object) -> object:
         remove_models(EVERYONE, store=store)
         collect_garbage(store, older_than=0)
-        return gather_blobs(*arguments)  # type: ignore[arg-type]
+        return plan_members(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", removed)
+    monkeypatch.setattr("blobstore.operations.archive.pack.plan_members", removed)
     pack_models(EVERYONE, path, store=store)
     check_archive(path)
     assert collect_garbage(store, older_than=0).blobs
@@ -355,11 +355,11 @@ def test_what_is_thawed_meanwhile_is_coded_anew(
     freeze_models(EVERYONE, store=store, base="base")
 
     def thawed(*arguments: object) -> object:
-        blobs = gather_blobs(*arguments)  # type: ignore[arg-type]
+        blobs = plan_members(*arguments)  # type: ignore[arg-type]
         thaw_models(EVERYONE, store=store)
         return blobs
 
-    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", thawed)
+    monkeypatch.setattr("blobstore.operations.archive.pack.plan_members", thawed)
     assert pack_models(EVERYONE, path, store=store).deltas == 9
     check_archive(path)
 
@@ -370,9 +370,9 @@ def test_a_base_that_is_needed_no_more_is_no_archive_that_readers_refuse(
     freeze_models(CHILDREN, store=store, base="base")
 
     def alone(*arguments: object) -> object:
-        return [item._replace(base=None, cold=None) for item in gather_blobs(*arguments)]  # type: ignore[arg-type]
+        return [item._replace(base=None, cold=None) for item in plan_members(*arguments)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr("blobstore.operations.archive.pack.gather_blobs", alone)
+    monkeypatch.setattr("blobstore.operations.archive.pack.plan_members", alone)
     with pytest.raises(StoreError, match="thawed while they were packed; pack them again"):
         pack_models(CHILDREN, path, store=store)
     assert left(path) == []

@@ -14,7 +14,8 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.plan import gather_blobs, gather_models
+from blobstore.operations.archive.plan import plan_members, read_models
+from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.names import remove_models
@@ -41,18 +42,18 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def gathered(store: LocalStore, *names: str) -> list[PlannedMember]:
-    models = gather_models(store, [Reference.parse(name) for name in names])
-    return gather_blobs(store, models, "fast")
+    models = read_models(store, [Reference.parse(name) for name in names])
+    return plan_members(store, models, SizeEstimator(store, "fast"))
 
 
 def edges(blobs: Sequence[PlannedMember]) -> dict[str, str]:
     """Return what is coded by what, as models and layers."""
-    names = {blob.digest: blob.where for blob in blobs}
-    return {blob.where: names[blob.base.digest] for blob in blobs if blob.base is not None}
+    names = {blob.blob.digest: blob.label for blob in blobs}
+    return {blob.label: names[blob.base.digest] for blob in blobs if blob.base is not None}
 
 
 def test_models_are_sorted_and_each_once(store: LocalStore) -> None:
-    models = gather_models(store, [Reference.parse(name) for name in ("two", "base", "two")])
+    models = read_models(store, [Reference.parse(name) for name in ("two", "base", "two")])
     assert [model.reference.model for model in models] == ["base", "two"]
     for model in models:
         assert model.data == store.read_manifest(model.reference)
@@ -60,16 +61,16 @@ def test_models_are_sorted_and_each_once(store: LocalStore) -> None:
 
 def test_rejects_models_that_are_not_there_or_not_whole(store: LocalStore) -> None:
     with pytest.raises(ModelNotFound):
-        gather_models(store, [Reference.parse("none")])
+        read_models(store, [Reference.parse("none")])
     store.manifest_path(Reference.parse("one")).write_bytes(b"{}")
     with pytest.raises(InvalidManifest, match="one"):
-        gather_models(store, [Reference.parse("one")])
+        read_models(store, [Reference.parse("one")])
 
 
 def test_all_blobs_are_there_once_model_by_model(store: LocalStore) -> None:
     put(store, "other", {"x": 50, "y": 51})
     blobs = gathered(store, "other", "base")
-    assert [blob.where for blob in blobs] == [
+    assert [blob.label for blob in blobs] == [
         f"base:latest: '{media_types.CONFIG}'",
         "base:latest: layer 'l0'",
         "base:latest: layer 'l1'",
@@ -94,18 +95,18 @@ def test_a_family_is_coded_by_what_it_was_made_from(store: LocalStore) -> None:
 def test_a_base_comes_before_what_it_codes(store: LocalStore) -> None:
     put_family(store, children=("a",))  # whose name comes first
     blobs = gathered(store, "a", *EVERYONE)
-    order = [blob.digest for blob in blobs]
+    order = [blob.blob.digest for blob in blobs]
     assert edges(blobs)
     for blob in blobs:
         if blob.base is not None:
-            assert order.index(blob.base.digest) < order.index(blob.digest)
+            assert order.index(blob.base.digest) < order.index(blob.blob.digest)
 
 
 def test_no_base_has_a_base(store: LocalStore) -> None:
     freeze_models(["one"], store=store, base="two")
     for names in (EVERYONE, ("one", "two", "base"), ("one", "two")):
         blobs = gathered(store, *names)
-        coded = {blob.digest for blob in blobs if blob.base is not None}
+        coded = {blob.blob.digest for blob in blobs if blob.base is not None}
         assert coded
         assert coded.isdisjoint(blob.base.digest for blob in blobs if blob.base is not None)
 
@@ -118,7 +119,7 @@ def test_the_order_of_names_does_not_matter(store: LocalStore) -> None:
 def test_what_is_cold_is_taken_with_its_base(store: LocalStore) -> None:
     freeze_models(["base", *CHILDREN], store=store, base="base")
     blobs = gathered(store, "base", "one")
-    cold = {blob.where: blob.cold for blob in blobs}
+    cold = {blob.label: blob.cold for blob in blobs}
     found = layers(store, "one")["l0"]
     data = cold["one:latest: layer 'l0'"]
     assert data is not None
@@ -130,7 +131,7 @@ def test_one_model_takes_no_base_of_another_along(store: LocalStore) -> None:
     freeze_models(["base", *CHILDREN], store=store, base="base")
     blobs = gathered(store, "one")
     assert edges(blobs) == {}
-    assert [blob.where for blob in blobs if blob.cold is not None] == ["one:latest: layer 'shared'"]
+    assert [blob.label for blob in blobs if blob.cold is not None] == ["one:latest: layer 'shared'"]
 
 
 @pytest.mark.parametrize("is_base_cold", [False, True])
@@ -143,7 +144,7 @@ def test_many_models_take_their_base_along(store: LocalStore, is_base_cold: bool
         f"the base of one:latest: layer '{key}'" for key in ("l0", "l1", "l2")
     }
     assert len(edges(blobs)) == 9
-    bases = [blob for blob in blobs if blob.where.startswith("the base")]
+    bases = [blob for blob in blobs if blob.label.startswith("the base")]
     assert {blob.cold is not None for blob in bases} == {is_base_cold}
 
 
@@ -152,7 +153,7 @@ def test_a_cold_form_that_cannot_be_read_matters_only_without_another(store: Loc
     thaw_models(["base"], store=store, keep_cold=True)
     found = layers(store, "base")["l0"]
     flip(store.cold_path(found.digest), -10)
-    blobs = {blob.where: blob.cold for blob in gathered(store, "base")}
+    blobs = {blob.label: blob.cold for blob in gathered(store, "base")}
     assert blobs["base:latest: layer 'l0'"] is None
     assert blobs["base:latest: layer 'l1'"] is not None
     Path(store.blob_path(found.digest)).unlink()
@@ -177,7 +178,7 @@ def test_layers_without_names_are_told_by_their_types(store: LocalStore) -> None
         store.publish(
             Reference.parse("licensed"), Manifest(config=manifest.config, layers=(license_,))
         )
-    assert gathered(store, "licensed")[1].where == f"licensed:latest: '{media_types.LICENSE}'"
+    assert gathered(store, "licensed")[1].label == f"licensed:latest: '{media_types.LICENSE}'"
 
 
 def test_equal_tensors_of_other_names_are_coded_by_one(store: LocalStore) -> None:
@@ -231,4 +232,4 @@ def test_a_manifest_that_its_config_does_not_know_is_refused(store: LocalStore) 
     path = store.manifest_path(reference)
     path.write_bytes(path.read_bytes().replace(b'"l0"', b'"k0"'))
     with pytest.raises(InvalidManifest, match="base:latest: the manifest was changed"):
-        gather_models(store, [reference])
+        read_models(store, [reference])
