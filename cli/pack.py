@@ -1,4 +1,4 @@
-"""``blobstore pack``: models as one file, for machines without a network."""
+"""``blobstore pack``: write models to one archive file."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ SUFFIX = ".bsar"
 
 
 def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    """Return the name of an archive; that of a model in its place is an error. A callback of click."""
+    """Return the path of an archive, a callback of click. A model name in its place is an error."""
     if not value.endswith(SUFFIX):
         raise click.BadParameter(
-            f"{quote(value)} does not end in {SUFFIX}; the file comes last", ctx, param
+            f"the last argument must be a file that ends in {SUFFIX}, got {quote(value)}",
+            ctx,
+            param,
         )
     return value
 
 
-@click.command("pack", short_help="Write models to one file, an archive.")
+@click.command("pack", short_help="Write models to one archive file.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
 @click.argument("file", metavar="FILE.bsar", callback=parse_file)
 @click.option(
@@ -42,9 +44,9 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
     type=click.Choice(["fast", "small"]),
     default="fast",
     show_default=True,
-    help="Fast to code and to decode, or as small as can be; what is frozen is taken as it is.",
+    help="Fast to compress and decompress, or small. Frozen tensors are copied at either level.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @store_option
 @jobs_option
 @wait_option
@@ -58,10 +60,10 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Write the models NAME to the new file FILE.bsar, without loss and in little room.
+    """Write the models NAME to the new archive FILE.bsar, losslessly compressed.
 
-    What several of them share is there once. "blobstore unpack" brings them into another store. All
-    is read back and compared before the file appears.
+    Blobs that several models share are stored once. "blobstore unpack" imports the models into
+    another store. The archive is read back and verified before the file appears.
     """
     from blobstore.operations.archive.pack import pack_models
 

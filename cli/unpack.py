@@ -1,4 +1,4 @@
-"""``blobstore unpack``: models of an archive come into the store."""
+"""``blobstore unpack``: import the models of an archive."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("unpack", short_help="Bring the models of an archive into the store.")
+@click.command("unpack", short_help="Import the models of an archive.")
 @click.argument("file", metavar="FILE.bsar")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
-@click.option(
-    "--verify-only", is_flag=True, help="Decode and hash all of it, and write nothing anywhere."
-)
-@click.option("--force", is_flag=True, help="Take the names from other models that have them.")
+@click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
+@click.option("--force", is_flag=True, help="Replace other models that have the names.")
 @store_option
 @jobs_option
 @wait_option
@@ -44,10 +42,10 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Bring the models NAME, or all, of the archive FILE.bsar into the store, under their names.
+    """Import the models NAME, by default all, from the archive FILE.bsar.
 
-    Blobs that the store has already are not written again. The names appear last, when all that they
-    need is safe on disk. Of an archive that was cut short or altered none does.
+    Blobs that the store already has are not written again. The names appear last, when all blobs are
+    safe on disk. Nothing is imported from a truncated or modified archive.
     """
     if verify_only and force:
         raise click.UsageError("--verify-only and --force contradict each other", ctx)
@@ -72,7 +70,7 @@ def _show_checked(checked: CheckedArchive, *, as_json: bool) -> None:
         render.show_json(_common(checked) | sizes)
         return
     render.show(
-        f"{escape(str(checked.path))} is whole: {render.count_of(checked.blobs, 'blob')} of "
+        f"{escape(str(checked.path))} is intact: {render.count_of(checked.blobs, 'blob')} of "
         f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}; "
         f"{render.human_seconds(checked.seconds)}"
     )
@@ -88,7 +86,7 @@ def _show_unpacked(unpacked: Unpacked, *, as_json: bool) -> None:
         render.show_json(_common(unpacked) | written)
         return
     present = unpacked.bytes_present
-    already = f", {render.human_bytes(present)} were there already" if present else ""
+    already = f", {render.human_bytes(present)} already present" if present else ""
     render.show(
         f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
         f"{render.count_of(unpacked.blobs, 'blob')}, {render.human_bytes(unpacked.bytes_written)} "

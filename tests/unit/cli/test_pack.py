@@ -21,7 +21,7 @@ def family(store: LocalStore) -> LocalStore:
     return store
 
 
-def test_tells_what_was_packed(family: LocalStore, tmp_path: Path) -> None:
+def test_reports_what_was_packed(family: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "family.bsar"
     result = run("pack", "base", "tuned", path)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -30,7 +30,7 @@ def test_tells_what_was_packed(family: LocalStore, tmp_path: Path) -> None:
     assert len(check_archive(path).references) == 2
 
 
-def test_json_has_exact_numbers(family: LocalStore, tmp_path: Path) -> None:
+def test_prints_json_with_exact_numbers(family: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "family.bsar"
     found = run_json("pack", "tuned", "base", path, "--level", "small", "-j", "1")
     assert found.pop("seconds") >= 0
@@ -44,7 +44,7 @@ def test_json_has_exact_numbers(family: LocalStore, tmp_path: Path) -> None:
     }
 
 
-def test_a_file_that_is_there_is_replaced_only_by_force(family: LocalStore, tmp_path: Path) -> None:
+def test_force_replaces_an_existing_file(family: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "family.bsar"
     path.write_bytes(b"mine")
     result = run("pack", "base", path)
@@ -55,21 +55,21 @@ def test_a_file_that_is_there_is_replaced_only_by_force(family: LocalStore, tmp_
     check_archive(path)
 
 
-def test_the_file_comes_last_and_has_its_ending(family: LocalStore, tmp_path: Path) -> None:
+def test_the_last_argument_is_the_file(family: LocalStore, tmp_path: Path) -> None:
     result = run("pack", "base", "tuned")
     assert result.exit_code == 2
-    assert "'tuned' does not end in .bsar; the file comes last" in result.stderr
+    assert "must be a file that ends in .bsar, got 'tuned'" in result.stderr
     assert run("pack", tmp_path / "x.bsar").exit_code == 2
 
 
-def test_a_name_that_is_nearly_right_is_suggested(family: LocalStore, tmp_path: Path) -> None:
+def test_suggests_a_similar_name(family: LocalStore, tmp_path: Path) -> None:
     result = run("pack", "tune", tmp_path / "x.bsar")
     assert result.exit_code == 3
     assert "did you mean 'tuned'?" in result.stderr
     assert list(tmp_path.glob("*.bsar")) == []
 
 
-def test_damage_is_exit_code_4(family: LocalStore, tmp_path: Path) -> None:
+def test_exits_with_4_if_a_model_is_damaged(family: LocalStore, tmp_path: Path) -> None:
     flip(family.blob_path(layers(family, "tuned")["l1"].digest))
     result = run("pack", "tuned", tmp_path / "x.bsar")
     assert result.exit_code == 4

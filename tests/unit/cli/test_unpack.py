@@ -23,7 +23,7 @@ def path(tmp_path: Path, store: LocalStore) -> Path:
     return path
 
 
-def test_tells_what_came_out(store: LocalStore, path: Path) -> None:
+def test_reports_what_was_unpacked(store: LocalStore, path: Path) -> None:
     result = run("unpack", path)
     assert (result.exit_code, result.stderr) == (0, "")
     first, *rest = result.stdout.splitlines()
@@ -32,11 +32,11 @@ def test_tells_what_came_out(store: LocalStore, path: Path) -> None:
     assert run("verify").exit_code == 0
     again = run("unpack", path, "base")
     assert again.stdout.startswith(
-        "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB were there already; "
+        "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB already present; "
     )
 
 
-def test_json_has_exact_numbers(store: LocalStore, path: Path) -> None:
+def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
     found = run_json("unpack", path, "tuned")
     assert found.pop("seconds") >= 0
     written = sum(file.stat().st_size for file in store.folder("blobs").iterdir())
@@ -49,10 +49,10 @@ def test_json_has_exact_numbers(store: LocalStore, path: Path) -> None:
     }
 
 
-def test_an_archive_can_be_verified_alone(store: LocalStore, path: Path) -> None:
+def test_verify_only_writes_nothing(store: LocalStore, path: Path) -> None:
     result = run("unpack", path, "--verify-only")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"{path} is whole: 8 blobs of 141 kB in ")
+    assert result.stdout.startswith(f"{path} is intact: 8 blobs of 141 kB in ")
     assert result.stdout.splitlines()[1:] == ["  base:latest", "  tuned:latest"]
     found = run_json("unpack", path, "--verify-only")
     assert found.pop("seconds") >= 0
@@ -63,7 +63,9 @@ def test_an_archive_can_be_verified_alone(store: LocalStore, path: Path) -> None
 
 
 @pytest.mark.parametrize("options", [(), ("--verify-only",)])
-def test_damage_is_exit_code_4(store: LocalStore, path: Path, options: tuple[str, ...]) -> None:
+def test_exits_with_4_if_the_archive_is_damaged(
+    store: LocalStore, path: Path, options: tuple[str, ...]
+) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     result = run("unpack", path, *options)
     assert result.exit_code == 4
@@ -73,7 +75,7 @@ def test_damage_is_exit_code_4(store: LocalStore, path: Path, options: tuple[str
     assert list(store.references()) == []
 
 
-def test_another_model_keeps_its_name(store: LocalStore, path: Path) -> None:
+def test_force_replaces_another_model_of_the_name(store: LocalStore, path: Path) -> None:
     put(store, "base", {"x": 50})
     result = run("unpack", path)
     assert result.exit_code == 1
@@ -82,12 +84,12 @@ def test_another_model_keeps_its_name(store: LocalStore, path: Path) -> None:
     assert run("verify").exit_code == 0
 
 
-def test_what_is_not_there_is_exit_code_3(store: LocalStore, path: Path) -> None:
+def test_exits_with_3_if_the_file_or_model_is_missing(store: LocalStore, path: Path) -> None:
     assert run("unpack", path.with_name("none.bsar")).exit_code == 3
     assert run("unpack", path, "other").exit_code == 3
 
 
-def test_options_that_contradict_each_other_are_refused(store: LocalStore, path: Path) -> None:
+def test_verify_only_and_force_contradict_each_other(store: LocalStore, path: Path) -> None:
     result = run("unpack", path, "--verify-only", "--force")
     assert result.exit_code == 2
     assert "contradict each other" in result.stderr

@@ -40,7 +40,7 @@ def table_of(data: bytes) -> bytes:
     return data[-48 - size : -48]
 
 
-WHOLE = archive(_MEMBERS, _STORED, _NAMES)
+INTACT = archive(_MEMBERS, _STORED, _NAMES)
 
 
 def refused(data: bytes) -> str:
@@ -50,7 +50,7 @@ def refused(data: bytes) -> str:
 
 
 def test_reads_what_was_written() -> None:
-    assert decoded(WHOLE) == ArchiveTable(_MEMBERS, _NAMES)
+    assert decoded(INTACT) == ArchiveTable(_MEMBERS, _NAMES)
     assert decoded(archive([], [], [])) == ArchiveTable([], [])
 
 
@@ -59,40 +59,40 @@ def test_the_table_has_the_documented_bytes() -> None:
     digest = hashlib.sha256(_MANIFEST).digest()
     member = bytes(8) + struct.pack("<QQ", 2, 2) + digest + digest
     assert table == struct.pack("<II", 1, 1) + member + struct.pack("<IH", 0, 7) + b"h/n/a:t"
-    entry = table_of(WHOLE)[8 + 3 * 88 :][:8]
+    entry = table_of(INTACT)[8 + 3 * 88 :][:8]
     assert entry == b"\x03\0\0\0\x02\0\0\0"
 
 
 def test_rejects_every_cut() -> None:
-    for size in range(len(WHOLE)):
-        refused(WHOLE[:size])
+    for size in range(len(INTACT)):
+        refused(INTACT[:size])
 
 
 def test_rejects_every_flipped_bit_of_prefix_table_and_footer() -> None:
     members = range(len(PREFIX), len(PREFIX) + sum(map(len, _STORED)))
-    for place in set(range(len(WHOLE))) - set(members):
+    for place in set(range(len(INTACT))) - set(members):
         for bit in range(8):
-            data = bytearray(WHOLE)
+            data = bytearray(INTACT)
             data[place] ^= 1 << bit
             refused(bytes(data))
 
 
 def test_rejects_bytes_after_the_end() -> None:
-    assert "does not end like an archive" in refused(WHOLE + b"\0")
+    assert "does not end like an archive" in refused(INTACT + b"\0")
     assert "has 1 bytes after its last name" in refused(
-        with_table(table_of(WHOLE) + b"\0", b"".join(_STORED))
+        with_table(table_of(INTACT) + b"\0", b"".join(_STORED))
     )
 
 
 def test_rejects_another_version() -> None:
-    data = PREFIX[:-1] + b"\x02" + WHOLE[len(PREFIX) :]
+    data = PREFIX[:-1] + b"\x02" + INTACT[len(PREFIX) :]
     assert refused(data) == "archive version 2 is not supported; this program reads version 1"
-    assert "does not start like one" in refused(b"PK\x03\x04" + WHOLE)
+    assert "does not start like one" in refused(b"PK\x03\x04" + INTACT)
 
 
 def test_rejects_a_table_larger_than_the_file() -> None:
     footer = struct.pack("<Q32s8s", 2**63, bytes(32), b"BSARCHE\x8f")
-    assert "has no table of 9223372036854775808 bytes" in refused(WHOLE[:-48] + footer)
+    assert "has no table of 9223372036854775808 bytes" in refused(INTACT[:-48] + footer)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_rejects_a_name_that_is_not_ascii_or_cut_short() -> None:
     table = table_of(archive([_MEMBERS[0]], [_MANIFEST], [("h/n/a:t", 0)]))
     assert "not ASCII" in refused(with_table(table[:-1] + b"\xff", _MANIFEST))
     assert "not ASCII" in refused(with_table(table[:-1], _MANIFEST))
-    two = table_of(WHOLE)
+    two = table_of(INTACT)
     assert "the table ends in the middle of a name" in refused(
         with_table(two[:-12], b"".join(_STORED))
     )
@@ -200,4 +200,4 @@ def test_messages_have_no_control_characters() -> None:
 
 
 def test_encodes_what_it_decodes() -> None:
-    assert decoded(WHOLE).to_bytes() == WHOLE[len(PREFIX) + sum(map(len, _STORED)) :]
+    assert decoded(INTACT).to_bytes() == INTACT[len(PREFIX) + sum(map(len, _STORED)) :]

@@ -28,87 +28,85 @@ def content(descriptor: int) -> bytes:
     return os.pread(descriptor, 1 << 20, 0)
 
 
-def test_what_is_written_stands_in_order(descriptor: int) -> None:
-    line = OrderedWriter(descriptor, b"begin ")
+def test_writes_slots_in_order(descriptor: int) -> None:
+    writer = OrderedWriter(descriptor, b"begin ")
     first_may_go = threading.Event()
 
     def write(number: int) -> OrderedSlot:
-        with OrderedSlot(line, number) as entry:
+        with OrderedSlot(writer, number) as slot:
             if number == 0:
                 first_may_go.wait()
-            entry.write(f"{number}".encode())
+            slot.write(f"{number}".encode())
             if number == 3:
                 first_may_go.set()
-            entry.write(memoryview(b" "))
-        return entry
+            slot.write(memoryview(b" "))
+        return slot
 
     with ThreadPoolExecutor(4) as pool:
-        entries = list(pool.map(write, range(4)))
+        slots = list(pool.map(write, range(4)))
     assert content(descriptor) == b"begin 0 1 2 3 "
-    assert [bytes(entry.read_back()) for entry in entries] == [b"0 ", b"1 ", b"2 ", b"3 "]
-    assert [entry.digest for entry in entries] == [
-        Digest.of(b"%d " % number) for number in range(4)
-    ]
+    assert [bytes(slot.read_back()) for slot in slots] == [b"0 ", b"1 ", b"2 ", b"3 "]
+    assert [slot.digest for slot in slots] == [Digest.of(b"%d " % number) for number in range(4)]
 
 
-@pytest.mark.parametrize("room", [0, 3, 100])
-def test_what_finds_no_room_waits_for_its_turn(
-    descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [0, 3, 100])
+def test_a_slot_over_the_buffer_limit_waits_for_its_turn(
+    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", room)
-    line = OrderedWriter(descriptor, b"")
+    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", limit)
+    writer = OrderedWriter(descriptor, b"")
 
     def write(number: int) -> None:
-        with OrderedSlot(line, number) as entry:
+        with OrderedSlot(writer, number) as slot:
             for _ in range(5):
-                entry.write(b"%02d" % number)
+                slot.write(b"%02d" % number)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(write, range(30)))
     assert content(descriptor) == b"".join(b"%02d" % number * 5 for number in range(30))
-    assert line.reserve(room)  # all has been given back
-    assert not line.reserve(1)
+    assert writer.reserve(limit)  # all buffers were released
+    assert not writer.reserve(1)
 
 
-@pytest.mark.parametrize("room", [0, 100])
-def test_what_was_written_can_be_taken_back(
-    descriptor: int, room: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_slot_can_be_cleared(
+    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", room)
-    line = OrderedWriter(descriptor, b"begin ")
-    with OrderedSlot(line, 0) as first:
+    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", limit)
+    writer = OrderedWriter(descriptor, b"begin ")
+    with OrderedSlot(writer, 0) as first:
         first.write(b"first ")
-    with OrderedSlot(line, 1) as entry:
-        entry.write(b"a longer text")
-        entry.clear()
-        assert entry.size == 0
-        entry.write(b"second")
+    with OrderedSlot(writer, 1) as slot:
+        slot.write(b"a longer text")
+        slot.clear()
+        assert slot.size == 0
+        slot.write(b"second")
     assert content(descriptor) == b"begin first second"
-    assert entry.digest == Digest.of(b"second")
-    assert line.reserve(room)
+    assert slot.digest == Digest.of(b"second")
+    assert writer.reserve(limit)
 
 
-def test_nothing_is_a_turn_too(descriptor: int) -> None:
-    line = OrderedWriter(descriptor, b"begin")
+def test_a_slot_may_be_empty(descriptor: int) -> None:
+    writer = OrderedWriter(descriptor, b"begin")
     for number in range(2):
-        with OrderedSlot(line, number) as entry:
+        with OrderedSlot(writer, number) as slot:
             pass
-        assert bytes(entry.read_back()) == b""
+        assert bytes(slot.read_back()) == b""
     assert content(descriptor) == b"begin"
 
 
-def test_an_error_ends_the_line(descriptor: int) -> None:
-    line = OrderedWriter(descriptor, b"")
+def test_an_error_stops_the_slots_that_wait(descriptor: int) -> None:
+    writer = OrderedWriter(descriptor, b"")
     waiting = threading.Event()
 
     def wait() -> None:
-        with OrderedSlot(line, 1):
+        with OrderedSlot(writer, 1):
             waiting.set()
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(wait)
         waiting.wait()
-        with pytest.raises(ValueError, match="wrong"), OrderedSlot(line, 0):
+        with pytest.raises(ValueError, match="wrong"), OrderedSlot(writer, 0):
             message = "wrong"
             raise ValueError(message)
         with pytest.raises(Cancelled):

@@ -75,7 +75,7 @@ def left(path: Path) -> list[str]:
     return sorted(os.listdir(path.parent))
 
 
-def test_an_archive_has_all_that_its_models_need_once(store: LocalStore, path: Path) -> None:
+def test_packs_everything_that_the_models_need_once(store: LocalStore, path: Path) -> None:
     packed = pack_models(EVERYONE, path, store=store)
     wanted = {
         blob.digest: blob.size
@@ -115,7 +115,7 @@ def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("one",), EVERYONE])
-def test_equal_models_make_equal_bytes(
+def test_equal_models_give_equal_bytes(
     store: LocalStore, path: Path, frozen: tuple[str, ...]
 ) -> None:
     if frozen:
@@ -141,7 +141,7 @@ def test_names_of_one_model_share_its_manifest(store: LocalStore, path: Path) ->
     assert [item.kind for item in parts.members].count(Kind.MANIFEST) == 1
 
 
-def test_what_is_small_or_noise_is_stored_as_it_is(store: LocalStore, path: Path) -> None:
+def test_stores_small_and_random_blobs_uncompressed(store: LocalStore, path: Path) -> None:
     blobs = {"noise": noise(100_000), "small": bytes(4096), "empty": b"", "zeros": bytes(4097)}
     add_blobs(store, "odd", blobs)
     pack_models(["odd"], path, store=store)
@@ -155,7 +155,7 @@ def test_what_is_small_or_noise_is_stored_as_it_is(store: LocalStore, path: Path
     assert check_archive(path).blobs == 5
 
 
-def test_what_is_noise_is_taken_back_also_when_it_is_written_already(
+def test_discards_a_compressed_form_that_is_not_smaller_even_if_it_is_written(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blobstore.operations.archive.ordered_writer._MAX_BUFFERED", 0)
@@ -165,7 +165,7 @@ def test_what_is_noise_is_taken_back_also_when_it_is_written_already(
     assert [item.kind for item in Parts(path.read_bytes()).members].count(Kind.RAW) == 7
 
 
-def test_cold_models_are_packed_as_they_are(store: LocalStore, path: Path) -> None:
+def test_copies_cold_blobs_unchanged(store: LocalStore, path: Path) -> None:
     freeze_models(["base"], store=store, find_base=False)
     freeze_models(CHILDREN, store=store, base="base")
     packed = pack_models(EVERYONE, path, store=store)
@@ -177,7 +177,7 @@ def test_cold_models_are_packed_as_they_are(store: LocalStore, path: Path) -> No
     check_archive(path)
 
 
-def test_a_cold_model_is_packed_without_its_base(store: LocalStore, path: Path) -> None:
+def test_compresses_a_delta_again_if_its_base_is_not_packed(store: LocalStore, path: Path) -> None:
     freeze_models(["one"], store=store, base="base")
     packed = pack_models(["one"], path, store=store)
     assert packed.deltas == 0
@@ -187,7 +187,7 @@ def test_a_cold_model_is_packed_without_its_base(store: LocalStore, path: Path) 
     assert left(path) == ["family.bsar"]
 
 
-def test_a_base_of_many_comes_along_without_a_name(store: LocalStore, path: Path) -> None:
+def test_packs_the_base_of_several_models_without_a_name(store: LocalStore, path: Path) -> None:
     freeze_models(CHILDREN, store=store, base="base")
     remove_models(["base"], store=store)
     collect_garbage(store, older_than=0)
@@ -198,7 +198,7 @@ def test_a_base_of_many_comes_along_without_a_name(store: LocalStore, path: Path
     assert check_archive(path, ["one"]).blobs == 1 + 1 + 3 + 3
 
 
-def test_a_damaged_blob_fails_all_and_is_named(store: LocalStore, path: Path) -> None:
+def test_a_damaged_blob_stops_packing_and_is_named(store: LocalStore, path: Path) -> None:
     flip(store.blob_path(layers(store, "two")["l1"].digest))
     with pytest.raises(BlobDamaged, match="two:latest: layer 'l1': blob .* is damaged"):
         pack_models(EVERYONE, path, store=store)
@@ -206,7 +206,7 @@ def test_a_damaged_blob_fails_all_and_is_named(store: LocalStore, path: Path) ->
 
 
 @pytest.mark.parametrize("data", [noise(50_000), b"small"], ids=["noise", "small"])
-def test_a_damaged_blob_that_is_stored_as_it_is_fails_all(
+def test_a_damaged_uncompressed_blob_stops_packing(
     store: LocalStore, path: Path, data: bytes
 ) -> None:
     add_blobs(store, "odd", {"x": data})
@@ -216,7 +216,9 @@ def test_a_damaged_blob_that_is_stored_as_it_is_fails_all(
     assert left(path) == []
 
 
-def test_a_damaged_cold_blob_fails_all_unless_it_is_hot_too(store: LocalStore, path: Path) -> None:
+def test_a_damaged_cold_blob_stops_packing_unless_it_is_hot_too(
+    store: LocalStore, path: Path
+) -> None:
     freeze_models(["base"], store=store, find_base=False)
     thaw_models(["base"], store=store, keep_cold=True)
     digest = layers(store, "base")["l1"].digest
@@ -230,14 +232,14 @@ def test_a_damaged_cold_blob_fails_all_unless_it_is_hot_too(store: LocalStore, p
     assert left(path) == ["family.bsar"]
 
 
-def test_a_damaged_config_fails_all(store: LocalStore, path: Path) -> None:
+def test_a_damaged_config_stops_packing(store: LocalStore, path: Path) -> None:
     config = store.resolve(Reference.parse("base")).config
     flip(store.blob_path(config.digest), -3)
     with pytest.raises(BlobDamaged, match="base:latest: 'application/vnd.docker.container.image"):
         pack_models(["base"], path, store=store)
 
 
-def test_what_a_codec_spoils_is_no_archive(
+def test_detects_a_faulty_codec(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = BlobEncoder.write
@@ -256,7 +258,7 @@ def test_what_a_codec_spoils_is_no_archive(
     assert left(path) == []
 
 
-def test_what_a_disk_spoils_is_no_archive(
+def test_detects_a_faulty_disk(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = noise(9000)
@@ -272,16 +274,14 @@ def test_what_a_disk_spoils_is_no_archive(
     assert left(path) == []
 
 
-def test_a_missing_blob_fails_all(store: LocalStore, path: Path) -> None:
+def test_a_missing_blob_stops_packing(store: LocalStore, path: Path) -> None:
     Path(store.blob_path(layers(store, "two")["l1"].digest)).unlink()
     with pytest.raises(BlobMissing, match="two:latest: layer 'l1'"):
         pack_models(["two"], path, store=store)
     assert left(path) == []
 
 
-def test_a_file_that_is_there_stays_unless_it_may_be_replaced(
-    store: LocalStore, path: Path
-) -> None:
+def test_replaces_an_existing_file_only_if_asked(store: LocalStore, path: Path) -> None:
     path.write_bytes(b"mine")
     with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
         pack_models(["base"], path, store=store)
@@ -292,7 +292,7 @@ def test_a_file_that_is_there_stays_unless_it_may_be_replaced(
         pack_models(["base"], path.parent, store=store, overwrite=True)
 
 
-def test_a_file_that_comes_meanwhile_stays(store: LocalStore, path: Path) -> None:
+def test_keeps_a_file_that_appears_while_packing(store: LocalStore, path: Path) -> None:
     def come(what: str, done: int, total: int) -> None:
         path.write_bytes(b"mine")
 
@@ -302,7 +302,7 @@ def test_a_file_that_comes_meanwhile_stays(store: LocalStore, path: Path) -> Non
     assert left(path) == [path.name]
 
 
-def test_names_that_no_store_can_have_together_are_refused(store: LocalStore, path: Path) -> None:
+def test_rejects_names_that_differ_in_case_only(store: LocalStore, path: Path) -> None:
     folder = store.manifest_path(Reference.parse("base")).parent
     shutil.copy(folder / "latest", folder / "LATEST")  # as another program may
     with pytest.raises(NameConflict, match="differ in case only"):
@@ -324,18 +324,18 @@ def test_an_interrupt_leaves_nothing(store: LocalStore, path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("odd", "base"), ("one",), (*EVERYONE, "odd")])
-def test_progress_comes_to_its_end(store: LocalStore, path: Path, names: tuple[str, ...]) -> None:
+def test_progress_ends_at_the_total(store: LocalStore, path: Path, names: tuple[str, ...]) -> None:
     add_blobs(store, "odd", {"noise": noise(100_000), "small": b"small"})
     freeze_models(["one"], store=store, base="base")
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     pack_models(
-        names, path, store=store, progress=lambda _, done, total: told.append((done, total))
+        names, path, store=store, progress=lambda _, done, total: reports.append((done, total))
     )
-    assert told[-1][0] == told[-1][1]
-    assert told == sorted(told)
+    assert reports[-1][0] == reports[-1][1]
+    assert reports == sorted(reports)
 
 
-def test_blobs_are_held_while_they_are_packed(
+def test_a_lease_keeps_blobs_while_they_are_packed(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def removed(*arguments: object) -> object:
@@ -349,7 +349,7 @@ def test_blobs_are_held_while_they_are_packed(
     assert collect_garbage(store, older_than=0).blobs
 
 
-def test_what_is_thawed_meanwhile_is_coded_anew(
+def test_compresses_blobs_that_are_thawed_while_packing(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze_models(EVERYONE, store=store, base="base")
@@ -364,7 +364,7 @@ def test_what_is_thawed_meanwhile_is_coded_anew(
     check_archive(path)
 
 
-def test_a_base_that_is_needed_no_more_is_no_archive_that_readers_refuse(
+def test_writes_no_archive_with_a_base_that_became_unneeded(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze_models(CHILDREN, store=store, base="base")
@@ -378,7 +378,7 @@ def test_a_base_that_is_needed_no_more_is_no_archive_that_readers_refuse(
     assert left(path) == []
 
 
-def test_a_store_may_be_read_only(tmp_path: Path, path: Path) -> None:
+def test_packs_from_a_read_only_store(tmp_path: Path, path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 4 * 2**20) as disk:
         store = LocalStore(disk / "store")
         put_family(store, children=CHILDREN)
@@ -388,12 +388,12 @@ def test_a_store_may_be_read_only(tmp_path: Path, path: Path) -> None:
     check_archive(path)
 
 
-def test_a_target_that_cannot_be_written_is_told(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_a_target_that_cannot_be_written(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(BlobstoreError, match=r"cannot write .*x.bsar': No such file"):
         pack_models(["base"], tmp_path / "none" / "x.bsar", store=store)
 
 
-def test_a_full_disk_leaves_nothing_and_no_thread_waiting(
+def test_a_full_disk_leaves_no_file_and_no_waiting_thread(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, count = os.write, iter(range(100))
@@ -409,7 +409,7 @@ def test_a_full_disk_leaves_nothing_and_no_thread_waiting(
     assert left(path) == []
 
 
-def test_real_files_of_a_model_are_packed(tmp_path: Path, path: Path) -> None:
+def test_packs_the_files_of_a_model(tmp_path: Path, path: Path) -> None:
     from blobstore.operations.create.create import create
 
     store = LocalStore(tmp_path / "other")
@@ -421,7 +421,7 @@ def test_real_files_of_a_model_are_packed(tmp_path: Path, path: Path) -> None:
     assert kinds.count(Kind.COLD) == 1  # the tokenizer
 
 
-def test_rejects_what_means_nothing(store: LocalStore, path: Path) -> None:
+def test_rejects_invalid_arguments(store: LocalStore, path: Path) -> None:
     for options, message in (
         ({"jobs": 0}, "jobs must be at least 1"),
         ({"level": "best"}, "level must be fast or small, got 'best'"),
@@ -435,28 +435,28 @@ def test_rejects_what_means_nothing(store: LocalStore, path: Path) -> None:
     assert left(path) == []
 
 
-def test_a_delta_that_needs_other_bytes_than_its_base_has_is_no_archive(
+def test_rejects_a_delta_against_other_bytes_than_its_base_has(
     store: LocalStore, path: Path
 ) -> None:
-    """As if it had been coded by rotten bytes, by which the store can decode it."""
+    """As if it had been encoded against corrupted bytes, with which the store can decode it."""
     found, base = layers(store, "one")["l1"], layers(store, "base")["l1"]
     freeze_models(["base"], store=store, find_base=False)
     data = b"".join(bytes(piece) for piece in store.read_pieces(base.digest, base.size))
-    rotten = bytearray(data)
-    rotten[-4000:] = bytes(4000)
+    corrupted = bytearray(data)
+    corrupted[-4000:] = bytes(4000)
     run = Span(found.size, DType.BF16, base_begin=0)
     blob = Path(store.blob_path(found.digest)).read_bytes()
-    delta = cold(blob, runs=[run], base=BaseBlob.hot(rotten, base.digest))
+    delta = cold(blob, runs=[run], base=BaseBlob.hot(corrupted, base.digest))
     Path(store.cold_path(found.digest)).write_bytes(delta)
     Path(store.blob_path(found.digest)).unlink()
-    Path(store.blob_path(base.digest)).write_bytes(rotten)
+    Path(store.blob_path(base.digest)).write_bytes(corrupted)
     store.check_cold(found.digest, found.size)
     with pytest.raises(BlobDamaged):
         pack_models(["one", "base"], path, store=store)
     assert left(path) == []
 
 
-def test_a_manifest_that_has_two_sizes_of_a_blob_is_refused(store: LocalStore, path: Path) -> None:
+def test_rejects_a_manifest_with_two_sizes_of_one_blob(store: LocalStore, path: Path) -> None:
     manifest = store.resolve(Reference.parse("base"))
     first = manifest.layers[0]
     changed = replace(manifest, layers=(first, first._replace(name="again", size=first.size + 1)))
@@ -467,9 +467,7 @@ def test_a_manifest_that_has_two_sizes_of_a_blob_is_refused(store: LocalStore, p
         pack_models(["other"], path, store=store)
 
 
-def test_a_layer_that_is_not_like_that_of_the_base_is_coded_alone(
-    store: LocalStore, path: Path
-) -> None:
+def test_compresses_a_layer_alone_if_the_base_has_another(store: LocalStore, path: Path) -> None:
     keys = range(3)
     add_blobs(store, "a", {f"l{key}": layer(f"l{key}", weights(70 + key)) for key in keys})
     other = {f"l{key}": layer(f"l{key}", tuned(80, 70 + key)) for key in keys}
@@ -478,7 +476,7 @@ def test_a_layer_that_is_not_like_that_of_the_base_is_coded_alone(
     check_archive(path)
 
 
-def test_a_store_that_cannot_lease_is_told(store: LocalStore, path: Path) -> None:
+def test_reports_a_store_that_cannot_lease(store: LocalStore, path: Path) -> None:
     shutil.rmtree(store.folder("leases"))
     store.folder("leases").write_bytes(b"")
     with pytest.raises(StoreError, match="File exists"):

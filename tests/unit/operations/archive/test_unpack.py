@@ -65,7 +65,7 @@ def nothing_left(store: LocalStore) -> bool:
     return not any(any(folder.iterdir()) for folder in folders if folder.exists())
 
 
-def test_models_come_out_as_they_were(path: Path, store: LocalStore, origin: LocalStore) -> None:
+def test_unpacks_models_unchanged(path: Path, store: LocalStore, origin: LocalStore) -> None:
     unpacked = unpack_archive(path, store=store)
     assert [reference.model for reference in unpacked.references] == names(store) == list(FAMILY)
     for name in FAMILY:
@@ -89,7 +89,7 @@ def test_blobs_are_read_only(path: Path, store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_one_model_needs_only_its_own_blobs_in_the_store(
+def test_unpacks_only_the_blobs_of_one_model(
     path: Path, store: LocalStore, origin: LocalStore, name: str
 ) -> None:
     unpacked = unpack_archive(path, [name], store=store)
@@ -101,7 +101,7 @@ def test_one_model_needs_only_its_own_blobs_in_the_store(
         assert len(model) == 4
 
 
-def test_one_model_reads_nothing_of_the_others(path: Path, store: LocalStore) -> None:
+def test_reads_no_members_of_other_models(path: Path, store: LocalStore) -> None:
     data = bytearray(path.read_bytes())
     parts = Parts(bytes(data))
     delta = parts.members[parts.number(Kind.DELTA)]
@@ -109,18 +109,18 @@ def test_one_model_reads_nothing_of_the_others(path: Path, store: LocalStore) ->
         if member.kind == Kind.DELTA:
             data[begin:end] = bytes(end - begin)
     path.write_bytes(data)
-    (spoiled,) = [
+    (damaged,) = [
         name for name, number in parts.names if delta.digest.hex.encode() in parts.stored[number]
     ]
-    (whole,) = [name for name, _ in parts.names if name != spoiled]
-    unpack_archive(path, [whole], store=store)
-    assert check_archive(path, [whole]).references == (Reference.parse(whole),)
+    (intact,) = [name for name, _ in parts.names if name != damaged]
+    unpack_archive(path, [intact], store=store)
+    assert check_archive(path, [intact]).references == (Reference.parse(intact),)
     with pytest.raises(ArchiveDamaged, match="is altered"):
-        unpack_archive(path, [spoiled], store=store)
-    assert [reference.full for reference in store.references()] == [whole]
+        unpack_archive(path, [damaged], store=store)
+    assert [reference.full for reference in store.references()] == [intact]
 
 
-def test_what_is_there_is_not_written_again(path: Path, store: LocalStore) -> None:
+def test_does_not_rewrite_existing_blobs(path: Path, store: LocalStore) -> None:
     first = unpack_archive(path, ["base"], store=store)
     before = {file: file.stat().st_ino for file in store.folder("blobs").iterdir()}
     again = unpack_archive(path, ["base"], store=store)
@@ -130,7 +130,7 @@ def test_what_is_there_is_not_written_again(path: Path, store: LocalStore) -> No
     assert other.bytes_written > 0 < other.bytes_present
 
 
-def test_what_is_there_cold_is_not_written_again(path: Path, store: LocalStore) -> None:
+def test_does_not_rewrite_cold_blobs(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
     freeze_models(["base"], store=store)
     remove_models(["base"], store=store)
@@ -138,7 +138,7 @@ def test_what_is_there_cold_is_not_written_again(path: Path, store: LocalStore) 
     assert verify_models(store=store).faults == ()
 
 
-def test_a_damaged_blob_of_the_store_is_told(path: Path, store: LocalStore) -> None:
+def test_reports_a_damaged_blob_of_the_store(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
     blob = Path(store.blob_path(layers(store, "base")["l1"].digest))
     blob.unlink()
@@ -148,13 +148,13 @@ def test_a_damaged_blob_of_the_store_is_told(path: Path, store: LocalStore) -> N
     assert names(store) == ["base"]
 
 
-def test_the_name_of_another_model_is_taken_only_by_force(path: Path, store: LocalStore) -> None:
+def test_replaces_another_model_only_with_force(path: Path, store: LocalStore) -> None:
     put(store, "tuned", {"x": 50})
     before = store.read_manifest(Reference.parse("tuned"))
     with pytest.raises(NameTaken, match="another model has the name 'tuned:latest'"):
         unpack_archive(path, store=store)
     assert names(store) == ["tuned"]
-    assert len(list(store.folder("blobs").iterdir())) == 2  # nothing was decoded in vain
+    assert len(list(store.folder("blobs").iterdir())) == 2  # no blob was decoded
     assert store.read_manifest(Reference.parse("tuned")) == before
     unpack_archive(path, ["base"], store=store)
     unpack_archive(path, store=store, force=True)
@@ -162,7 +162,7 @@ def test_the_name_of_another_model_is_taken_only_by_force(path: Path, store: Loc
     assert verify_models(store=store).faults == ()
 
 
-def test_a_name_that_is_taken_meanwhile_is_not_replaced(
+def test_does_not_replace_a_model_that_appears_while_unpacking(
     path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = unpack._ingest_blobs
@@ -178,7 +178,9 @@ def test_a_name_that_is_taken_meanwhile_is_not_replaced(
     assert set(layers(store, "tuned")) == {"x"}
 
 
-def test_a_name_that_differs_in_case_is_a_conflict(path: Path, store: LocalStore) -> None:
+def test_rejects_a_name_that_differs_from_an_existing_one_in_case(
+    path: Path, store: LocalStore
+) -> None:
     put(store, "BASE", {"x": 50})
     for force in (False, True):
         with pytest.raises(NameConflict):
@@ -186,7 +188,7 @@ def test_a_name_that_differs_in_case_is_a_conflict(path: Path, store: LocalStore
     assert names(store) == ["BASE"]
 
 
-def test_names_of_other_hosts_are_names(path: Path, store: LocalStore) -> None:
+def test_accepts_names_of_other_hosts(path: Path, store: LocalStore) -> None:
     parts = Parts(path.read_bytes())
     name = "example.com:5000/other/base:v1"
     parts.names = [(name, parts.names[0][1]), ("h/n/m:t", parts.names[1][1])]
@@ -196,9 +198,7 @@ def test_names_of_other_hosts_are_names(path: Path, store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_damaged_member_is_told_and_nothing_remains(
-    path: Path, store: LocalStore, kind: Kind
-) -> None:
+def test_a_damaged_member_leaves_nothing_behind(path: Path, store: LocalStore, kind: Kind) -> None:
     parts = Parts(path.read_bytes())
     number = parts.number(kind)
     data = bytearray(parts.stored[number])
@@ -213,7 +213,7 @@ def test_a_damaged_member_is_told_and_nothing_remains(
     assert nothing_left(store)
 
 
-def test_what_is_wrong_inside_a_member_is_told_by_its_layer(path: Path, store: LocalStore) -> None:
+def test_errors_inside_a_member_name_model_and_layer(path: Path, store: LocalStore) -> None:
     parts = Parts(path.read_bytes())
     number = parts.number(Kind.COLD)
     data = bytearray(parts.stored[number])
@@ -225,7 +225,7 @@ def test_what_is_wrong_inside_a_member_is_told_by_its_layer(path: Path, store: L
     assert nothing_left(store)
 
 
-def test_checking_writes_nothing_and_needs_no_store(path: Path) -> None:
+def test_check_writes_nothing_and_needs_no_store(path: Path) -> None:
     before = sorted(path.parent.iterdir())
     checked = check_archive(path)
     assert sorted(path.parent.iterdir()) == before
@@ -237,7 +237,7 @@ def test_checking_writes_nothing_and_needs_no_store(path: Path) -> None:
     assert checked.references == tuple(map(Reference.parse, FAMILY))
 
 
-def test_there_must_be_room_for_all_of_it(path: Path, tmp_path: Path) -> None:
+def test_requires_free_space_for_all_blobs(path: Path, tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2**16) as disk:
         store = LocalStore(disk / "store")
         with pytest.raises(StoreError, match="not enough space for the store .* are free"):
@@ -251,7 +251,7 @@ def test_a_full_disk_leaves_no_name(
     with sandbox.small_disk(tmp_path / "disk", 2**16) as disk:
         store = LocalStore(disk / "store")
 
-        usage = shutil.disk_usage("/")._replace(free=2**40)  # others fill it meanwhile
+        usage = shutil.disk_usage("/")._replace(free=2**40)  # other processes fill the disk later
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         with pytest.raises(StoreError, match="no space left"):
             unpack_archive(path, store=store)
@@ -260,14 +260,16 @@ def test_a_full_disk_leaves_no_name(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_name_that_cannot_be_had_gives_the_others_back(
+def test_a_name_that_cannot_be_published_restores_the_others(
     path: Path, store: LocalStore, *, is_new: bool
 ) -> None:
     put(store, "other", {"x": 50})
     if not is_new:
         put(store, "base", {"x": 51})
     before = {item: store.read_manifest(item) for item in store.references()}
-    inside = store.manifest_path(Reference.parse("tuned")) / "folder"  # in the manifest's place
+    inside = (
+        store.manifest_path(Reference.parse("tuned")) / "folder"
+    )  # where the manifest should go
     inside.mkdir(parents=True)
 
     with pytest.raises(StoreError, match="failed"):
@@ -289,17 +291,17 @@ def test_an_interrupt_leaves_nothing(path: Path, store: LocalStore, jobs: int) -
 
 
 @pytest.mark.parametrize("work", [unpack_archive, check_archive])
-def test_progress_comes_to_its_end(
+def test_progress_ends_at_the_total(
     path: Path, store: LocalStore, work: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", str(store.root))
-    told: list[tuple[int, int]] = []
-    work(path, progress=lambda _, done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1]
-    assert told == sorted(told)
+    reports: list[tuple[int, int]] = []
+    work(path, progress=lambda _, done, total: reports.append((done, total)))
+    assert reports[-1][0] == reports[-1][1]
+    assert reports == sorted(reports)
 
 
-def test_rejects_what_means_nothing(path: Path, store: LocalStore) -> None:
+def test_rejects_invalid_arguments(path: Path, store: LocalStore) -> None:
     with pytest.raises(UsageError, match="jobs must be at least 1"):
         unpack_archive(path, store=store, jobs=0)
     with pytest.raises(UsageError, match="jobs must be at least 1"):
@@ -313,7 +315,7 @@ def test_rejects_what_means_nothing(path: Path, store: LocalStore) -> None:
     assert not store.root.exists()
 
 
-def test_a_frozen_family_comes_out_hot(store: LocalStore, tmp_path: Path) -> None:
+def test_unpacks_frozen_models_hot(store: LocalStore, tmp_path: Path) -> None:
     other = LocalStore(tmp_path / "other")
     packed_family(other, tmp_path / "hot.bsar")
     freeze_models(FAMILY, store=other)
