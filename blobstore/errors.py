@@ -114,6 +114,9 @@ class BlobMissing(Damaged):
 class BlobDamaged(Damaged):
     """A blob does not have the size, digest or content that its manifest promises."""
 
+    digest: str = ""
+    """The blob's expected digest, if an import found it damaged."""
+
 
 class ColdDamaged(Damaged):
     """A cold blob is cut short, altered, hostile, or was given another base than it was made from."""

@@ -21,7 +21,7 @@ from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
 
@@ -62,9 +62,7 @@ class WorkerPool:
         Raises:
             UsageError: ``jobs`` is below 1, or given together with an executor.
         """
-        check_jobs(jobs)
-        if executor is not None and jobs is not None:
-            raise UsageError("jobs cannot be combined with an executor, which has its own workers")
+        check_jobs(jobs, executor)
         self.stopping = threading.Event()
         """Set when the jobs must end at once."""
         self._jobs = jobs or os.cpu_count()
@@ -104,7 +102,7 @@ class WorkerPool:
         items: Sequence[Item],
         job: Callable[[Item], Result],
         on_stop: Callable[[], object] = lambda: None,
-    ) -> Iterator[tuple[Item, Result]]:
+    ) -> Generator[tuple[Item, Result], None, None]:
         """Run jobs as :meth:`run` does, and yield each item with its result as its job ends.
 
         Closing the iterator stops the other jobs and waits for them.
@@ -154,14 +152,16 @@ def _has_succeeded(future: Future[Result]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def check_jobs(jobs: int | None) -> None:
+def check_jobs(jobs: int | None, executor: Executor | None = None) -> None:
     """Check a number of threads.
 
     Raises:
-        UsageError: it is below 1.
+        UsageError: it is below 1, or given together with an executor.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs must be at least 1, got {jobs}")
+    if jobs is not None and executor is not None:
+        raise UsageError("jobs cannot be combined with an executor, which has its own workers")
 
 
 _MAX_CREDIT = 0.1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.core.tensor import TensorSpec
@@ -97,6 +97,10 @@ class TensorSource(Protocol):
     @property
     def notices(self) -> Sequence[str]:
         """What a person should know: files left out, checks not possible. One line each."""
+
+    @property
+    def reopen(self) -> Callable[[], TensorSource]:
+        """A picklable function that opens the same source, in any process."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in pieces, each in ``buffer`` until the next is asked for.

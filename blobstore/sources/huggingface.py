@@ -9,6 +9,7 @@ small files.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import re
 from pathlib import Path, PurePosixPath
@@ -58,6 +59,7 @@ class HuggingFaceFolder:
             SourceError: there are no weights, or more than one set and nothing chooses.
             UsageError: there is no such subtree.
         """
+        self.reopen = functools.partial(HuggingFaceFolder, path.absolute(), options)
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()

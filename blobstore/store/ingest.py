@@ -1,9 +1,14 @@
-"""Blobs coming into a store: written under temporary names, synced together, then named.
+"""Imports of blobs: written under temporary names, synced, then renamed.
 
-The order is what makes a crash harmless: every blob's bytes are durable before it gets its name, and
+The order makes a crash harmless. The bytes of each blob are durable before it gets its name, and
 ``Ingest.publish`` makes the names durable before it returns, so that a manifest written afterwards
-names only what is there. Syncing overlaps with the hashing and writing of later blobs, because an
-fsync a blob in line nearly doubles the time of an import.
+lists only blobs that exist. Syncing overlaps with hashing and writing later blobs, because an fsync
+per blob in line nearly doubles the time of an import.
+
+Worker processes can add blobs to an import too. They write and sync files under names that begin with
+the import's lease, add digests to that lease, and return the names of their files. The import renames
+them. Its lease is removed before its files are: a worker that looks for the lease after it has created
+a file therefore leaves no file behind.
 """
 
 from __future__ import annotations
@@ -11,64 +16,61 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.files import sync_folder, write_all
-from blobstore.errors import BlobstoreError, DamagedSource
+from blobstore.core.workers import Cancelled
+from blobstore.errors import BlobDamaged, DamagedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from pathlib import Path
     from typing import Self
 
     from typing_extensions import Buffer
 
-    from blobstore.store.layout import Layout
-    from blobstore.store.locks import Lease
+    from blobstore.store.blobs import BlobReader
+    from blobstore.store.locks import JoinedLease, Lease
 
 _SYNC_THREADS = 4
 _MAX_UNSYNCED = 64
 """Files written but not yet synced; each holds a descriptor."""
 
 Buffers = Callable[[], Iterable["Buffer"]]
-"""Gives the bytes of a blob from the start, each time it is called."""
-Exists = Callable[[Digest, int], bool]
-"""Tells whether a store has a blob of a size, or raises that what it has is damaged."""
+"""Returns the bytes of a blob from the start, each time it is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ingested:
-    """A blob that the store has, and whether this ingest wrote it."""
+    """A blob that the store has, and whether this import wrote it."""
 
     digest: Digest
     size: int
     written: bool
+    file: str = ""
+    """Name of the temporary file, if a worker process wrote it for :meth:`Ingest.adopt`."""
 
 
 class Ingest:
     """One import into a store. Any number of threads may add blobs; one of them publishes.
 
-    Leaving the ``with`` block without :meth:`publish` removes what was written. Until then, no blob
-    that was added is removed by others, be it new or not; afterwards a manifest must reach it.
+    Leaving the ``with`` block without :meth:`publish` removes what was written. Until then, other
+    processes remove no blob that was added or found; afterwards a manifest must reference it.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        lease: Lease,
-        sizes: Collection[int],
-        exists: Exists,
-    ) -> None:
-        self._layout = layout
+    def __init__(self, store: BlobReader, lease: Lease, *, paranoid: bool) -> None:
+        self._store = store
+        self._layout = store._layout
         self._lease = lease
-        self._sizes = sizes
+        self.is_paranoid = paranoid
+        """Whether blobs that exist are hashed before they are used."""
+        self._sizes = store.blob_sizes()
         """Sizes of the blobs that the store had; a blob of another size is new."""
-        self._exists = exists
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Digest] = {}
         self._prefix = f"{lease.name}-"
@@ -82,29 +84,39 @@ class Ingest:
     def __enter__(self) -> Self:
         return self
 
+    @property
+    def name(self) -> str:
+        """The name of the lease, by which worker processes join the import."""
+        return self._lease.name
+
     def __exit__(self, *_: object) -> None:
         # An interrupt can strike anywhere, also between the start of a thread and its entry in
-        # the list of its pool. So nothing is left to what callers joined or noted.
+        # the list of its pool. So this does not rely on what callers joined or recorded.
+        self.stop()
         with self._changed:
-            self._is_closed = True
             self._changed.wait_for(lambda: not self._active)
         self._pool.shutdown()
         for path in self._layout.temporary.glob(f"{self._prefix}*"):
             path.unlink(missing_ok=True)
 
-    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
-        """Take in a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
+    def stop(self) -> None:
+        """End the import: threads and worker processes that still add blobs fail."""
+        self._is_closed = True
+        self._lease.end()
 
-        A blob that is present already is not written again. Where the store has a blob of the same
-        size, ``buffers`` is hashed first and read a second time if the blob is new; otherwise
-        hashing and writing go over the bytes once. With ``once`` they always do, for bytes that
-        take longer to make than to write; those of a blob that is present are thrown away.
+    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
+        """Add a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
+
+        A blob that exists already is not rewritten. If the store has a blob of the same size,
+        ``buffers`` is hashed first, and read again if the blob is new; otherwise it is hashed and
+        written in one pass. With ``once`` it always is, for bytes that take longer to compute than to
+        write; those of a blob that exists are discarded.
 
         Raises:
-            BlobDamaged: the store has that blob, and it is not whole.
-            DamagedSource: the buffers are not ``size`` bytes.
+            BlobDamaged: the store has the blob, but damaged; the error has its ``digest``.
+            DamagedSource: the buffers do not have ``size`` bytes.
             OSError: writing failed.
-            BlobstoreError: the ingest has ended.
+            Cancelled: the import has ended.
         """
         with self._working():
             if size in self._sizes and not once:
@@ -117,11 +129,17 @@ class Ingest:
                     return present
             return self._write(size, buffers())
 
+    def adopt(self, item: Ingested) -> None:
+        """Publish with this import what a worker process has added to it."""
+        if item.file:
+            with self._changed:
+                self._unnamed[self._layout.temporary / item.file] = item.digest
+
     def publish(self) -> None:
         """Give every added blob its name, durably.
 
         Raises:
-            OSError: a blob could not be synced or renamed; none that was not synced has a name.
+            OSError: a blob could not be synced or renamed. Only synced blobs get names.
         """
         for synced in self._syncing:
             synced.result()
@@ -144,20 +162,26 @@ class Ingest:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise BlobstoreError("the import was stopped")
+            raise Cancelled("the import was stopped")
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that the store has already, which stays until the ingest ends.
+        """Return a blob that the store has, and keep it until the import ends.
 
         Raises:
-            BlobDamaged: it is not whole.
-            OSError: it cannot be held.
+            BlobDamaged: it is damaged; the error has its ``digest``.
+            OSError: it cannot be leased.
         """
-        self._lease.hold([digest])  # before it is looked for
-        if not self._exists(digest, size):
-            return None
-        # Whoever wrote it may not have synced it; for a file that is on disk this costs nothing.
-        # A blob that is cold only was synced before it got its name.
+        self._lease.hold([digest])  # before looking for it
+        try:
+            if not self._store.exists(digest, size):
+                return None
+            if self.is_paranoid:
+                self._store.check_digest(digest, size, lambda _: self._check_open())
+        except BlobDamaged as error:
+            error.digest = str(digest)
+            raise
+        # The process that wrote it may not have synced it; if it is on disk this costs nothing.
+        # A blob that is only cold was synced before it got its name.
         with contextlib.suppress(FileNotFoundError):
             self._sync_later(os.open(self._layout.blob(digest), os.O_RDONLY | os.O_CLOEXEC))
         return Ingested(digest, size, written=False)
@@ -172,26 +196,27 @@ class Ingest:
                 self._check_open()
                 digester.update(buffer)
                 write_all(descriptor, buffer)
-            digest = self._checked(digester, size)
-            present = self.find(digest, size)  # written by another process in the meantime
+            if digester.size != size:
+                raise DamagedSource(  # noqa: TRY301 - the handler removes the file
+                    f"a blob announced with {size} bytes has {digester.size}"
+                )
+            digest = digester.digest()
+            present = self.find(digest, size)  # another process may have written it by now
         except BaseException:
             os.close(descriptor)
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise
         if present is not None:
             os.close(descriptor)
-            path.unlink()
+            path.unlink(missing_ok=True)
             return present
-        with self._changed:
-            self._unnamed[path] = digest
-        self._sync_later(descriptor)
-        return Ingested(digest, size, written=True)
+        return self._keep(path, descriptor, Ingested(digest, size, written=True))
 
-    @staticmethod
-    def _checked(digester: Digester, size: int) -> Digest:
-        if digester.size != size:
-            raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
-        return digester.digest()
+    def _keep(self, path: Path, descriptor: int, item: Ingested) -> Ingested:
+        with self._changed:
+            self._unnamed[path] = item.digest
+        self._sync_later(descriptor)
+        return item
 
     def _sync_later(self, descriptor: int) -> None:
         """Sync and close a file on another thread."""
@@ -206,3 +231,41 @@ class Ingest:
         finally:
             os.close(descriptor)
             self._room.release()
+
+
+class WorkerIngest(Ingest):
+    """Adds blobs to an import of another process, on any number of threads.
+
+    Blobs are durable when :meth:`add` returns, but have no name. The import calls
+    :meth:`Ingest.adopt` with the result.
+    """
+
+    def __init__(self, store: BlobReader, lease: JoinedLease, *, paranoid: bool) -> None:
+        super().__init__(store, lease, paranoid=paranoid)
+        self._joined = lease
+        # The lease is all up to the last dash; see the collection of temporary files.
+        self._prefix = f"{lease.name}-{secrets.token_hex(8)}."
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the import has ended."""
+        return self._joined.has_ended
+
+    def close(self) -> None:
+        """Leave the import."""
+        self._joined.close()
+
+    def _check_open(self) -> None:
+        if self._joined.has_ended:
+            raise Cancelled("the import was stopped")
+
+    def _keep(self, path: Path, descriptor: int, item: Ingested) -> Ingested:
+        self._sync_later(descriptor)
+        return replace(item, file=path.name)
+
+    def _sync_later(self, descriptor: int) -> None:
+        """Sync and close a file at once: the other processes write concurrently."""
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

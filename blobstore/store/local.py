@@ -20,7 +20,7 @@ from blobstore.errors import (
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.blobs import BlobReader
-from blobstore.store.ingest import Exists, Ingest
+from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Locks
 
@@ -128,23 +128,28 @@ class LocalStore(BlobReader):
             yield
 
     @contextlib.contextmanager
-    def ingest(self, exists: Exists | None = None) -> Iterator[Ingest]:
-        """Begin an import of blobs; see :class:`Ingest`. Publish its manifest before it ends.
+    def ingest(self, *, paranoid: bool = False) -> Iterator[Ingest]:
+        """Start an import of blobs; see :class:`Ingest`. Publish its manifest before it ends.
 
-        ``exists`` tells which blobs need not be written; by default :meth:`exists` does.
+        With ``paranoid``, blobs that exist already are read, and their digests compared.
 
         Raises:
             StoreError: the store cannot be written: a file in its place, read-only, full.
-            StoreBusy: others have kept the store's lock all the time.
+            StoreBusy: another process has held the exclusive lock for ``lock_timeout`` seconds.
         """
         with self.writing():
             for folder in (self._layout.blobs, self._layout.manifests, self._layout.temporary):
                 make_folders(folder, self._layout.root)
-            with (
-                self.lease() as lease,
-                Ingest(self._layout, lease, self.blob_sizes(), exists or self.exists) as ingest,
-            ):
+            with self.lease() as lease, Ingest(self, lease, paranoid=paranoid) as ingest:
                 yield ingest
+
+    def join_ingest(self, name: str, *, paranoid: bool = False) -> WorkerIngest:
+        """Join an import of another process by its :attr:`Ingest.name`, to add blobs to it.
+
+        Raises:
+            Cancelled: the import has ended.
+        """
+        return WorkerIngest(self, self._locks.join_lease(name), paranoid=paranoid)
 
     # Manifests
 

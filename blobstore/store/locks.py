@@ -18,11 +18,13 @@ import fcntl
 import os
 import secrets
 import time
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
+from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
 
 if TYPE_CHECKING:
@@ -84,6 +86,14 @@ class Locks:
         with self.shared():  # who is alone takes a lease that is not locked yet for a dead one's
             return Lease(self._layout, self)
 
+    def join_lease(self, name: str) -> JoinedLease:
+        """Return another process's lease, to add digests to it.
+
+        Raises:
+            Cancelled: the lease has ended.
+        """
+        return JoinedLease(self._layout, self, name)
+
     @contextlib.contextmanager
     def _held(self, kind: int) -> Iterator[None]:
         # NFS wants a file to be open for writing by who locks it alone.
@@ -120,6 +130,7 @@ class Lease:
         self._path = layout.leases / self.name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
+        _OPEN_LEASES.add(self)
         try:
             while not _is_taken(self._descriptor, fcntl.LOCK_EX, layout.root):
                 time.sleep(_FIRST_PAUSE)  # a dry collection looks whether it is
@@ -146,10 +157,50 @@ class Lease:
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
             self._held |= fresh
 
-    def close(self) -> None:
-        """End it: what it held is garbage now, or reached by a manifest."""
+    def end(self) -> None:
+        """Hold nothing any more: the blobs are garbage now, or referenced by a manifest."""
         self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End it, and close its file."""
+        self.end()
+        _OPEN_LEASES.discard(self)
         os.close(self._descriptor)
+
+
+_OPEN_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A forked worker process that outlives this one would keep its leases locked.
+    for lease in _OPEN_LEASES:
+        os.close(lease._descriptor)
+    _OPEN_LEASES.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class JoinedLease(Lease):
+    """A lease of another process, which keeps it alive; this one adds digests to it."""
+
+    def __init__(self, layout: Layout, locks: Locks, name: str) -> None:
+        self.name = name
+        self._locks = locks
+        self._held = set()
+        try:
+            path = layout.leases / name
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise Cancelled("the import was stopped") from None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended the lease, or died and its lease was collected."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+    def end(self) -> None:
+        """Do nothing: the lease belongs to the other process."""
 
 
 class Leased(NamedTuple):

@@ -1,24 +1,21 @@
-"""Workflow: a source becomes blobs, a manifest and a name.
+"""Imports a model: a source becomes blobs, a manifest and a name.
 
-Every blob is one independent job on a pool of threads; hashing, reading and writing let go of the
-interpreter's lock. Memory is one buffer a thread, whatever the size of the model. The name comes
-last, after everything that it names is durable.
+Each blob is an independent job, on a thread or in a worker process. Hashing, reading and writing release
+the GIL. A job needs one buffer of memory, whatever the size of the model. The manifest gets its name
+last, after everything that it lists is durable.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import shlex
-import threading
 import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import escape
-from blobstore.core.progress import Meter
-from blobstore.core.workers import check_jobs
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -27,19 +24,18 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
+from blobstore.operations.create.jobs import SharedImport, add_blob, add_in_worker, close_joined
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
-from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import os
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
 
-    from typing_extensions import Buffer
-
-    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
     from blobstore.operations.create.plan import ModelPlan
@@ -50,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Created:
-    """What :func:`create` did."""
+    """The result of :func:`create`."""
 
     reference: Reference
     tensors: int
@@ -59,17 +55,17 @@ class Created:
     """Layers of the manifest and its config."""
     bytes_written: int
     bytes_present: int
-    """Bytes of blobs that the store had already."""
+    """Bytes of blobs that the store already had."""
     seconds: float
     notices: tuple[str, ...]
-    """What a person should know, one line each."""
+    """Messages for the user, one line each."""
 
 
 def create(
     source: str | os.PathLike[str],
     reference: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     experts: ExpertForm = "packed",
     quantize: str | None = None,
     group_size: int | None = None,
@@ -81,203 +77,170 @@ def create(
     keep_names: bool = False,
     paranoid: bool = False,
     jobs: int | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Created:
     """Import a model under a name.
 
     Args:
         source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
-            of Meta's, or a Hub id.
+            of Meta's Llama, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``.
-        store: where to; by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        experts: ``packed`` keeps experts as they are, one blob a layer; ``stacked`` joins them.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
         quantize: ``int4``, ``int8``, ``nvfp4``, ``mxfp8`` or ``mxfp4``; None keeps the tensors.
-        group_size: elements that share a scale: 32, 64 or 128 for int4 and int8.
-        policy: ``recommended`` keeps or promotes what suffers most; ``uniform`` gives the type to
-            every matrix that can take it but embeddings, norms, routers and vision.
-        overrides: ``GLOB=TYPE``, the last that matches a tensor deciding; ``none`` keeps it.
-        weights: pattern of file names, where a folder holds several sets of weights.
+        group_size: elements per scale: 32, 64 or 128 for int4 and int8.
+        policy: ``recommended`` keeps the most sensitive tensors or promotes them to 8 bits;
+            ``uniform`` quantizes all matrices except embeddings, norms, routers and vision.
+        overrides: ``GLOB=TYPE``; the last one that matches a tensor decides; ``none`` keeps it.
+        weights: pattern of file names, to choose one of several sets of weights in a folder.
         ignore_unindexed: leave out tensors that the weight index does not name.
-        subtree: the part of a PyTorch checkpoint, by its keys with dots between; ``.`` is all of it.
-            By default it is the model, found by the names that training programs use.
-        keep_names: keep the names and the order of rows of Meta's Llamas.
-        paranoid: read blobs that the store has already again, and compare their digests.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
+            checkpoint; by default it is the model, found by the keys that training programs use.
+        keep_names: keep the tensor names and the row order of Meta's Llama.
+        paranoid: read blobs that exist already, and compare their digests.
+        jobs: number of threads; by default one per processor.
+        executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
+            ``Client.get_executor()`` of Dask. It stays open. Its workers open the source and the
+            store by their paths, so all of them need the same file system.
+        progress: called with the name of a blob, bytes done and total bytes; by an executor's jobs
+            once per blob.
 
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be imported.
-        StoreError, NameConflict, BlobDamaged: the store cannot take it.
-        InvalidReference, UsageError: an argument means nothing.
+        StoreError, NameConflict, BlobDamaged: the store cannot be used.
+        InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    if isinstance(reference, str):
-        reference = Reference.parse(reference)
-    check_jobs(jobs)
-    request = QuantizeOptions(
+    reference = Reference.of(reference)
+    check_jobs(jobs, executor)
+    store = LocalStore.of(store)
+    store.check_name(reference)
+    source_options = SourceOptions(
+        weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree, keep_names=keep_names
+    )
+    quantize_options = QuantizeOptions(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
     )
-    store = store or LocalStore()
-    store.check_name(reference)
-    opened = open_source(
-        source,
-        SourceOptions(
-            weights=weights,
-            ignore_unindexed=ignore_unindexed,
-            subtree=subtree,
-            keep_names=keep_names,
-        ),
-        progress=progress,
-    )
-    try:
-        planned = plan_source(opened, experts=experts, quantize=request)
-        exists = _Exists(store, source, paranoid=paranoid)
-        layers, ingested = _write(opened, planned, store, exists, reference, jobs, progress)
-    finally:
-        opened.close()
+    with contextlib.closing(open_source(source, source_options, progress=progress)) as opened:
+        plan = plan_source(opened, experts=experts, quantize=quantize_options)
+        total = sum(blob.size for blob in plan.blobs)
+        pool = WorkerPool(jobs, progress, total, executor=executor)
+        try:
+            with store.ingest(paranoid=paranoid) as ingest:
+                if executor is None:
+                    added = _add_on_threads(opened, plan.blobs, ingest, pool)
+                else:
+                    added = _add_in_workers(opened, plan.blobs, store, ingest, pool)
+                manifest = _add_files(opened, plan, ingest, added)
+                ingest.publish()
+                # A model gets its name only if it can be resolved, and its index for faster opening.
+                index = load_index(store, manifest.to_bytes())
+                if not index.is_cached:
+                    write_index(store, manifest.to_bytes(), index)
+                store.publish(reference, manifest)
+        except BlobDamaged as error:
+            raise _with_advice(error, store, source) from None
     return Created(
         reference=reference,
         tensors=len(opened.specs),
-        blobs=len(layers),
-        bytes_written=sum(item.size for item in ingested if item.written),
-        bytes_present=sum(item.size for item in ingested if not item.written),
+        blobs=len(added),
+        bytes_written=sum(item.size for item in added if item.written),
+        bytes_present=sum(item.size for item in added if not item.written),
         seconds=time.monotonic() - started,
-        notices=planned.notices,
+        notices=plan.notices,
     )
 
 
-def _write(
-    source: TensorSource,
-    planned: ModelPlan,
-    store: LocalStore,
-    exists: _Exists,
-    reference: Reference,
-    jobs: int | None,
-    progress: Progress | None,
-) -> tuple[list[Descriptor], list[Ingested]]:
-    blobs = planned.blobs
-    with store.ingest(exists) as ingest:
-        stored = _ingest_blobs(source, blobs, ingest, exists.stop, jobs, progress)
-        layers = [
-            Descriptor(
-                media_type=media_types.TENSOR, digest=item.digest, size=item.size, name=blob.name
-            )
-            for blob, item in zip(blobs, stored, strict=True)
-        ]
-        for media_type, name, data in (*stacks_layer(blobs), *file_layers(source)):
-            item = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
-            stored.append(item)
-            layers.append(
-                Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
-            )
-        data = config_json(source, planned.quant_type, layers_digest(layers))
-        config = ingest.add(len(data), lambda: [data])
-        stored.append(config)
-        ingest.publish()
-        described = Descriptor(
-            media_type=media_types.CONFIG, digest=config.digest, size=config.size
-        )
-        manifest = Manifest(config=described, layers=tuple(layers))
-        # What a loader cannot resolve must not get a name; and the first one finds the index there.
-        index = load_index(store, manifest.to_bytes())
-        if not index.is_cached:
-            write_index(store, manifest.to_bytes(), index)
-        store.publish(reference, manifest)
-    return [described, *layers], stored
+def _add_on_threads(
+    source: TensorSource, blobs: Sequence[BlobPlan], ingest: Ingest, pool: WorkerPool
+) -> list[Ingested]:
+    """Add the blobs of the tensors; the results have the order of ``blobs``."""
+    in_order = _in_source_order(source, blobs)
+    job = functools.partial(
+        add_blob, ingest=ingest, converter=Converter(source.read), report=pool.report
+    )
+    results = pool.run(in_order, job, ingest.stop)
+    by_name = {blob.name: item for blob, item in zip(in_order, results, strict=True)}
+    return [by_name[blob.name] for blob in blobs]
 
 
-def _ingest_blobs(
+def _add_in_workers(
     source: TensorSource,
     blobs: Sequence[BlobPlan],
+    store: LocalStore,
     ingest: Ingest,
-    stop: threading.Event,
-    jobs: int | None,
-    progress: Progress | None,
+    pool: WorkerPool,
 ) -> list[Ingested]:
-    """Add all blobs; the results are in the order of the plan."""
-    work = _Work(source, ingest, stop, Meter(progress, sum(blob.size for blob in blobs)))
-    # In the order of the source's bytes, so that a cold disk is read forwards.
-    place = {name: index for index, name in enumerate(source.specs)}
-    in_order = sorted(blobs, key=lambda blob: place[blob.tensors[0].sources[0]])
-    with ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore") as pool:
-        futures: dict[str, Future[Ingested]] = {}
-        try:
-            for blob in in_order:
-                futures[blob.name] = pool.submit(work.add, blob)
-            wait(futures.values(), return_when=FIRST_EXCEPTION)
-            failed = [future for future in futures.values() if future.done() and future.exception()]
-            if failed:
-                failed[0].result()
-        except BaseException:  # also Ctrl-C: stop the threads before their files are removed
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [futures[blob.name].result() for blob in blobs]
+    """Do as :func:`_add_on_threads`, with jobs that can run in other processes."""
+    shared = SharedImport(
+        open_source=source.reopen,
+        store=store.root,
+        lock_timeout=store.lock_timeout,
+        name=ingest.name,
+        is_paranoid=ingest.is_paranoid,
+    )
+    job = functools.partial(add_in_worker, shared)
+    by_name: dict[str, Ingested] = {}
+    try:
+        with contextlib.closing(
+            pool.completed(_in_source_order(source, blobs), job, ingest.stop)
+        ) as results:
+            for blob, item in results:
+                ingest.adopt(item)
+                by_name[blob.name] = item
+                pool.report(blob.size, blob.name)
+    finally:
+        close_joined(ingest.name)  # the workers may be threads of this process
+    return [by_name[blob.name] for blob in blobs]
 
 
-class _Work:
-    """The job of one blob, with what all jobs share."""
-
-    def __init__(
-        self, source: TensorSource, ingest: Ingest, stop: threading.Event, meter: Meter
-    ) -> None:
-        self._stop = stop
-        self._converter = Converter(source.read)
-        self._ingest = ingest
-        self._meter = meter
-
-    def add(self, blob: BlobPlan) -> Ingested:
-        """Store one blob."""
-        reported = 0
-
-        def buffers() -> Iterator[Buffer]:
-            nonlocal reported
-            done = 0
-            for buffer in blob.buffers(self._converter.convert):
-                _check_going(self._stop)
-                yield buffer
-                done += len(buffer)  # type: ignore[arg-type]
-                if done > reported:  # a blob that turns out to be new is read a second time
-                    self._meter.add(done - reported, blob.name)
-                    reported = done
-
-        is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
-        return self._ingest.add(blob.size, buffers, once=not is_copied)
+def _in_source_order(source: TensorSource, blobs: Sequence[BlobPlan]) -> list[BlobPlan]:
+    """Return blobs in the order of the source's bytes, so that a cold disk is read sequentially."""
+    position = {name: index for index, name in enumerate(source.specs)}
+    return sorted(blobs, key=lambda blob: position[blob.tensors[0].sources[0]])
 
 
-def _check_going(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise BlobstoreError("stopped")
+def _add_files(
+    source: TensorSource, plan: ModelPlan, ingest: Ingest, added: list[Ingested]
+) -> Manifest:
+    """Add the small files and the config; return the manifest of the model.
+
+    ``added`` holds the blobs of the tensors, and gets those of the files.
+    """
+    layers = [
+        Descriptor(
+            media_type=media_types.TENSOR, digest=item.digest, size=item.size, name=blob.name
+        )
+        for blob, item in zip(plan.blobs, added, strict=True)
+    ]
+    for file in (*stacks_layer(plan.blobs), *file_layers(source)):
+        item = ingest.add(len(file.data), lambda: [file.data])  # noqa: B023
+        added.append(item)
+        layers.append(
+            Descriptor(
+                media_type=file.media_type, digest=item.digest, size=item.size, name=file.name
+            )
+        )
+    data = config_json(source, plan.quant_type, layers_digest(layers))
+    item = ingest.add(len(data), lambda: [data])
+    added.append(item)
+    config = Descriptor(media_type=media_types.CONFIG, digest=item.digest, size=item.size)
+    return Manifest(config=config, layers=tuple(layers))
 
 
-class _Exists:
-    """Tells whether the store has a blob that can be used; one that is damaged is an error."""
-
-    def __init__(
-        self, store: LocalStore, source: str | os.PathLike[str], *, paranoid: bool
-    ) -> None:
-        self._store = store
-        self._source = source
-        self._is_paranoid = paranoid
-        self.stop = threading.Event()
-        """Set when what goes on shall end at once."""
-
-    def __call__(self, digest: Digest, size: int) -> bool:
-        try:
-            exists = self._store.exists(digest, size)
-            if exists and self._is_paranoid:
-                self._store.check_digest(digest, size, lambda _: _check_going(self.stop))
-        except BlobDamaged as error:
-            what = str(error).removesuffix(ADVICE)
-            raise BlobDamaged(f"{what}; {self._advice(digest)}, and create again") from None
-        return exists
-
-    def _advice(self, digest: Digest) -> str:
-        """Return what to do, which depends on whether repair finds the blob by a model."""
-        for reference in self._store.references():
-            with contextlib.suppress(BlobstoreError):
-                _, manifest = self._store.parse(reference)
-                if any(blob.digest == digest for blob in manifest.blobs):
-                    source = shlex.quote(escape(str(self._source)))
-                    return f"run blobstore repair {reference} --from {source}"
-        return "no model uses it: remove that file"
+def _with_advice(
+    error: BlobDamaged, store: LocalStore, source: str | os.PathLike[str]
+) -> BlobDamaged:
+    """Return the error with advice, which depends on whether repair finds the blob by a model."""
+    if not error.digest:
+        return error
+    advice = "no model uses it: remove that file"
+    for reference in store.references():
+        with contextlib.suppress(BlobstoreError):
+            _, manifest = store.parse(reference)
+            if any(str(blob.digest) == error.digest for blob in manifest.blobs):
+                path = shlex.quote(escape(str(source)))
+                advice = f"run blobstore repair {reference} --from {path}"
+                break
+    return BlobDamaged(f"{str(error).removesuffix(ADVICE)}; {advice}, and create again")

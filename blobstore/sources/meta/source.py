@@ -7,6 +7,7 @@ the same model in Hugging Face's form, whatever the number of shards.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ class MetaFolder:
             DamagedSource: a shard is missing, or shards and ``params.json`` contradict each other.
             UnsupportedSource: it is not a plain Llama.
         """
+        self.reopen = functools.partial(
+            MetaFolder, folder.absolute(), open_shard, keep_names=keep_names
+        )
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()

@@ -1,0 +1,114 @@
+"""The job of an import that adds one blob, on a thread of the import or in a worker process.
+
+A worker process opens the source and joins the import once, and keeps both open for its other jobs.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.operations.create.convert import Converter
+from blobstore.quantization.recipes import Copied, Prequantized
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+    from blobstore.operations.create.blobs import BlobPlan
+    from blobstore.sources.base import TensorSource
+    from blobstore.store.ingest import Ingest, Ingested
+
+
+def add_blob(
+    blob: BlobPlan,
+    ingest: Ingest,
+    converter: Converter,
+    report: Callable[[int, str], object] = lambda *_: None,
+) -> Ingested:
+    """Convert the tensors of a blob and add it to an import.
+
+    Args:
+        blob: the plan of the blob.
+        ingest: the import.
+        converter: converts the tensors of its source.
+        report: called with the number of bytes added and the name of the blob.
+
+    Raises:
+        BlobDamaged, OSError, Cancelled: as :meth:`Ingest.add`.
+        DamagedSource: the source cannot be read, or has values that cannot be converted.
+    """
+    reported = 0
+
+    def buffers() -> Iterator[Buffer]:
+        nonlocal reported
+        done = 0
+        for buffer in blob.buffers(converter.convert):
+            yield buffer
+            done += len(buffer)  # type: ignore[arg-type]
+            if done > reported:  # a new blob may be read twice
+                report(done - reported, blob.name)
+                reported = done
+
+    is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
+    return ingest.add(blob.size, buffers, once=not is_copied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedImport:
+    """An import that worker processes can join: a picklable value."""
+
+    open_source: Callable[[], TensorSource]
+    store: Path
+    lock_timeout: float
+    name: str
+    """See :attr:`Ingest.name`."""
+    is_paranoid: bool
+
+
+class _JoinedImport:
+    """The open source and store of an import, in a worker process."""
+
+    def __init__(self, shared: SharedImport) -> None:
+        self.source = shared.open_source()
+        self.converter = Converter(self.source.read)
+        self.running_jobs = 0
+        try:
+            store = LocalStore(shared.store, lock_timeout=shared.lock_timeout)
+            self.ingest = store.join_ingest(shared.name, paranoid=shared.is_paranoid)
+        except BaseException:
+            self.source.close()
+            raise
+
+
+_JOINED: dict[str, _JoinedImport] = {}
+_LOCK = threading.Lock()
+
+
+def add_in_worker(shared: SharedImport, blob: BlobPlan) -> Ingested:
+    """Do as :func:`add_blob`, in a process that does not have the import's objects."""
+    close_joined()
+    with _LOCK:
+        joined = _JOINED.get(shared.name)
+        if joined is None:
+            joined = _JOINED[shared.name] = _JoinedImport(shared)
+        joined.running_jobs += 1
+    try:
+        return add_blob(blob, joined.ingest, joined.converter)
+    finally:
+        with _LOCK:
+            joined.running_jobs -= 1
+
+
+def close_joined(name: str = "") -> None:
+    """Close what this process opened for the import ``name``, and for imports that have ended."""
+    with _LOCK:
+        for other, joined in list(_JOINED.items()):
+            if not joined.running_jobs and (other == name or joined.ingest.has_ended):
+                del _JOINED[other]
+                joined.source.close()
+                joined.ingest.close()
