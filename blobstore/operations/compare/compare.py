@@ -1,26 +1,22 @@
-"""Workflow: the tensors of a model measured against those of another, such as before quantization.
+"""Workflow: measure the error of each tensor of a model against a base, such as its original.
 
-Every pair of tensors is one independent job on a pool of threads, which reads both a few rows at a
-time: packed weights as the float32 numbers that they stand for, plain ones as they are. Sums are in
-float64. Memory is some blocks of rows a thread, whatever the size of the model.
+Each pair of tensors is one job of a thread pool, which reads both a few rows at a time: quantized
+weights as the float32 values that they stand for, others as they are. Sums are in float64. Each
+thread needs memory for a few blocks of rows, whatever the size of the model.
 
-What both models share is known to be equal and not read. Of the blobs that are read only the size is
-checked, not the digest; ``verify`` does that.
+Tensors that share the bytes of one blob are equal and are not read. Of the blobs that are read only
+the size is checked, not the digest; ``verify`` does that.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.mmap import MappedRegion
-from blobstore.core.progress import Meter
-from blobstore.core.workers import check_jobs
-from blobstore.errors import BlobstoreError
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.manifests.reference import Reference
 from blobstore.models.dequantize import plain_pieces, rows_at_once
 from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
@@ -29,6 +25,7 @@ from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
@@ -44,15 +41,15 @@ _BLOCK_ELEMENTS = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorError:
-    """How far a tensor is from that of the same name in the base."""
+    """The error of a tensor against the base's tensor of the same name."""
 
     name: str
     type: str
     """The quantization type, or the element type."""
     group_size: int
-    """Elements of a row that share a scale; 0 for a plain tensor."""
+    """Elements of a row that share a scale; 0 if the tensor is not quantized."""
     nbytes: int
-    """Bytes in the store, companions included."""
+    """Bytes in the store, including scales and biases."""
     base_type: str
     base_group_size: int
     base_nbytes: int
@@ -60,13 +57,13 @@ class TensorError:
     squared_error: float
     """Sum of the squared differences."""
     squared_base: float
-    """Sum of the base's squares; 0 if the tensor was not read, for it is known to be equal."""
+    """Sum of the squares of the base; 0 if the tensor was not read because both share its bytes."""
     max_abs_error: float
     nonfinite: int
-    """Elements that are left out of all numbers: on either side infinite, not a number or too large
-    to be squared, and not the same on both."""
+    """Elements that no other field counts: they differ, and one of the two is infinite, NaN or too
+    large to be squared."""
     worst: WorstGroup | None
-    """None where no group has an error."""
+    """None if the tensors are equal."""
 
     @property
     def elements(self) -> int:
@@ -75,14 +72,14 @@ class TensorError:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all elements are the same; -0 is 0."""
+        """Whether all elements are equal; -0 equals 0."""
         return not self.max_abs_error and not self.nonfinite
 
     @property
     def relative_error(self) -> float | None:
-        """Norm of the difference by the norm of the base; None if no element can be compared.
+        """Norm of the difference divided by the norm of the base; None if no element is finite.
 
-        0 where nothing differs; infinite where something does and the base has only zeros.
+        0 if the tensors are equal; infinite if they differ and the base has only zeros.
         """
         if self.nonfinite and self.nonfinite == self.elements:
             return None
@@ -90,19 +87,19 @@ class TensorError:
 
     @property
     def snr_db(self) -> float | None:
-        """Signal-to-noise ratio in decibels; infinite where nothing differs, None as above."""
+        """Signal-to-noise ratio in decibels; infinite if the tensors are equal, None as above."""
         if self.nonfinite and self.nonfinite == self.elements:
             return None
         return snr_db(self.squared_error, self.squared_base)
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits of the store an element, None where there is no element."""
+        """Stored bits per element; None for an empty tensor."""
         return self.nbytes * 8 / self.elements if self.elements else None
 
     @property
     def base_bits_per_weight(self) -> float | None:
-        """As :attr:`bits_per_weight`, in the base."""
+        """As :attr:`bits_per_weight`, of the base."""
         return self.base_nbytes * 8 / self.elements if self.elements else None
 
 
@@ -113,53 +110,53 @@ class Comparison:
     reference: Reference
     base: Reference
     tensors: tuple[TensorError, ...]
-    """The tensors of both, in the model's order."""
+    """The tensors that both models have, in the order of the first."""
     only_in_model: tuple[str, ...]
     only_in_base: tuple[str, ...]
 
     @property
     def differing(self) -> tuple[TensorError, ...]:
-        """The tensors that are not equal. Only they count for the errors in all.
+        """The tensors that differ. Only they count for the errors of the model.
 
-        Equal ones are left out because many of them need not be read; so the errors in all do not
-        depend on which.
+        Equal tensors count for nothing because those that share their bytes are not read, and the
+        errors of the model must not depend on how tensors are stored.
         """
         return tuple(tensor for tensor in self.tensors if not tensor.is_equal)
 
     @property
     def relative_error(self) -> float | None:
-        """As :attr:`TensorError.relative_error`, of all tensors that differ taken as one."""
+        """As :attr:`TensorError.relative_error`, of all tensors that differ as if they were one."""
         return relative_error(*self._squares) if self._is_measured else None
 
     @property
     def snr_db(self) -> float | None:
-        """As :attr:`TensorError.snr_db`, of all tensors that differ taken as one."""
+        """As :attr:`TensorError.snr_db`, of all tensors that differ as if they were one."""
         return snr_db(*self._squares) if self._is_measured else None
 
     @property
     def max_abs_error(self) -> float:
-        """The largest difference of two elements."""
+        """The largest difference between two elements."""
         return max((tensor.max_abs_error for tensor in self.tensors), default=0.0)
 
     @property
     def nonfinite(self) -> int:
-        """Elements that are left out; see :class:`TensorError`."""
+        """Elements that are not measured; see :class:`TensorError`."""
         return sum(tensor.nonfinite for tensor in self.tensors)
 
     @property
     def elements(self) -> int:
-        """Elements of all compared tensors."""
+        """Number of elements of all compared tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits of the store an element, over all compared tensors."""
+        """Stored bits per element, over all compared tensors."""
         size = sum(tensor.nbytes for tensor in self.tensors)
         return size * 8 / self.elements if self.elements else None
 
     @property
     def base_bits_per_weight(self) -> float | None:
-        """As :attr:`bits_per_weight`, in the base."""
+        """As :attr:`bits_per_weight`, of the base."""
         size = sum(tensor.base_nbytes for tensor in self.tensors)
         return size * 8 / self.elements if self.elements else None
 
@@ -181,146 +178,98 @@ def compare_models(
     reference: str | Reference,
     base: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     patterns: Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Measure every tensor of a model against the tensor of the same name in another.
+    """Measure the error of every tensor of a model against the tensor of the same name in another.
 
     Args:
-        reference: the model, quantized for example.
-        base: what its tensors should be.
-        store: of both; by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        patterns: shell patterns of names, such as ``*.mlp.*``; none means all tensors.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        reference: the model, such as a quantized one.
+        base: the model with the expected values.
+        store: the store of both models, or its folder; by default the store of
+            ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        patterns: shell patterns of tensor names, such as ``*.mlp.*``; by default all tensors.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
 
     Raises:
-        NotFound: a model does not exist, or neither has a tensor that matches a pattern.
-        BlobMissing, BlobDamaged, InvalidManifest: a model is not whole.
+        NotFound: a model does not exist, or no tensor of either matches a pattern.
+        BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
         UnsupportedDType: numpy has no type for a tensor's elements.
-        BlobstoreError: a tensor has another shape in the base, or a blob does not say how it is
-            quantized; or the models have no tensor in common.
+        BlobstoreError: a tensor has another shape in the base, a blob does not say how it is
+            quantized, or the models have no tensor in common.
         UsageError: ``jobs`` is below 1.
     """
     check_jobs(jobs)
-    if isinstance(reference, str):
-        reference = Reference.parse(reference)
-    if isinstance(base, str):
-        base = Reference.parse(base)
-    store = store or LocalStore()
+    reference, base = Reference.of(reference), Reference.of(base)
+    store = LocalStore.of(store)
     pairing = pair_tensors(store, reference, base, patterns)
+    # The largest first, so that the last job to end is a short one.
+    pairs = sorted(pairing.pairs, key=_bytes_to_read, reverse=True)
+    pool = WorkerPool(jobs, progress, sum(map(_bytes_to_read, pairs)))
+    errors = {error.name: error for error in pool.run(pairs, partial(_measure, store, pool))}
     return Comparison(
         reference=reference,
         base=base,
-        tensors=tuple(_measured(store, pairing.pairs, jobs, progress)),
+        tensors=tuple(errors[pair.ours.name] for pair in pairing.pairs),
         only_in_model=pairing.only_in_model,
         only_in_base=pairing.only_in_base,
     )
 
 
-def _measured(
-    store: LocalStore, pairs: Sequence[Pair], jobs: int | None, progress: Progress | None
-) -> list[TensorError]:
-    """Return what each pair of tensors measures, in their order."""
-    meter = Meter(progress, sum(map(_size, pairs)))
-    work = _Work(store, meter)
-    found: dict[str, TensorError] = {}
-    with ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore") as pool:
-        try:
-            # The largest first, lest one thread still has it when the others are done.
-            in_order = sorted(pairs, key=_size, reverse=True)
-            for job in as_completed([pool.submit(work.measure, pair) for pair in in_order]):
-                found[job.result().name] = job.result()
-        except BaseException:  # also Ctrl-C: stop the threads
-            work.stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [found[pair.ours.name] for pair in pairs]
-
-
-def _size(pair: Pair) -> int:
+def _bytes_to_read(pair: Pair) -> int:
     return 0 if pair.is_shared else pair.ours.nbytes + pair.base.nbytes
 
 
-class _Work:
-    """The job of one pair, with what all jobs share."""
-
-    def __init__(self, store: LocalStore, meter: Meter) -> None:
-        self.stop = threading.Event()
-        self._store = store
-        self._meter = meter
-
-    def measure(self, pair: Pair) -> TensorError:
-        """Return how far a tensor is from its base.
-
-        Raises:
-            BlobMissing, BlobDamaged: a blob is not whole.
-            UnsupportedDType: numpy has no type for its elements.
-        """
-        deviation = ErrorStats(pair.group_size)
-        if not pair.is_shared:
-            self._read(pair, deviation)
-        ours, base = pair.ours.stored, pair.base.stored
-        return TensorError(
-            name=pair.ours.name,
-            type=ours.type_name,
-            group_size=ours.group_size,
-            nbytes=pair.ours.nbytes,
-            base_type=base.type_name,
-            base_group_size=base.group_size,
-            base_nbytes=pair.base.nbytes,
-            shape=pair.ours.shape,
-            squared_error=deviation.squared_error,
-            squared_base=deviation.squared_base,
-            max_abs_error=deviation.max_abs_error,
-            nonfinite=deviation.nonfinite,
-            worst=deviation.worst,
-        )
-
-    def _read(self, pair: Pair, deviation: ErrorStats) -> None:
-        total, elements, done, reported = _size(pair), math.prod(pair.ours.shape), 0, 0
-        sides = (self._blocks(pair.ours), self._blocks(pair.base))
-        for (row, column, numbers), (_, _, base) in zip(*sides, strict=True):
-            if self.stop.is_set():
-                raise BlobstoreError("stopped")
-            deviation.add(row, column, numbers, base)
-            done += numbers.size
+def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
+    """Return the error of one tensor: a job of ``pool``."""
+    stats = ErrorStats(pair.group_size)
+    if not pair.is_shared:
+        total, elements, done, reported = _bytes_to_read(pair), math.prod(pair.ours.shape), 0, 0
+        sides = _blocks(store, pair.ours), _blocks(store, pair.base)
+        for (row, column, values), (_, _, base_values) in zip(*sides, strict=True):
+            stats.add(row, column, values, base_values)
+            done += values.size
             reached = total * done // elements
-            self._meter.add(reached - reported, pair.ours.name)
+            pool.report(reached - reported, pair.ours.name)
             reported = reached
-
-    def _blocks(self, part: SourceTensor) -> Iterator[tuple[int, int, Array]]:
-        """Yield a tensor in blocks: row, column and numbers. They depend on its shape alone."""
-        stored = part.stored
-        blob = (stored.layer.digest, stored.layer.size)
-        # A map of its own, so that memory is only mapped while it is read.
-        region = MappedRegion([stored.layer.size])
-        for _ in self._store.map_blobs([blob], [0], region):
-            pass
-        if part.is_quantized:
-            pieces: Iterable[Array] = plain_pieces(stored, region.memory, "float32", part.place)
-        else:
-            array = as_array(
-                region.memory, stored.header.data_start + stored.entry.begin, stored.entry.spec
-            )
-            pieces = _pieces(array if part.place is None else array[part.place])
-        yield from _cut(pieces)
-
-
-def _pieces(array: Array) -> Iterator[Array]:
-    """Yield the rows of a plain tensor in pieces such as a packed one of its shape has."""
-    if not array.size:
-        return
-    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-    height = rows_at_once(rows.shape[1])
-    for row in range(0, len(rows), height):
-        yield rows[row : row + height]
+    ours, base = pair.ours.stored, pair.base.stored
+    return TensorError(
+        name=pair.ours.name,
+        type=ours.type_name,
+        group_size=ours.group_size,
+        nbytes=pair.ours.nbytes,
+        base_type=base.type_name,
+        base_group_size=base.group_size,
+        base_nbytes=pair.base.nbytes,
+        shape=pair.ours.shape,
+        squared_error=stats.squared_error,
+        squared_base=stats.squared_base,
+        max_abs_error=stats.max_abs_error,
+        nonfinite=stats.nonfinite,
+        worst=stats.worst,
+    )
 
 
-def _cut(pieces: Iterable[Array]) -> Iterator[tuple[int, int, Array]]:
-    """Yield pieces as blocks small enough to compute with."""
+def _blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int, Array]]:
+    """Yield a tensor in blocks: first row, first column and values.
+
+    Tensors of the same shape have the same blocks, whether they are quantized or not.
+    """
+    stored = tensor.stored
+    # One mapping per tensor, so that memory is mapped only while it is read.
+    region = MappedRegion([stored.layer.size])
+    for _ in store.map_blobs([(stored.layer.digest, stored.layer.size)], [0], region):
+        pass
+    pieces: Iterable[Array]
+    if tensor.is_quantized:
+        pieces = plain_pieces(stored, region.memory, "float32", tensor.place)
+    else:
+        start = stored.header.data_start + stored.entry.begin
+        array = as_array(region.memory, start, stored.entry.spec)
+        pieces = _row_pieces(array if tensor.place is None else array[tensor.place])
     first = 0
     for piece in pieces:
         rows, columns = piece.shape
@@ -330,3 +279,13 @@ def _cut(pieces: Iterable[Array]) -> Iterator[tuple[int, int, Array]]:
                 block = piece[row : row + height, column : column + _BLOCK_ELEMENTS]
                 yield first + row, column, block
         first += rows
+
+
+def _row_pieces(array: Array) -> Iterator[Array]:
+    """Yield the rows of a plain tensor in the pieces that a quantized one of its shape has."""
+    if not array.size:
+        return
+    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    height = rows_at_once(rows.shape[1])
+    for row in range(0, len(rows), height):
+        yield rows[row : row + height]

@@ -1,9 +1,9 @@
-"""How far numbers are from those that they should be: errors added up over blocks of a tensor. Pure.
+"""Error metrics of a tensor against a base, summed over blocks. Pure computation.
 
-Whatever the numbers are, the sums are finite: elements that are infinite, not a number, or so large
-that their squares might overflow are counted and left out, unless they are the same on both sides.
-A group without any error has the relative error 0, also where the base has only zeros; one with an
-error where the base has only zeros is infinitely wrong.
+The sums are always finite: elements that are infinite, NaN, or so large that their squares might
+overflow are counted and left out, unless both sides are the same. A group without an error has the
+relative error 0, even if the base has only zeros. A group with an error has an infinite relative
+error if the base has only zeros.
 """
 
 from __future__ import annotations
@@ -17,42 +17,49 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _LARGEST = 2.0**480
-"""Numbers from here on count as infinite."""
+"""Values from here on count as infinite."""
 
 
 class WorstGroup(NamedTuple):
     """The group of elements with the largest relative error; the first of several."""
 
     relative_error: float
-    """Infinite where the base has only zeros and the other side has not."""
+    """Infinite if the base has only zeros."""
     row: int
-    """With all dimensions but the last counted as one."""
+    """The row, with all dimensions but the last flattened."""
     column: int
-    """Of its first element."""
+    """The column of its first element."""
     size: int
 
 
 class ErrorStats:
-    """The errors of a tensor, from as many blocks of it as there are."""
+    """The errors of a tensor, added block by block."""
 
     def __init__(self, group_size: int) -> None:
         self.squared_error = 0.0
         self.squared_base = 0.0
         self.max_abs_error = 0.0
         self.nonfinite = 0
-        """Elements that were left out."""
+        """Elements that were left out of the sums."""
         self.worst: WorstGroup | None = None
-        """None where there was no error."""
+        """None if there was no error."""
         self._group_size = group_size
 
-    def add(self, row: int, column: int, numbers: Array, base: Array) -> None:
-        """Add the errors of a block: its first row and column, which begins a group, and both sides."""
-        numbers, base = _wide(numbers), _wide(base)
+    def add(self, row: int, column: int, values: Array, base: Array) -> None:
+        """Add the errors of a block.
+
+        Args:
+            row: first row of the block in the tensor.
+            column: first column; a group starts there.
+            values: the values of the model, in two dimensions.
+            base: the values of the base.
+        """
+        values, base = _wide(values), _wide(base)
         with np.errstate(all="ignore"):
-            error, size = np.abs(numbers - base), np.abs(base)
-            is_odd = ~(np.maximum(error, size) < _LARGEST)  # so also where it is not a number
+            error, size = np.abs(values - base), np.abs(base)
+            is_odd = ~(np.maximum(error, size) < _LARGEST)  # true for NaN too
         if is_odd.any():
-            is_same = (numbers == base) | (np.isnan(numbers) & np.isnan(base))
+            is_same = (values == base) | (np.isnan(values) & np.isnan(base))
             self.nonfinite += int(np.count_nonzero(is_odd & ~is_same))
             error[is_odd] = size[is_odd] = 0
         largest = float(error.max(initial=0))
@@ -76,14 +83,14 @@ class ErrorStats:
 
 
 def relative_error(squared_error: float, squared_base: float) -> float:
-    """Return the norm of an error by that of the base; infinite where only the base is zero."""
+    """Return the norm of the error divided by the norm of the base; infinite if only that is 0."""
     if not squared_error:
         return 0.0
     return math.sqrt(squared_error) / math.sqrt(squared_base) if squared_base else math.inf
 
 
 def snr_db(squared_error: float, squared_base: float) -> float:
-    """Return the signal-to-noise ratio in decibels; infinite where there is no error."""
+    """Return the signal-to-noise ratio in decibels; infinite if there is no error."""
     if not squared_error:
         return math.inf
     if not squared_base:
@@ -91,17 +98,17 @@ def snr_db(squared_error: float, squared_base: float) -> float:
     return 10 * (math.log10(squared_base) - math.log10(squared_error))
 
 
-def _wide(numbers: Array) -> Array:
-    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
+def _wide(values: Array) -> Array:
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
-def _squares(numbers: Array, group_size: int) -> Array:
-    """Return the sum of squares of each group of each row; the last group may be shorter."""
-    rows, columns = numbers.shape
-    whole = columns - columns % group_size
-    groups = numbers[:, :whole].reshape(rows, -1, group_size)
+def _squares(values: Array, group_size: int) -> Array:
+    """Return the sum of squares of each group of each row. The last group may be shorter."""
+    rows, columns = values.shape
+    complete = columns - columns % group_size
+    groups = values[:, :complete].reshape(rows, -1, group_size)
     sums: Array = np.einsum("rgi,rgi->rg", groups, groups)
-    if whole == columns:
+    if complete == columns:
         return sums
-    rest = numbers[:, whole:]
+    rest = values[:, complete:]
     return np.concatenate([sums, np.einsum("ri,ri->r", rest, rest)[:, None]], axis=1)

@@ -1,7 +1,7 @@
-"""Which tensors of two models are to be compared, by the names that they had in their source.
+"""Pairs the tensors of two models by the names that they had in their source.
 
-Stacked experts are taken apart, so that either form of experts can be compared with the other.
-Decided from the manifests and the blobs' headers; no tensor is read.
+Stacked experts are split, so that models that store experts differently can be compared. Only
+manifests and the headers of blobs are read.
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _PLAIN_GROUP = 64
-"""Elements of a group where neither side is quantized."""
+"""Group size of a pair in which neither tensor is quantized."""
 
 
 class SourceTensor(NamedTuple):
-    """A tensor under the name that it had in its source."""
+    """A tensor as the source had it: a stored tensor or, for experts, one slice of a stacked one."""
 
     name: str
+    """Its name in the source."""
     stored: StoredTensor
     place: int | None = None
-    """Its place in the first dimension of ``stored``, if it was stacked."""
+    """Index in the first dimension of ``stored``, if that is a stack."""
     parts: int = 1
-    """How many tensors ``stored`` was made of."""
+    """Number of source tensors in ``stored``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, unpacked."""
+        """Logical shape, before quantization packed it."""
         return self.stored.shape if self.place is None else self.stored.shape[1:]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the blob, companions included; of a stacked tensor its share."""
+        """Bytes in the blob, including scales and biases."""
         return self.stored.nbytes // self.parts
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is stored packed."""
+        """Whether it is stored as packed quantized values."""
         return bool(self.stored.companions)
 
 
 class Pair(NamedTuple):
-    """A tensor of the model and that of the same name in the base."""
+    """A tensor of the model and the tensor of the same name in the base."""
 
     ours: SourceTensor
     base: SourceTensor
@@ -72,15 +73,15 @@ class Pair(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Elements of a row that are looked at together."""
+        """Elements of a row whose error is measured together."""
         return self.ours.stored.group_size or self.base.stored.group_size or _PLAIN_GROUP
 
 
 class Pairing(NamedTuple):
-    """The tensors of two models, as far as they were asked for."""
+    """The tensors of two models, or those whose names match the patterns."""
 
     pairs: Sequence[Pair]
-    """Those of both, in the order of the first."""
+    """The tensors that both have, in the order of the first."""
     only_in_model: tuple[str, ...]
     only_in_base: tuple[str, ...]
 
@@ -92,11 +93,16 @@ def pair_tensors(
 
     Raises:
         NotFound: a model does not exist, or neither has a tensor that matches a pattern.
-        BlobMissing, BlobDamaged, InvalidManifest: a model is not whole.
+        BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
         BlobstoreError: two tensors of one name cannot be compared, or there is no such pair.
     """
-    models = [(name, _with_tensors(store, name)) for name in (reference, base)]
-    ours, theirs = source_tensors(store, *models)
+    manifests = store.resolve(reference), store.resolve(base)
+    for name, manifest in zip((reference, base), manifests, strict=True):
+        if not manifest.layers_of(media_types.TENSOR):
+            raise BlobstoreError(
+                f"model {name} has no tensor layers, so there is nothing to compare"
+            )
+    ours, theirs = source_tensors(store, (reference, manifests[0]), (base, manifests[1]))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
             raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
@@ -121,60 +127,46 @@ def source_tensors(
     """Return the tensors of two models by the names that they had in their sources.
 
     Raises:
-        BlobMissing, BlobDamaged: a model is not whole.
+        BlobMissing, BlobDamaged: a model is damaged.
     """
-    contents, stacks = _read(store, *ours)
-    base_contents, base_stacks = _read(store, *base)
+    read = []
+    for reference, manifest in (ours, base):
+        with _located(reference):
+            read.append((read_tensors(store, manifest), read_stacks(store, manifest)))
+    (contents, stacks), (base_contents, base_stacks) = read
     with _located(ours[0]):
-        tensors = _parts(contents, stacks, base_stacks)
+        tensors = _unstacked(contents, stacks, base_stacks)
     with _located(base[0]):
-        return tensors, _parts(base_contents, base_stacks, stacks)
-
-
-def _with_tensors(store: LocalStore, reference: Reference) -> Manifest:
-    manifest = store.resolve(reference)
-    if not manifest.layers_of(media_types.TENSOR):
-        raise BlobstoreError(
-            f"model {reference} has no tensor layers, so there is nothing to compare"
-        )
-    return manifest
-
-
-def _read(
-    store: LocalStore, reference: Reference, manifest: Manifest
-) -> tuple[ModelTensors, Mapping[str, Sequence[str]]]:
-    with _located(reference):
-        return read_tensors(store, manifest), read_stacks(store, manifest)
+        return tensors, _unstacked(base_contents, base_stacks, stacks)
 
 
 @contextlib.contextmanager
 def _located(reference: Reference) -> Iterator[None]:
-    """Put the model in front of the message of an error."""
+    """Put the name of the model in front of the message of an error."""
     try:
         yield
     except BlobstoreError as error:
-        where = f"model {reference}"
-        raise error.at(where) from error
+        raise error.at(f"model {reference}") from error
 
 
-def _parts(
+def _unstacked(
     contents: ModelTensors,
     stacks: Mapping[str, Sequence[str]],
     foreign: Mapping[str, Sequence[str]],
 ) -> dict[str, SourceTensor]:
     """Return the tensors of a model as its source had them.
 
-    ``foreign`` are the stacks of the other model. They name the parts of a tensor that was stacked
-    already in its source, if it is of that form.
+    A tensor that was already a stack in its source is split by ``foreign``, the list of stacks of
+    the other model, if that names it and has as many members.
     """
     found: dict[str, SourceTensor] = {}
     for stored in contents.tensors.values():
         names = stacks.get(stored.name)
         if names is None and stored.shape[:1] == (len(foreign.get(stored.name, ())),):
             names = foreign.get(stored.name)
-        for part in _split(stored, names):
-            if found.setdefault(part.name, part) is not part:
-                raise BlobDamaged(f"two tensors would both be called {quote(part.name)}")
+        for tensor in _split(stored, names):
+            if found.setdefault(tensor.name, tensor) is not tensor:
+                raise BlobDamaged(f"two tensors would both be called {quote(tensor.name)}")
     return found
 
 
@@ -184,7 +176,7 @@ def _split(stored: StoredTensor, names: Sequence[str] | None) -> Iterator[Source
         return
     if stored.shape[:1] != (len(names),):
         raise BlobDamaged(
-            f"tensor {quote(stored.name)} of shape {list(stored.shape)} is said to be made of "
+            f"tensor {quote(stored.name)} of shape {list(stored.shape)} is listed as a stack of "
             f"{len(names)} tensors"
         )
     for place, name in enumerate(names):

@@ -9,16 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.core.progress import Meter
+from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
-    BlobstoreError,
     UnsupportedDType,
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.compare.compare import Comparison, TensorError, _Work, compare_models
+from blobstore.operations.compare.compare import Comparison, TensorError, _measure, compare_models
 from blobstore.operations.compare.metrics import WorstGroup
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.operations.create.create import create
@@ -62,7 +61,7 @@ def experts(count: int = 3) -> Arrays:
 def expected(
     packed: np.ndarray[Any, Any], base: np.ndarray[Any, Any], group: int
 ) -> dict[str, Any]:
-    """Compute what is to be measured, another way."""
+    """Compute the expected errors independently."""
     error = packed.astype(np.float64) - base.astype(np.float64)
     rows = error.reshape(-1, error.shape[-1] // group, group)
     bases = base.astype(np.float64).reshape(rows.shape)
@@ -85,7 +84,7 @@ def assert_measures(found: TensorError, facts: dict[str, Any]) -> None:
     assert found.worst == pytest.approx(facts["worst"], rel=1e-12)
 
 
-# What is measured
+# Errors of a tensor
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_measures_two_quantized_tensors(store: LocalStore) -> None:
     assert (found.base_type, found.base_group_size) == ("int8", 64)
 
 
-def test_measures_exactly_what_was_made_so(store: LocalStore) -> None:
+def test_measures_known_errors_exactly(store: LocalStore) -> None:
     base = np.zeros((2, 3, 128), ml_dtypes.bfloat16)
     base[:, :, :64] = 2
     changed = base.copy()
@@ -144,13 +143,13 @@ def test_measures_exactly_what_was_made_so(store: LocalStore) -> None:
     assert (found.squared_error, found.squared_base) == (9 + 16, 4 * 64 * 6)
     assert found.relative_error == pytest.approx(5 / math.sqrt(4 * 64 * 6))
     assert found.max_abs_error == 4
-    assert found.worst == WorstGroup(math.inf, 2, 64, 64)  # where there should be zeros
+    assert found.worst == WorstGroup(math.inf, 2, 64, 64)  # where the base has zeros
     assert found.nonfinite == 0
     assert compared.relative_error == found.relative_error
 
 
-def test_measures_tensors_of_several_pieces_alike(store: LocalStore) -> None:
-    base = numbers(1100, 1024)  # more than a piece of packed rows, and no multiple of a block
+def test_measures_a_tensor_the_same_in_several_pieces(store: LocalStore) -> None:
+    base = numbers(1100, 1024)  # more than one piece of rows, and not a multiple of a block
     make(store, "plain", {MATRIX: base})
     make(store, "packed", {MATRIX: base}, quantize="mxfp8")
     (found,) = compare_models("packed", "plain", store=store).tensors
@@ -182,7 +181,7 @@ def test_measures_a_row_longer_than_a_block(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("forms", [("packed", "stacked"), ("stacked", "packed"), ("stacked",) * 2])
-def test_measures_every_expert_whatever_the_form(
+def test_measures_every_expert_in_either_form(
     forms: tuple[ExpertForm, ExpertForm], store: LocalStore
 ) -> None:
     make(store, "packed", experts(), forms[0], quantize="int4")
@@ -201,7 +200,7 @@ def test_measures_every_expert_whatever_the_form(
 
 def test_tensors_of_every_type_and_shape_equal_themselves_when_read(store: LocalStore) -> None:
     arrays = [*dense_tensors().values(), np.array([1 + 2j], np.complex64), np.ones((2, 3, 4, 5))]
-    # A group is one blob, so that one more tensor makes it another.
+    # A group is one blob: with one more tensor, it is another blob.
     group = {f"{LAYER}.shared_experts.{n}.weight": array for n, array in enumerate(arrays)}
     make(store, "a", group)
     make(store, "b", group | {f"{LAYER}.shared_experts.more.weight": np.zeros(1)})
@@ -219,7 +218,7 @@ def test_tensors_of_every_type_and_shape_equal_themselves_when_read(store: Local
 # Totals
 
 
-def test_adds_up_all_tensors_that_differ(store: LocalStore) -> None:
+def test_sums_over_all_tensors_that_differ(store: LocalStore) -> None:
     base: Arrays = {
         "same": np.full(10, 9, np.float32),
         "x": np.full(4, 3, np.float32),
@@ -251,7 +250,7 @@ def test_equal_models_have_no_error(store: LocalStore) -> None:
         assert (tensor.relative_error, tensor.snr_db) == (0, math.inf)
 
 
-def test_does_not_read_what_both_share(store: LocalStore) -> None:
+def test_does_not_read_shared_bytes(store: LocalStore) -> None:
     make(store, "a", {"same": numbers(8), "x": numbers(4)})
     make(store, "b", {"same": numbers(8), "x": numbers(4, seed=1)})
     reports: list[tuple[int, int]] = []
@@ -280,7 +279,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(store: LocalStore) 
     assert one == many
 
 
-# What is not finite
+# Values that are not finite
 
 
 def nonfinite(store: LocalStore) -> Comparison:
@@ -293,7 +292,7 @@ def nonfinite(store: LocalStore) -> Comparison:
     return compare_models("a", "b", store=store)
 
 
-def test_counts_what_is_not_finite_and_measures_the_rest(store: LocalStore) -> None:
+def test_counts_elements_that_are_not_finite_and_measures_the_rest(store: LocalStore) -> None:
     compared = nonfinite(store)
 
     found = compared.tensors[0]
@@ -303,7 +302,7 @@ def test_counts_what_is_not_finite_and_measures_the_rest(store: LocalStore) -> N
     assert compared.relative_error == pytest.approx(math.sqrt(4 / 125))
 
 
-def test_a_tensor_without_a_number_has_no_error_that_could_be_told(store: LocalStore) -> None:
+def test_a_tensor_without_finite_elements_has_no_error(store: LocalStore) -> None:
     nonfinite(store)
     compared = compare_models("a", "b", store=store, patterns=["y"])
 
@@ -313,10 +312,10 @@ def test_a_tensor_without_a_number_has_no_error_that_could_be_told(store: LocalS
     assert (compared.relative_error, compared.snr_db) == (None, None)
 
 
-# What cannot be compared
+# Errors
 
 
-def test_refuses_types_that_numpy_does_not_have(store: LocalStore) -> None:
+def test_rejects_types_that_numpy_lacks(store: LocalStore) -> None:
     for name, data in (("a", b"\0"), ("b", b"\1")):
         add_blobs(store, name, {"x": blob(("x", "F4", (2,), data))})
 
@@ -325,7 +324,7 @@ def test_refuses_types_that_numpy_does_not_have(store: LocalStore) -> None:
     assert compare_models("a", "a", store=store).differing == ()
 
 
-def test_finds_a_blob_missing_or_cut_short(store: LocalStore) -> None:
+def test_reports_a_missing_or_truncated_blob(store: LocalStore) -> None:
     make(store, "a", {"x": numbers(64)})
     make(store, "b", {"x": numbers(64, seed=1)})
     with open_model("b", store=store) as model:
@@ -340,12 +339,12 @@ def test_finds_a_blob_missing_or_cut_short(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
-def test_refuses_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
+def test_rejects_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
     with pytest.raises(UsageError, match=f"got {jobs}"):
         compare_models("a", "b", store=store, jobs=jobs)
 
 
-def test_stops_its_threads_when_it_is_interrupted(store: LocalStore) -> None:
+def test_an_interrupt_stops_its_threads(store: LocalStore) -> None:
     blocks = 32
     for name, value in (("a", 1), ("b", 2)):
         array = np.full(blocks << 15, value, np.uint8)
@@ -356,15 +355,15 @@ def test_stops_its_threads_when_it_is_interrupted(store: LocalStore) -> None:
         reports.append(done)
         if len(reports) == 1:
             raise KeyboardInterrupt
-        threading.Event().wait(0.02)  # let the main thread come to know of it
+        threading.Event().wait(0.02)  # let the main thread learn of it
 
     with pytest.raises(KeyboardInterrupt):
         compare_models("a", "b", store=store, jobs=2, progress=interrupt)
-    assert len(reports) < blocks  # no job came to its end
+    assert len(reports) < blocks  # no job was completed
     assert not [item for item in threading.enumerate() if item.name.startswith("blobstore")]
 
 
-def test_a_job_that_runs_stops_between_blocks(store: LocalStore) -> None:
+def test_a_running_job_stops_between_blocks(store: LocalStore) -> None:
     make(store, "a", {"x": numbers(1 << 17)})
     make(store, "b", {"x": numbers(1 << 17, seed=1)})
     (pair,) = pair_tensors(store, Reference.parse("a"), Reference.parse("b"), ()).pairs
@@ -372,9 +371,9 @@ def test_a_job_that_runs_stops_between_blocks(store: LocalStore) -> None:
 
     def stop(what: str, done: int, total: int) -> None:
         reports.append(done)
-        work.stop.set()
+        pool.stopping.set()
 
-    work = _Work(store, Meter(stop, pair.ours.nbytes + pair.base.nbytes))
-    with pytest.raises(BlobstoreError, match="stopped"):
-        work.measure(pair)
+    pool = WorkerPool(1, stop, pair.ours.nbytes + pair.base.nbytes)
+    with pytest.raises(Cancelled):
+        _measure(store, pool, pair)
     assert len(reports) == 1

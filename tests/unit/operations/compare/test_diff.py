@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
@@ -53,7 +54,7 @@ def make(
 
 
 def changes(found: Difference) -> dict[str, tuple[str, ...]]:
-    """Return what differs, of the tensors that do and that both have."""
+    """Return the changes of tensors that both models have."""
     both = [item for item in found.tensors if item.ours and item.theirs]
     return {item.name: item.changes for item in both if not item.is_same}
 
@@ -62,7 +63,7 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "read_into", None)
 
 
-def test_a_copy_is_the_same_and_is_not_read(
+def test_a_copy_is_equal_and_is_not_read(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(store, "a", dense_tensors())
@@ -77,7 +78,7 @@ def test_a_copy_is_the_same_and_is_not_read(
     assert all(item.is_same for item in found.files)
 
 
-def test_tells_what_has_changed(store: LocalStore) -> None:
+def test_lists_what_has_changed(store: LocalStore) -> None:
     tensors = dense_tensors()
     make(store, "a", tensors)
     tensors["mask"] = ~tensors["mask"]
@@ -114,7 +115,7 @@ def test_tells_what_has_changed(store: LocalStore) -> None:
     assert changes(back) == changes(found)
 
 
-def test_bytes_count_and_not_numbers(store: LocalStore) -> None:
+def test_compares_bytes_and_not_values(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros(3), "y": np.full(3, np.nan)})
     make(store, "b", {"x": -np.zeros(3), "y": np.full(3, np.nan)})
     assert changes(diff_models("a", "b", store=store)) == {"x": ("bytes",)}
@@ -139,7 +140,7 @@ def test_finds_one_byte_wherever_it_is(store: LocalStore, place: int) -> None:
     assert done[-1] == (2 * (5 << 19), 2 * (5 << 19))
 
 
-def test_groups_are_resolved_by_tensor(store: LocalStore) -> None:
+def test_blobs_of_several_tensors_are_compared_by_tensor(store: LocalStore) -> None:
     make(store, "a", moe_tensors())
     tensors = moe_tensors()
     name = f"{LAYER}.experts.7.up_proj.weight"
@@ -155,9 +156,7 @@ def test_groups_are_resolved_by_tensor(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("forms", [("packed", "stacked"), ("stacked", "packed"), ("stacked",) * 2])
-def test_experts_are_the_same_however_they_are_stored(
-    store: LocalStore, forms: tuple[str, str]
-) -> None:
+def test_experts_are_equal_in_either_form(store: LocalStore, forms: tuple[str, str]) -> None:
     changed = moe_tensors()
     name = f"{LAYER}.experts.10.down_proj.weight"
     changed[name] = changed[name] + 1
@@ -172,7 +171,7 @@ def test_experts_are_the_same_however_they_are_stored(
 
 
 @pytest.mark.parametrize("quantize", ["int4", "nvfp4", "mxfp8"])
-def test_quantized_experts_are_the_same_however_they_are_stored(
+def test_quantized_experts_are_equal_in_either_form(
     store: LocalStore, quantize: str
 ) -> None:
     changed = quantizable_tensors()
@@ -186,7 +185,7 @@ def test_quantized_experts_are_the_same_however_they_are_stored(
     assert changes(diff_models("a", "c", store=store)) == {name: ("bytes",)}
 
 
-def test_a_quantized_tensor_is_of_another_type(store: LocalStore) -> None:
+def test_a_quantized_tensor_has_another_type(store: LocalStore) -> None:
     tensors: Arrays = {"w.weight": np.ones((64, 64), np.float32)}
     make(store, "a", tensors)
     make(store, "b", tensors, quantize="int4")
@@ -201,7 +200,7 @@ def test_a_quantized_tensor_is_of_another_type(store: LocalStore) -> None:
     assert changes(diff_models("b", "c", store=store)) == {"w.weight": ("type",)}
 
 
-def test_scales_count_too(store: LocalStore) -> None:
+def test_compares_scales_too(store: LocalStore) -> None:
     def packed(scale: bytes, scale_type: str = "F32") -> dict[str, bytes]:
         size = {"F32": 4, "F16": 2}[scale_type]
         weight = ("x", "U32", (1, 8), bytes(32))
@@ -273,7 +272,7 @@ def test_the_config_of_the_store_counts(store: LocalStore) -> None:
     assert item.media_type == media_types.CONFIG
 
 
-def test_what_is_not_whole_is_an_error(store: LocalStore) -> None:
+def test_a_damaged_model_is_an_error(store: LocalStore) -> None:
     def path(digest: Digest) -> Path:
         return store.folder("blobs") / digest.file_name
 
@@ -294,26 +293,24 @@ def test_what_is_not_whole_is_an_error(store: LocalStore) -> None:
         diff_models("a", "a", store=store, jobs=0)
 
 
-def test_a_failure_of_one_thread_stops_the_others(
+def test_an_error_in_one_thread_stops_the_others(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("a", 0), ("b", 1)):
         array = np.full(4, value, np.uint8).tobytes()
         tensors = [(f"x{number}", "U8", (4,), array) for number in range(20)]
         add_blobs(store, name, {"g": blob(*tensors)})
-    works = []
-    init = difference._Work.__init__
-
-    def noted(self: difference._Work, *arguments: object) -> None:
-        works.append(self)
-        init(self, *arguments)  # type: ignore[arg-type]
+    pools: list[WorkerPool] = []
 
     def fail(*_: object) -> None:
-        message = "ended while it was read"
-        raise BlobDamaged(message)
+        raise BlobDamaged("ended while it was read")
 
-    monkeypatch.setattr(difference._Work, "__init__", noted)
+    def new_pool(*arguments: Any) -> WorkerPool:
+        pools.append(WorkerPool(*arguments))
+        return pools[0]
+
+    monkeypatch.setattr(difference, "WorkerPool", new_pool)
     monkeypatch.setattr(LocalStore, "read_into", fail)
     with pytest.raises(BlobDamaged, match="ended while it was read"):
         diff_models("a", "b", store=store, jobs=1)
-    assert works[0].stop.is_set()
+    assert pools[0].stopping.is_set()

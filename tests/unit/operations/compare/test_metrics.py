@@ -18,7 +18,7 @@ def of(numbers: Any, base: Any, group_size: int = 2) -> ErrorStats:
     return deviation
 
 
-def test_adds_up_squares_and_finds_the_largest_difference() -> None:
+def test_sums_squares_and_finds_the_largest_difference() -> None:
     found = of([[1.0, 2.0, 3.0, 4.5]], [[1.0, -1.0, 3.0, 4.0]])
 
     assert found.squared_error == 9.25
@@ -28,7 +28,7 @@ def test_adds_up_squares_and_finds_the_largest_difference() -> None:
     assert found.nonfinite == 0
 
 
-def test_computes_in_more_digits_than_the_numbers_have() -> None:
+def test_computes_with_more_precision_than_its_input() -> None:
     base = np.full((1, 4096), 0.1, np.float16)
 
     found = of(base + np.float16(0.05), base, 64)
@@ -47,7 +47,7 @@ def test_the_last_group_of_a_row_may_be_shorter() -> None:
     assert of(base[:, :1] * 2, base[:, :1], 64).worst == WorstGroup(1.0, 0, 0, 1)
 
 
-def test_places_the_worst_group_in_the_whole_tensor() -> None:
+def test_locates_the_worst_group_in_the_tensor() -> None:
     found = ErrorStats(2)
     base = np.ones((2, 4))
     worse = base.copy()
@@ -61,21 +61,21 @@ def test_places_the_worst_group_in_the_whole_tensor() -> None:
     assert found.squared_base == 24
 
 
-def test_a_group_that_should_be_zeros_and_is_not_is_infinitely_wrong() -> None:
+def test_an_error_against_zeros_is_infinite() -> None:
     base = np.array([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0]])
 
     assert of([[0.0, 0.0, 1e-9, 0.0, 9.0, 1.0]], base).worst == WorstGroup(math.inf, 0, 2, 2)
     assert of([[0.0, 0.0, 0.0, 0.0, 9.0, 1.0]], base).worst == WorstGroup(math.sqrt(32), 0, 4, 2)
 
 
-def test_equal_numbers_have_no_worst_group() -> None:
+def test_equal_values_have_no_worst_group() -> None:
     found = of([[0.0, -0.0, 5.0]], [[-0.0, 0.0, 5.0]])
 
     assert (found.squared_error, found.max_abs_error, found.worst) == (0, 0, None)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e200, -1e300])
-def test_leaves_out_what_cannot_be_squared(odd: float) -> None:
+def test_leaves_out_values_that_cannot_be_squared(odd: float) -> None:
     for numbers, base in (([odd, 2.0], [1.0, 1.0]), ([1.0, 2.0], [odd, 1.0])):
         found = of([numbers], [base])
         assert found.nonfinite == 1
@@ -83,13 +83,13 @@ def test_leaves_out_what_cannot_be_squared(odd: float) -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e300])
-def test_what_is_the_same_on_both_sides_is_equal(odd: float) -> None:
+def test_the_same_value_on_both_sides_is_equal(odd: float) -> None:
     found = of([[odd, 2.0]], [[odd, 2.0]])
 
     assert (found.nonfinite, found.max_abs_error, found.squared_base) == (0, 0, 4)
 
 
-def test_tells_infinities_of_two_signs_apart() -> None:
+def test_infinities_of_opposite_sign_differ() -> None:
     assert of([[math.inf]], [[-math.inf]]).nonfinite == 1
     assert of([[math.inf]], [[math.nan]]).nonfinite == 1
 
@@ -98,21 +98,21 @@ def test_tells_infinities_of_two_signs_apart() -> None:
     "dtype",
     [np.bool_, np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn],
 )
-def test_takes_numbers_of_every_type(dtype: Any) -> None:
+def test_accepts_every_type(dtype: Any) -> None:
     ones, zeros = np.ones((1, 2), dtype), np.zeros((1, 2), dtype)
 
     assert of(ones, zeros).squared_error == 2
     assert of(zeros, ones).squared_error == 2  # and nothing wraps below zero
 
 
-def test_takes_complex_numbers() -> None:
+def test_accepts_complex_values() -> None:
     found = of([[3 + 4j]], [[0j]])
 
     assert (found.squared_error, found.max_abs_error) == (25, 5)
     assert of([[complex(math.nan, 0)]], [[0j]]).nonfinite == 1
 
 
-def test_ratios_of_nothing_are_told_apart() -> None:
+def test_ratios_with_zero_are_distinguished() -> None:
     assert (relative_error(0, 0), snr_db(0, 0)) == (0, math.inf)
     assert (relative_error(0, 4), snr_db(0, 4)) == (0, math.inf)
     assert (relative_error(1, 0), snr_db(1, 0)) == (math.inf, -math.inf)

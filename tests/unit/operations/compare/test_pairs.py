@@ -71,7 +71,9 @@ def test_pairs_tensors_by_name_in_the_order_of_the_model(store: LocalStore) -> N
 
 
 @pytest.mark.parametrize("forms", [("packed", "stacked"), ("stacked", "packed"), ("stacked",) * 2])
-def test_pairs_experts_of_any_form(forms: tuple[ExpertForm, ExpertForm], store: LocalStore) -> None:
+def test_pairs_experts_of_either_form(
+    forms: tuple[ExpertForm, ExpertForm], store: LocalStore
+) -> None:
     for name, form in zip("ab", forms, strict=True):
         make(store, name, moe_tensors(), form)
     found = paired(store, "a", "b")
@@ -86,7 +88,7 @@ def test_pairs_experts_of_any_form(forms: tuple[ExpertForm, ExpertForm], store: 
     assert places[f"{LAYER}.experts.10.up_proj.weight"] == expected
 
 
-def test_takes_apart_what_was_stacked_in_the_source_by_the_names_of_the_other(
+def test_splits_a_stack_of_the_source_by_the_names_of_the_other_model(
     store: LocalStore,
 ) -> None:
     stacked = f"{LAYER}.experts.up_proj.weight"
@@ -98,7 +100,7 @@ def test_takes_apart_what_was_stacked_in_the_source_by_the_names_of_the_other(
     assert [pair.ours.name for pair in paired(store, "b", "a").pairs] == ups
 
 
-def test_stacks_of_unknown_members_are_one_tensor(store: LocalStore) -> None:
+def test_a_stack_of_unknown_members_is_one_tensor(store: LocalStore) -> None:
     stacked = f"{LAYER}.experts.up_proj.weight"
     for name in "ab":
         make(store, name, {stacked: np.zeros((12, 6, 4), np.float32)})
@@ -107,7 +109,7 @@ def test_stacks_of_unknown_members_are_one_tensor(store: LocalStore) -> None:
     assert (pair.ours.name, pair.ours.shape) == (stacked, (12, 6, 4))
 
 
-def test_takes_groups_from_the_quantized_side(store: LocalStore) -> None:
+def test_takes_the_group_size_from_the_quantized_side(store: LocalStore) -> None:
     tensors: Arrays = {"w.weight": np.zeros((64, 64), np.float32)}
     make(store, "plain", tensors)
     make(store, "other", {"w.weight": np.ones((64, 64), np.float32)})
@@ -120,7 +122,7 @@ def test_takes_groups_from_the_quantized_side(store: LocalStore) -> None:
     assert sizes == [32, 32, 64]
 
 
-def test_lists_what_only_one_has(store: LocalStore) -> None:
+def test_lists_tensors_that_only_one_model_has(store: LocalStore) -> None:
     tensors = dense_tensors()
     make(store, "a", {name: tensors[name] for name in ("mask", "scalar")})
     make(store, "b", {name: tensors[name] for name in ("scalar", "empty")})
@@ -131,7 +133,7 @@ def test_lists_what_only_one_has(store: LocalStore) -> None:
     assert found.only_in_base == ("empty",)
 
 
-def test_chooses_by_pattern_on_both_sides(store: LocalStore) -> None:
+def test_filters_both_models_by_pattern(store: LocalStore) -> None:
     tensors = dense_tensors()
     make(store, "a", {name: tensors[name] for name in ("mask", "scalar", "empty")})
     make(store, "b", {name: tensors[name] for name in ("scalar", "empty", "position_ids")})
@@ -143,14 +145,14 @@ def test_chooses_by_pattern_on_both_sides(store: LocalStore) -> None:
         paired(store, "a", "b", "s*", "x*")
 
 
-def test_refuses_models_without_a_common_tensor(store: LocalStore) -> None:
+def test_rejects_models_without_a_common_tensor(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros(3)})
     make(store, "b", {"y": np.zeros(3)})
     with pytest.raises(BlobstoreError, match="have no tensor of the same name"):
         paired(store, "a", "b")
 
 
-def test_refuses_another_shape(store: LocalStore) -> None:
+def test_rejects_another_shape(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros((2, 3))})
     make(store, "b", {"x": np.zeros((3, 2))})
     message = r"tensor 'x' has shape \[2, 3\] in a:latest and \[3, 2\] in b:latest"
@@ -158,7 +160,7 @@ def test_refuses_another_shape(store: LocalStore) -> None:
         paired(store, "a", "b")
 
 
-def test_refuses_packed_weights_that_do_not_say_how(store: LocalStore) -> None:
+def test_rejects_quantized_weights_of_unknown_format(store: LocalStore) -> None:
     weight = ("x", "U32", (1, 4), bytes(16))
     scale = ("x.scale", "F32", (1, 1), bytes(4))
     add_blobs(store, "a", {"x": blob(weight, scale)})
@@ -167,11 +169,11 @@ def test_refuses_packed_weights_that_do_not_say_how(store: LocalStore) -> None:
     for names in (("a", "b"), ("b", "a")):
         with pytest.raises(BlobstoreError, match="'x' of a:latest is quantized, but its blob does"):
             paired(store, *names)
-    (pair,) = paired(store, "a", "a").pairs  # which needs not to be read
+    (pair,) = paired(store, "a", "a").pairs  # shared, so not read
     assert pair.is_shared
 
 
-def test_refuses_models_without_tensors(store: LocalStore) -> None:
+def test_rejects_models_without_tensors(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros(3)})
     manifest = store.resolve(Reference.parse("a"))
     store.publish(Reference.parse("b"), with_layers(store, manifest, ()))
@@ -181,14 +183,14 @@ def test_refuses_models_without_tensors(store: LocalStore) -> None:
         paired(store, "a", "none")
 
 
-def test_refuses_a_list_of_stacks_that_does_not_fit(store: LocalStore) -> None:
+def test_rejects_a_list_of_stacks_that_does_not_fit(store: LocalStore) -> None:
     for name in "ab":
         make(store, name, {"x": np.zeros((2, 3)), "y.0": np.zeros(3)})
     with_stacks(store, "a", {"x": ["y.0", "y.1"]})
     with pytest.raises(BlobDamaged, match=r"model a:latest: two tensors .* be called 'y\.0'"):
         paired(store, "a", "b")
     with_stacks(store, "b", {"x": ["z"]})
-    with pytest.raises(BlobDamaged, match=r"model b:latest: tensor 'x' .* made of 1 tensors"):
+    with pytest.raises(BlobDamaged, match=r"model b:latest: tensor 'x' .* a stack of 1 tensors"):
         paired(store, "b", "b")
 
 
