@@ -1,11 +1,11 @@
-"""``blobstore convert``: a checkpoint as a safetensors file, without a store."""
+"""``blobstore convert``: write a checkpoint as a safetensors file, without a store."""
 
 from __future__ import annotations
 
 import click
 
 from blobstore.cli import render
-from blobstore.cli.options import json_option
+from blobstore.cli.options import jobs_option, json_option
 from blobstore.core.escape import escape
 
 
@@ -13,17 +13,18 @@ from blobstore.core.escape import escape
 @click.argument("source")
 @click.argument("out", metavar="OUT.safetensors")
 @click.option(
-    "--subtree", metavar="PATH", help="The part of a PyTorch checkpoint; '.' is all of it."
+    "--subtree", metavar="PATH", help="Part of a PyTorch checkpoint; '.' is the whole checkpoint."
 )
 @click.option(
     "--weights",
     metavar="PATTERN",
-    help="File names of the weights, where a folder holds several sets.",
+    help="File names of the weights, if a folder has several sets.",
 )
 @click.option(
-    "--keep-names", is_flag=True, help="Keep the names and the order of rows of Meta's Llamas."
+    "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llamas."
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@jobs_option
 @json_option
 def command(
     source: str,
@@ -32,11 +33,12 @@ def command(
     weights: str | None,
     keep_names: bool,
     force: bool,
+    jobs: int | None,
     as_json: bool,
 ) -> None:
     """Write the tensors of SOURCE, a checkpoint or a model folder, to the file OUT.
 
-    Nothing of the source is run. The file appears complete or not at all.
+    No code of the source is run. The file appears complete or not at all.
     """
     from blobstore.operations.export.convert import convert_checkpoint
 
@@ -48,6 +50,7 @@ def command(
             weights=weights,
             keep_names=keep_names,
             overwrite=force,
+            jobs=jobs,
             progress=progress,
         )
     for notice in copied.notices:

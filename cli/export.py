@@ -1,4 +1,4 @@
-"""``blobstore export``: a model as a Hugging Face folder again."""
+"""``blobstore export``: write a model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from blobstore.cli import render
 from blobstore.cli.options import (
+    jobs_option,
     json_option,
     parse_name,
     parse_size,
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     callback=parse_size,
     default="5GB",
     show_default=True,
-    help="Bytes of tensors a file; larger models become several files with an index.",
+    help="Bytes of tensors per file; larger models become several files with an index.",
 )
 @click.option(
-    "--dequantize", is_flag=True, help="Write quantized weights as plain numbers, not packed."
+    "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
 )
+@jobs_option
 @json_option
 def command(
     name: Reference,
@@ -42,11 +44,12 @@ def command(
     store: LocalStore,
     shard_size: int,
     dequantize: bool,
+    jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Write the model NAME to the new folder DIR, as Hugging Face's libraries read it.
+    """Write the model NAME to the new folder DIR, in the layout of Hugging Face's libraries.
 
-    The tensors are those of the source bit for bit, however they are stored.
+    Tensors have the names and the bytes that they had in the source.
     """
     from blobstore.operations.export.export import export_model
 
@@ -57,6 +60,7 @@ def command(
             store=store,
             shard_size=shard_size,
             dequantize=dequantize,
+            jobs=jobs,
             progress=progress,
         )
     if as_json:

@@ -1,4 +1,4 @@
-"""``blobstore link``: a model as a Hugging Face folder of links to its blobs."""
+"""``blobstore link``: create a Hugging Face folder of links to a model's blobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from blobstore.cli import render
-from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
+from blobstore.cli.options import (
+    jobs_option,
+    json_option,
+    parse_name,
+    store_option,
+    suggesting_names,
+)
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -18,22 +24,22 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("link", short_help="Make a Hugging Face folder of links to a model's blobs.")
+@click.command("link", short_help="Create a Hugging Face folder of links to a model's blobs.")
 @click.argument("name", callback=parse_name)
 @click.argument("folder", metavar="DIR")
 @store_option
 @click.option(
     "--hard",
     is_flag=True,
-    help="Make hard links, which stay whole whatever the store removes, and not symbolic ones.",
+    help="Make hard links, which stay valid if the store removes a blob, instead of symbolic links.",
 )
 @click.option(
     "--old-keys",
     is_flag=True,
-    help="Let config.json say also under the keys of transformers 4 what it says under those of 5; "
-    "mlx-lm reads them.",
+    help="Repeat values in config.json under the keys of transformers 4, which mlx-lm needs.",
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
+@jobs_option
 @json_option
 def command(
     name: Reference,
@@ -42,9 +48,10 @@ def command(
     hard: bool,
     old_keys: bool,
     thaw: bool,
+    jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Make the new folder DIR, from which servers load the model NAME as from an export.
+    """Create the new folder DIR, from which servers load the model NAME as from an export.
 
     Its weight files are links to blobs. Only blobs whose tensors have other names in such a folder
     become files, such as those of quantized weights.
@@ -56,7 +63,7 @@ def command(
         if thaw:
             thaw_whole(name, store, progress)
         linked = link_model(
-            name, folder, store=store, hard=hard, old_keys=old_keys, progress=progress
+            name, folder, store=store, hard=hard, old_keys=old_keys, jobs=jobs, progress=progress
         )
     for notice in linked.notices:
         render.show_note(notice)
@@ -86,7 +93,7 @@ def command(
 
 
 def _kinds(linked: Linked) -> Iterator[str]:
-    """Yield what kinds of weight files there are."""
+    """Yield the number and the size of each kind of weight file."""
     if linked.links:
         yield f"{render.count_of(linked.links, 'link')} ({render.human_bytes(linked.bytes_linked)})"
     if linked.shared:

@@ -1,27 +1,37 @@
-"""Workflow: the tensors of any source as one safetensors file."""
+"""Workflow: write the tensors of a source to one safetensors file.
+
+Each job of a thread pool reads some consecutive tensors and writes them to their offsets.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.progress import Meter
+from blobstore.core.files import replacing, write_all
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
-from blobstore.safetensors.writer import write_safetensors
+from blobstore.safetensors.header import encode_header
+from blobstore.safetensors.writer import in_file_order
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.base import TensorSource
 
 _METADATA = {"format": "pt"}
-"""Without it, transformers loads no file."""
+"""transformers loads no file without it."""
 _BUFFER_SIZE = 1 << 20
+_BATCH_SIZE = 1 << 24
+"""Bytes of tensors per job, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +43,7 @@ class Copied:
     bytes_written: int
     """Bytes of the file."""
     notices: tuple[str, ...]
-    """What a person should know, one line each."""
+    """Remarks about the source, one line each."""
 
 
 def convert_checkpoint(
@@ -44,23 +54,27 @@ def convert_checkpoint(
     weights: str | None = None,
     keep_names: bool = False,
     overwrite: bool = False,
+    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Copied:
     """Write the tensors of a checkpoint, file or folder to a new safetensors file.
 
     Args:
-        source: as of :func:`blobstore.create`.
-        target: the file, which appears complete and synced, or not at all.
-        subtree: the part of a PyTorch checkpoint, by its keys with dots between.
-        weights: pattern of file names, where a folder holds several sets of weights.
-        keep_names: keep the names and the order of rows of Meta's Llamas.
-        overwrite: replace a file that is there.
-        progress: called with what is being done, bytes done and bytes in all.
+        source: as for :func:`blobstore.create`.
+        target: the file. It appears complete and synced, or not at all.
+        subtree: as for :func:`blobstore.create`.
+        weights: as for :func:`blobstore.create`.
+        keep_names: as for :func:`blobstore.create`.
+        overwrite: replace an existing file.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
 
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be read.
-        BlobstoreError: the target is there already, or cannot be written.
+        BlobstoreError: the target exists already, or cannot be written.
+        UsageError: ``jobs`` is below 1.
     """
+    check_jobs(jobs)
     path = Path(target)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         raise BlobstoreError(
@@ -72,15 +86,14 @@ def convert_checkpoint(
         progress=progress,
     )
     try:
-        meter = Meter(progress, sum(spec.nbytes for spec in opened.specs.values()))
-        buffer = memoryview(bytearray(_BUFFER_SIZE))
-
-        def read(name: str) -> Iterator[memoryview]:
-            for piece in opened.read(name, buffer):
-                yield piece
-                meter.add(len(piece), name)
-
-        written = write_safetensors(path, opened.specs.values(), read, _METADATA)
+        specs = in_file_order(opened.specs.values())
+        header = encode_header(specs, _METADATA)
+        size = sum(spec.nbytes for spec in specs)
+        pool = WorkerPool(jobs, progress, size)
+        with replacing(path) as descriptor:
+            write_all(descriptor, header)
+            batches = _batches(specs, len(header))
+            pool.run(batches, partial(_write_batch, opened, pool, descriptor))
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:
@@ -88,6 +101,39 @@ def convert_checkpoint(
     return Copied(
         path=path,
         tensors=len(opened.specs),
-        bytes_written=written,
+        bytes_written=len(header) + size,
         notices=tuple(opened.notices),
     )
+
+
+def _batches(
+    specs: Iterable[TensorSpec], offset: int
+) -> Iterator[tuple[int, Sequence[TensorSpec]]]:
+    """Yield consecutive tensors with their offset in the file."""
+    batch: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        batch.append(spec)
+        size += spec.nbytes
+        if size >= _BATCH_SIZE:
+            yield offset, batch
+            batch, offset, size = [], offset + size, 0
+    yield offset, batch
+
+
+def _write_batch(
+    source: TensorSource,
+    pool: WorkerPool,
+    descriptor: int,
+    batch: tuple[int, Sequence[TensorSpec]],
+) -> None:
+    """Write consecutive tensors: a job of ``pool``."""
+    offset, specs = batch
+    buffer = memoryview(bytearray(_BUFFER_SIZE))
+    for spec in specs:
+        for piece in source.read(spec.name, buffer):
+            left = piece
+            while left:  # one write may take only a part
+                written = os.pwrite(descriptor, left, offset)
+                left, offset = left[written:], offset + written
+            pool.report(len(piece), spec.name)

@@ -20,7 +20,13 @@ from blobstore.manifests import media_types
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.frameworks import FLOATS, original_dtype
 from blobstore.models.tensors import read_tensors
-from blobstore.operations.export.shards import divided, file_names, index, index_name, weight_file
+from blobstore.operations.export.shards import (
+    file_names,
+    index,
+    index_name,
+    split_by_size,
+    weight_file,
+)
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS, SCALE
@@ -118,7 +124,7 @@ def plan_export(
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
     for prefix, stem, specs in contents.components:
-        parts = [in_file_order(part) for part in divided(specs, shard_size)]
+        parts = [in_file_order(part) for part in split_by_size(specs, shard_size)]
         shards = [
             weight_file(name, part, contents.joins, prefix)
             for name, part in zip(file_names(stem, len(parts)), parts, strict=True)

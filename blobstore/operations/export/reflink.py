@@ -1,8 +1,8 @@
-"""A blob's data in another file under another header, without a copy where the file system can.
+"""Shares the data of a blob with a file that has another header, if the file system supports it.
 
-btrfs, XFS and others let files share blocks. Only whole blocks can be shared, so the new header is
-padded with spaces until the data lies at the same place in its block as it does in the blob; of the
-data only the bytes before the first boundary are written.
+btrfs, XFS and others let files share blocks. Only complete blocks can be shared, so the new header is
+padded with spaces until the data has the same offset within a block as in the blob. Only the data
+before the first block boundary is written.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import struct
 from blobstore.core.files import read_exactly, write_all
 
 _FICLONERANGE = 0x4020940D
-"""Linux's request: descriptor, offset, length and the offset in the file that is to share them."""
+"""Linux's request: source descriptor, offset, length, and the offset in the target."""
 _MAX_BLOCK = 1 << 17
-"""Network file systems name sizes of requests, to which no header should be padded."""
+"""Network file systems report their request size, which is too much padding."""
 _LENGTH_SIZE = 8
 
 
 def clone_data(source: int, size: int, data_start: int, target: int, header: bytes) -> bool:
-    """Write ``header`` and a file's data to an empty file; tell whether they share the blocks.
+    """Write ``header`` and the data of another file to an empty file; return whether they share it.
 
-    Where they cannot, the empty file stays as it is.
+    If they cannot, the file stays empty.
 
     Args:
         source: descriptor of a safetensors file.
         size: its size in bytes.
-        data_start: where its data begins.
+        data_start: offset of its data.
         target: descriptor of the empty file.
-        header: safetensors header for the same bytes, the length included.
+        header: new safetensors header of the data, including its length.
 
     Raises:
         OSError: the file cannot be written.
@@ -44,7 +44,7 @@ def clone_data(source: int, size: int, data_start: int, target: int, header: byt
     request = struct.pack("=qQQQ", source, boundary, size - boundary, len(padded) + before)
     try:
         fcntl.ioctl(target, _FICLONERANGE, request)
-    except OSError:  # one file system cannot, another is full; who writes the bytes will see
+    except OSError:  # not supported, or no space: the caller then writes the bytes
         return False
     write_all(target, padded + read_exactly(source, before, data_start))
     return True

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: their numbered names, their headers and the index. Pure."""
+"""The weight files of a Hugging Face folder: names, headers and index. Pure computation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
 
 SHARD_SIZE = 5 * 10**9
-"""Bytes of tensors in one file, unless a single tensor is larger."""
+"""Bytes of tensors per file, unless a single tensor is larger."""
 _METADATA = {"format": "pt"}
-"""What transformers demands of a file that it loads."""
+"""transformers loads no file without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file of weights; ``offsets`` are by the model's names, below a component too."""
+    """A weight file. ``offsets`` has the full names of tensors, including the component's prefix."""
 
     name: str
     tensors: Sequence[str]
-    """The tensors of the file, below its component."""
+    """Names of its tensors, without the component's prefix."""
     header: bytes
     offsets: Mapping[str, int]
 
@@ -34,16 +34,16 @@ class WeightFile:
 def weight_file(
     path: str, specs: Sequence[TensorSpec], joins: Mapping[str, Sequence[str]], prefix: str
 ) -> WeightFile:
-    """Return the file of tensors laid out in the order given.
+    """Return the file of some tensors, in the given order.
 
     Args:
         path: its name in the folder.
-        specs: what it holds, by the model's names.
-        joins: tensors that hold several of the model's, and those in their order.
-        prefix: what the names begin with in the model and not in the file.
+        specs: the tensors, with their full names.
+        joins: for tensors that are stacks, the names of their members in order.
+        prefix: the component's prefix, which the names in the file do not have.
 
     Raises:
-        InvalidHeader: the tensors do not make a file.
+        InvalidHeader: no safetensors file can have these tensors.
     """
     local = [spec._replace(name=spec.name.removeprefix(prefix)) for spec in specs]
     header = encode_header(local, _METADATA)
@@ -57,23 +57,23 @@ def weight_file(
     return WeightFile(path, [spec.name for spec in local], header, offsets)
 
 
-def divided(specs: Iterable[TensorSpec], shard_size: int) -> list[list[TensorSpec]]:
-    """Return the tensors of each file, filled in the order of the names; always one at least."""
+def split_by_size(specs: Iterable[TensorSpec], shard_size: int) -> list[list[TensorSpec]]:
+    """Return the tensors of each file, sorted by name; always at least one file."""
     parts: list[list[TensorSpec]] = [[]]
-    room = shard_size
+    left = shard_size
     for spec in sorted(specs, key=attrgetter("name")):
-        if spec.nbytes > room and parts[-1]:
+        if spec.nbytes > left and parts[-1]:
             parts.append([])
-            room = shard_size
+            left = shard_size
         parts[-1].append(spec)
-        room -= spec.nbytes
+        left -= spec.nbytes
     return parts
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return what ``count`` weight files are called, numbered if there is more than one.
+    """Return the names of ``count`` weight files, numbered if there is more than one.
 
-    ``stem`` is their place in the folder and what their names begin with.
+    ``stem`` is the start of their names, including the folder of a component.
     """
     if count == 1:
         return [f"{stem}.safetensors"]
@@ -81,12 +81,12 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def index_name(stem: str) -> str:
-    """Return what the index of such files is called."""
+    """Return the name of the index of such files."""
     return f"{stem}.safetensors.index.json"
 
 
 def index(files: Mapping[str, Sequence[str]], total_size: int) -> bytes:
-    """Return the index of files by their names beside it, with the tensors that each holds."""
+    """Return an index of the names of tensors by file. Files are in the folder of the index."""
     weight_map = {name: file for file, names in files.items() for name in names}
     value = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     return f"{json.dumps(value, indent=2)}\n".encode()

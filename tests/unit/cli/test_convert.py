@@ -54,3 +54,9 @@ def test_a_refused_file_leaves_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 4
     assert "it asks for 'posix.getcwd'" in result.stderr
     assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_takes_the_number_of_threads(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert run("convert", checkpoint, out, "--jobs", "1").exit_code == 0
+    assert run("convert", checkpoint, out, "--force", "-j", "0").exit_code == 2

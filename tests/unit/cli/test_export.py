@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from safetensors.numpy import load_file
 
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
@@ -52,3 +53,11 @@ def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) 
 
     assert run("export", "dense", tmp_path / "out").exit_code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("command", ["export", "link"])
+def test_takes_the_number_of_threads(stored: LocalStore, tmp_path: Path, command: str) -> None:
+    assert run(command, "dense", tmp_path / "out", "--jobs", "1").exit_code == 0
+    result = run(command, "dense", tmp_path / "other", "-j", "0")
+    assert result.exit_code == 2
+    assert "'--jobs' / '-j'" in result.stderr

@@ -171,9 +171,7 @@ def test_experts_are_equal_in_either_form(store: LocalStore, forms: tuple[str, s
 
 
 @pytest.mark.parametrize("quantize", ["int4", "nvfp4", "mxfp8"])
-def test_quantized_experts_are_equal_in_either_form(
-    store: LocalStore, quantize: str
-) -> None:
+def test_quantized_experts_are_equal_in_either_form(store: LocalStore, quantize: str) -> None:
     changed = quantizable_tensors()
     name = f"{LAYER}.experts.11.up_proj.weight"
     changed[name] = (changed[name] * 2).astype(ml_dtypes.bfloat16)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,3 +110,25 @@ def test_reports_what_is_done(tmp_path: Path) -> None:
     )
     total = sum(tensor.numel() * tensor.element_size() for tensor in TENSORS.values())
     assert steps[-1][1:] == (total, total)
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_writes_the_same_file_with_any_number_of_threads(tmp_path: Path, jobs: int) -> None:
+    tensors = {f"t{number}": torch.full((1 << 21,), float(number)) for number in range(7)}
+    source = save(tmp_path / "x.pt", {**tensors, **TENSORS})
+    threads: set[int] = set()
+    convert_checkpoint(
+        source,
+        tmp_path / "out.safetensors",
+        jobs=jobs,
+        progress=lambda *_: threads.add(threading.get_ident()),
+    )
+    assert 1 <= len(threads) <= jobs
+    found = load_file(tmp_path / "out.safetensors")
+    assert set(found) == {*tensors, *TENSORS}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_rejects_fewer_than_one_job(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="got 0"):
+        convert_checkpoint(tmp_path / "x.pt", tmp_path / "out.safetensors", jobs=0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from blobstore.operations.export.writer import _BlobReader
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import numpy as reference
@@ -485,7 +487,7 @@ def test_refuses_the_working_directory(
 
 
 def test_refuses_a_name_that_no_folder_can_have(dense: Path, store: LocalStore) -> None:
-    with pytest.raises(BlobstoreError, match="cannot look at"):
+    with pytest.raises(BlobstoreError, match="cannot access"):
         export_model(NAME, "a\0b", store=store)
 
 
@@ -992,3 +994,27 @@ def test_experts_of_several_types_are_exported_so_that_they_can_be_imported(
         joined = "model.layers.0.mlp.switch_mlp.down_proj.weight"
         down = ours["model.layers.0.mlp.experts.11.down_proj.weight"]
         assert np.array_equal(again[joined][11], down)
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_uses_at_most_as_many_threads_as_jobs(
+    dense: Path, store: LocalStore, tmp_path: Path, jobs: int
+) -> None:
+    threads: set[int] = set()
+    export_model(
+        NAME,
+        tmp_path / "out",
+        store=store,
+        jobs=jobs,
+        progress=lambda *_: threads.add(threading.get_ident()),
+    )
+    assert 1 <= len(threads) <= jobs
+    files = (tmp_path / "out" / "model.safetensors", dense / "model.safetensors")
+    assert raw_tensors(files[0]) == raw_tensors(files[1])
+
+
+@pytest.mark.parametrize("write", [export_model, link_model])
+def test_rejects_fewer_than_one_job(write: Any, store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="got 0"):
+        write(NAME, tmp_path / "out", store=store, jobs=0)
+    assert not (tmp_path / "out").exists()

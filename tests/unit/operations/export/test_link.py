@@ -412,7 +412,7 @@ def test_only_what_mlx_has_in_another_order_is_copied_where_bytes_can_be_shared(
         export_model(form, tmp_path / f"{form}-out", store=store)
         assert raw_tensors(tmp_path / form) == raw_tensors(tmp_path / f"{form}-out")
         for notice in linked.notices:
-            assert "their tensors lie in another order" in notice
+            assert "their tensors have another order" in notice
     # lm_head, q_proj and v_proj; and the experts, all at once or not at all.
     assert results == {"packed": (3, 1), "stacked": (4, 0)}
 
