@@ -79,7 +79,7 @@ def test_prints_plain_rows_when_piped(stored: LocalStore) -> None:
     row = lines[2 + NAMES.index("model.embed_tokens.weight")]
     short = layer_named(stored, "model.embed_tokens.weight").digest.short
     assert row.split() == ["model.embed_tokens.weight", "F32", "[8,", "4]", "32", "128", "B", short]
-    assert lines[-1] == "9 tensors in 9 blobs, 128 parameters, 450 B, 28.1 bits a weight"
+    assert lines[-1] == "9 tensors in 9 blobs, 128 parameters, 450 B, 28.1 bits per weight"
     assert "\x1b" not in done.stdout.decode()
 
 
@@ -103,7 +103,9 @@ def test_globs_choose_tensors(stored: LocalStore) -> None:
         "scalar",
     ]
     text = run("show", "dense", "*.up_proj.*").stdout
-    assert text.endswith("\n2 of 9 tensors in 2 blobs, 80 parameters, 256 B, 25.6 bits a weight\n")
+    assert text.endswith(
+        "\n2 of 9 tensors in 2 blobs, 80 parameters, 256 B, 25.6 bits per weight\n"
+    )
 
 
 def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None:
@@ -194,7 +196,7 @@ def test_takes_the_class_of_a_pipeline_for_its_architecture(
 
 
 @pytest.mark.parametrize(("harm", "state"), [(remove_blob, "missing"), (damage_blob, "damaged")])
-def test_shows_a_tensor_blob_that_is_not_whole(
+def test_shows_a_missing_or_damaged_tensor_blob(
     stored: LocalStore, harm: object, state: str
 ) -> None:
     layer = layer_named(stored, "model.embed_tokens.weight")
@@ -273,7 +275,7 @@ def test_shows_a_model_of_ollama_by_its_layers(store: LocalStore) -> None:
 
     assert result.exit_code == 0
     assert lines[0] == "llama3:8b: llama (8.0B)"
-    assert lines[1].startswith("Ollama's own: ")
+    assert lines[1].startswith("a model of Ollama: ")
     assert lines[2].split() == ["NAME", "MEDIA", "TYPE", "SIZE", "DIGEST"]
     assert len(lines) == 3 + 1 + len(manifest.layers) + 1
     shown = run_json("show", "llama3:8b")
@@ -303,10 +305,10 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
     assert tensor["bits_per_weight"] == 5.0
     lines = run("show", "q").stdout.splitlines()
     assert lines[2].split()[:6] == ["w.weight", "int4", "g32", "[6,", "64]", "5"]
-    assert lines[3] == "1 tensor in 1 blob, 384 parameters, 240 B, 5 bits a weight"
+    assert lines[3] == "1 tensor in 1 blob, 384 parameters, 240 B, 5 bits per weight"
 
 
-def test_layers_without_a_name_are_told_apart(stored: LocalStore) -> None:
+def test_distinguishes_layers_without_a_name(stored: LocalStore) -> None:
     base = stored.resolve(Reference.parse("dense"))
     with stored.ingest() as ingest:
         data = {name: blob((name, "U8", (1,), b"x")) for name in ("one", "two")}

@@ -1,0 +1,233 @@
+"""Describes one model: its architecture, tensors and blobs, and the blobs that cannot be read.
+
+Only headers and small JSON files are read. ``verify`` is the operation that hashes the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobMissing, BlobstoreError, Damaged
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
+from blobstore.models.tensors import read_tensors
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
+    from blobstore.models.tensors import StoredTensor
+
+CONFIG_NAME = "(config)"
+"""The name under which the config blob is listed; it has none of its own."""
+
+_CONFIG_FILES = ("config.json", "model_index.json")
+
+
+class TensorDescription(NamedTuple):
+    """A tensor of a model. A named tuple, because a model may have many thousands."""
+
+    name: str
+    type: str
+    """The quantization type (``unknown`` if the blob does not say), or else the element type."""
+    dtype: str
+    """The element type as stored; of packed words, if the tensor is quantized."""
+    shape: tuple[int, ...]
+    """The logical shape; the stored shape if the quantization type is unknown."""
+    size: int
+    """Bytes in the blob, including scales and biases."""
+    layer: str
+    digest: Digest
+    """The digest of the blob that holds the tensor."""
+    is_quantized: bool
+    quant_type: str | None
+    """The quantization type; None if the tensor is not quantized or the blob does not say."""
+    group_size: int
+    """Weights per group; 0 if there are no groups."""
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits in the blob per element; None if there are no elements."""
+        return self.size * 8 / self.parameters if self.parameters else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobDescription:
+    """A blob of a model: the config or a layer."""
+
+    name: str
+    media_type: str
+    size: int
+    digest: Digest
+    is_frozen: bool
+    """Whether the blob is stored only in its cold form."""
+    fault: BlobstoreError | None = None
+
+    @property
+    def state(self) -> Literal["ok", "missing", "damaged", "unreadable"]:
+        """One word for the blob's condition."""
+        if self.fault is None:
+            return "ok"
+        if isinstance(self.fault, BlobMissing):
+            return "missing"
+        return "damaged" if isinstance(self.fault, Damaged) else "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model, as far as it can be read."""
+
+    reference: Reference
+    format: Literal["tensors", "gguf"]
+    """``gguf`` for a model of Ollama whose weights are in one GGUF file."""
+    architecture: str
+    """Empty if unknown, like ``model_type``."""
+    model_type: str
+    size: int
+    """Bytes of all blobs. A blob that several layers share counts once."""
+    frozen_size: int
+    """Bytes of the frozen blobs among them, before compression."""
+    blobs: tuple[BlobDescription, ...]
+    """The config, then the layers in the manifest's order."""
+    tensors: tuple[TensorDescription, ...]
+    """The tensors of all readable blobs, in the manifest's order."""
+
+    @property
+    def parameters(self) -> int | None:
+        """The number of elements of all tensors; None for a GGUF model."""
+        if self.format == "gguf":
+            return None
+        return sum(tensor.parameters for tensor in self.tensors)
+
+    @property
+    def files(self) -> tuple[BlobDescription, ...]:
+        """The blobs of small files: JSON, tokenizers and the like."""
+        files = (media_types.JSON, media_types.FILE)
+        return tuple(blob for blob in self.blobs if blob.media_type in files)
+
+    @property
+    def faults(self) -> tuple[BlobDescription, ...]:
+        """The blobs that are missing, damaged or unreadable."""
+        return tuple(blob for blob in self.blobs if blob.fault is not None)
+
+
+def describe_model(
+    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+) -> ModelDescription:
+    """Describe a model. Missing and damaged blobs are part of the description, not errors.
+
+    Args:
+        reference: the model's name.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest: the manifest is damaged.
+        BlobDamaged: two blobs of the model contain a tensor of the same name.
+        StoreError: the store cannot be read.
+    """
+    store, reference = LocalStore.of(store), Reference.of(reference)
+    manifest = store.resolve(reference)
+    contents = read_tensors(store, manifest, collect_faults=True)
+    faults = dict(contents.faults)
+    for blob in (manifest.config, *manifest.layers):
+        if blob.media_type != media_types.TENSOR:
+            try:
+                store.check_size(blob.digest, blob.size)
+            except BlobstoreError as error:
+                faults[blob.id] = error
+    is_gguf = not manifest.layers_of(media_types.TENSOR) and bool(
+        manifest.layers_of(media_types.MODEL)
+    )
+    keys = ("model_family",) if is_gguf else ("architectures", "_class_name")
+    config: Mapping[str, Any] = {}
+    config_blob = manifest.config if is_gguf else _config_file(manifest)
+    if config_blob is not None:
+        try:
+            config = _read_json(store, config_blob)
+        except BlobstoreError as error:
+            faults.setdefault(config_blob.id, error)
+    frozen = {blob.digest for blob in manifest.blobs if store.is_cold(blob.digest)}
+    return ModelDescription(
+        reference=reference,
+        format="gguf" if is_gguf else "tensors",
+        architecture=next(filter(None, (_first_text(config, key) for key in keys)), ""),
+        model_type=_first_text(config, "model_type"),
+        size=sum(blob.size for blob in manifest.blobs),
+        frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
+        blobs=tuple(
+            _describe_blob(
+                blob.name or (CONFIG_NAME if blob is manifest.config else ""),
+                blob,
+                faults.get(blob.id),
+                is_frozen=blob.digest in frozen,
+            )
+            for blob in (manifest.config, *manifest.layers)
+        ),
+        tensors=tuple(map(_describe_tensor, contents.tensors.values())),
+    )
+
+
+def _config_file(manifest: Manifest) -> Descriptor | None:
+    files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
+    return next((files[name] for name in _CONFIG_FILES if name in files), None)
+
+
+def _read_json(store: LocalStore, blob: Descriptor) -> Mapping[str, Any]:
+    """Return the JSON object in a small blob; an empty one if the blob contains something else.
+
+    Raises:
+        BlobstoreError: the blob is missing or damaged.
+    """
+    try:
+        value = json.loads(store.read_blob(blob.digest, blob.size))
+    except (ValueError, RecursionError):  # files are stored as the source has them, valid or not
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _first_text(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
+
+
+def _describe_blob(
+    name: str, blob: Descriptor, fault: BlobstoreError | None, *, is_frozen: bool
+) -> BlobDescription:
+    return BlobDescription(
+        name=name,
+        media_type=blob.media_type,
+        size=blob.size,
+        digest=blob.digest,
+        is_frozen=is_frozen,
+        fault=None if fault is None else fault.at(f"layer {quote(name)}"),
+    )
+
+
+def _describe_tensor(tensor: StoredTensor) -> TensorDescription:
+    return TensorDescription(
+        name=tensor.name,
+        type=tensor.type_name,
+        dtype=tensor.entry.spec.dtype.value,
+        shape=tensor.shape,
+        size=tensor.nbytes,
+        layer=tensor.layer.name,
+        digest=tensor.layer.digest,
+        is_quantized=bool(tensor.companions),
+        quant_type=tensor.item.name if tensor.item else None,
+        group_size=tensor.group_size,
+    )
