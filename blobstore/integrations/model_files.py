@@ -1,10 +1,9 @@
-"""What the libraries read beside the weights: the small files, in a folder that soon goes again."""
+"""What all integrations share: small files in a temporary folder, and checks with clear errors."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import os
 import re
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from blobstore.core.escape import escape, quote
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.errors import BlobstoreError
 from blobstore.operations.export.folder import small_files
 
 if TYPE_CHECKING:
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from blobstore.operations.open import Model, Verify
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")
-"""Keys of configs that say how many layers there are, each of which has tensors."""
-_SURELY_POSSIBLE = 1000
-"""Layers that may share their tensors with each other."""
+"""Keys of configs that state a number of layers, each of which has tensors."""
+_ALWAYS_ALLOWED = 1000
+"""Numbers of layers that are not questioned: layers may share tensors."""
 _MAX_DEPTH = 8
-_MEMORY = "/dev/shm"  # noqa: S108 - the folder in it gets a name of its own and is the user's alone
+_MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
 _SPARE = 8
-"""How many times their size must be free in memory, for others need it too."""
+"""So many times the files' size must be free there, because others need memory too."""
 _MAX_REASON = 500
-"""Characters of a library's own message that are shown."""
+"""Characters of a library's own message that are quoted."""
 
 
-class Opening(TypedDict, total=False):
-    """How a model is opened; see :func:`blobstore.open`."""
+class OpenOptions(TypedDict, total=False):
+    """Options of :func:`blobstore.open` that integrations pass on."""
 
     verify: Verify
     read: Read
@@ -45,18 +44,19 @@ class Opening(TypedDict, total=False):
 
 
 @contextlib.contextmanager
-def folder_of_files(
+def temporary_folder(
     model: ModelFiles, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
 ) -> Iterator[Path]:
-    """Give a temporary folder of a model's small files, never of weights, and remove it.
+    """Give a temporary folder with a model's small files and no weights; remove it at the end.
 
     Args:
         model: the model.
-        patterns: the names of the files that are wanted.
-        written: files that shall say something else than the stored ones.
+        patterns: which files to write.
+        written: files by name, written instead of the stored ones.
 
     Raises:
-        BlobMissing, BlobDamaged, InvalidManifest: a file is not whole, or its name is none.
+        BlobMissing, BlobDamaged, InvalidManifest: a file is missing or damaged, or has an invalid
+            name.
     """
     contents = {
         file: model.read_file(file)
@@ -64,7 +64,7 @@ def folder_of_files(
         if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
     }
     contents.update(written or {})
-    place = _place_in_memory(sum(map(len, contents.values())))
+    place = _folder_in_memory(sum(map(len, contents.values())))
     with tempfile.TemporaryDirectory(prefix="blobstore-", dir=place) as name:
         for file, content in contents.items():
             path = Path(name, file)
@@ -73,10 +73,10 @@ def folder_of_files(
         yield Path(name)
 
 
-def _place_in_memory(nbytes: int) -> str | None:
-    """Return where files of some bytes cost a quarter of what they cost on a disk, if there is room.
+def _folder_in_memory(nbytes: int) -> str | None:
+    """Return a folder in memory, where writing files takes a quarter of the time.
 
-    None is the usual place for temporary files, which the user may have chosen.
+    Returns None for the default place, if there is too little memory or the user has set ``TMPDIR``.
     """
     if os.environ.get("TMPDIR"):
         return None
@@ -84,42 +84,36 @@ def _place_in_memory(nbytes: int) -> str | None:
         memory = os.statvfs(_MEMORY)
     except OSError:
         return None
-    has_room = memory.f_bavail * memory.f_frsize > _SPARE * nbytes
-    return _MEMORY if has_room and os.access(_MEMORY, os.W_OK | os.X_OK) else None
+    is_ample = memory.f_bavail * memory.f_frsize > _SPARE * nbytes
+    return _MEMORY if is_ample and os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
-def decoded(model: ModelFiles, name: str) -> dict[str, Any]:
-    """Return the JSON object that a file of a model holds.
+def read_json(model: ModelFiles, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file that a library cannot do without.
 
     Raises:
         BlobstoreError: the model has no such file.
-        BlobMissing, BlobDamaged: it is not whole, or no JSON object.
+        BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
     """
     if name not in model.files:
-        raise BlobstoreError(f"{model.reference} has no {name}, which tells how to build the model")
-    try:
-        value = json.loads(model.read_file(name))
-    except (ValueError, RecursionError) as error:  # it is kept as the source had it
-        raise BlobDamaged(f"{name} of {model.reference} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BlobDamaged(f"{name} of {model.reference} is not a JSON object")
-    return value
+        raise BlobstoreError(f"{model.reference} has no {name}, which describes the model")
+    return model.read_json(name)
 
 
 def check_layers(model: Model, config: Mapping[str, Any]) -> None:
-    """Check that a config asks for no more layers than the model can have tensors for.
+    """Check that a config states no more layers than the model can have tensors for.
 
-    A library makes the layers before it looks at tensors, and of too many it takes all memory.
+    Libraries build all layers before they read tensors, and too many layers exhaust the memory.
 
     Raises:
-        BlobstoreError: it asks for more.
+        BlobstoreError: it states more.
     """
-    limit = max(len(model), _SURELY_POSSIBLE)
+    limit = max(len(model), _ALWAYS_ALLOWED)
     for key, count in _layer_counts(config, _MAX_DEPTH):
         if count > limit:
             raise BlobstoreError(
-                f"config.json of {model.reference} asks for more layers than its {len(model)} "
-                f"tensors can be for: {key} is {count}"
+                f"config.json of {model.reference} states more layers than its {len(model)} "
+                f"tensors can belong to: {key} is {count}"
             )
 
 
@@ -132,11 +126,11 @@ def _layer_counts(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, 
 
 
 @contextlib.contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Make one clear line of whatever a library raises, with what it failed to do before it.
+def library_errors(what: str) -> Iterator[None]:
+    """Turn any error of a library into one line that begins with ``what`` failed.
 
     Raises:
-        BlobstoreError: the library raised something.
+        BlobstoreError: the library raised an error.
     """
     try:
         yield
@@ -157,17 +151,17 @@ def check_names(
     misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
     mistyped: Sequence[tuple[str, str, str]] = (),
 ) -> None:
-    """Check that a model got all the tensors that it needs, and no other.
+    """Check that a model got all the tensors that it needs, and no others.
 
     Args:
         what: the model and the library, for the message.
-        missing: tensors that the library needs and the store has not.
-        unexpected: tensors of the store that the library has no place for.
-        misshapen: name, stored shape and expected shape of those that do not fit.
-        mistyped: name, stored type and expected type of those that are no such numbers.
+        missing: tensors that the library needs and the store lacks.
+        unexpected: tensors of the store that the library has no parameter for.
+        misshapen: name, stored shape and expected shape of tensors of a wrong shape.
+        mistyped: name, stored type and expected type of tensors of a wrong type.
 
     Raises:
-        BlobstoreError: it did not; all of them are listed.
+        BlobstoreError: any list is not empty. The message lists all tensors.
     """
     faults = [
         *_listed("missing", missing),

@@ -1,4 +1,4 @@
-"""What the commands that run a library's own server on a model of the store have in common."""
+"""The command line of the servers: options, errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-class Asked(NamedTuple):
-    """What a server is asked to serve."""
+class ServerOptions(NamedTuple):
+    """The options of a server's command line."""
 
     name: str
     store: LocalStore
@@ -34,34 +34,18 @@ def run_server(
     module: str,
     server: str,
     command: str,
-    serve: Callable[[Asked], None],
+    serve: Callable[[ServerOptions], None],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Serve until the process is told to end, and return its exit code.
+    """Parse the command line, serve until the process is told to stop, and return its exit status.
 
     Args:
         module: the module of the command.
-        server: what is run, for people.
+        server: a description of the server.
         command: the library's own command, whose options are passed on.
-        serve: runs it.
-        arguments: those of the command line; by default those of this process.
+        serve: runs the server.
+        arguments: the command line; by default that of this process.
     """
-    parser = _parser(module, server, command)
-    options, rest = parser.parse_known_args(arguments)
-    opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
-    try:
-        if options.store == "":  # an unset variable of a script must not mean the current folder
-            raise UsageError("the store's folder is empty text")
-        serve(Asked(options.name, LocalStore(options.store), opening, rest))
-    except BlobstoreError as error:
-        sys.stderr.write(f"blobstore: error: {escape(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
-
-
-def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         usage=f"%(prog)s NAME [--store DIR] [--verify LEVEL] [--read HOW] [--prefetch HOW] [options of {command}]",
@@ -70,22 +54,37 @@ def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", help="the model, [host/][namespace/]model[:tag]")
-    parser.add_argument("--store", metavar="DIR", help="folder of the store")
+    parser.add_argument(
+        "--store",
+        metavar="DIR",
+        help="folder of the store (default: $BLOBSTORE_HOME or ~/.blobstore)",
+    )
     parser.add_argument(
         "--verify",
         choices=get_args(Verify),
         default="size",
-        help="how closely blobs are looked at before they are used (default: size)",
+        help="how closely to check blobs before they are used (default: size)",
     )
     parser.add_argument(
         "--read",
         choices=get_args(Read),
         default="mmap",
-        help="how blobs are read; pread suits network file systems (default: mmap)",
+        help="how to read blobs; pread suits network file systems (default: mmap)",
     )
     parser.add_argument(
         "--prefetch",
         choices=get_args(Prefetch),
-        help="bring mapped blobs into memory before they are used",
+        help="load mapped blobs into memory before they are used",
     )
-    return parser
+    options, rest = parser.parse_known_args(arguments)
+    opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
+    try:
+        if options.store == "":  # an unset variable of a script must not mean the current folder
+            raise UsageError("--store must not be empty")
+        serve(ServerOptions(options.name, LocalStore(options.store), opening, rest))
+    except BlobstoreError as error:
+        sys.stderr.write(f"blobstore: error: {escape(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0

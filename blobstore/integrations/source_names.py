@@ -1,4 +1,4 @@
-"""What the tensors of a model were called in its source: the names that libraries convert from."""
+"""The names that the tensors of a model had in its source, which libraries expect."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from blobstore.operations.open import Model
-    from blobstore.store.local import LocalStore
 
 
-def stacked_names(store: LocalStore, model: Model) -> dict[str, list[str]]:
-    """Return the names of the tensors that each stacked tensor of a model was made of.
+def stacked_names(model: Model) -> dict[str, list[str]]:
+    """Return the source names of the tensors that each stacked tensor of a model was made from.
 
     Raises:
-        BlobDamaged: the list names tensors that do not exist, or have not as many parts, or it
-            gives two tensors one name.
+        BlobDamaged: the model's list of stacked tensors names a tensor that does not exist or has
+            another number of parts, or gives two tensors the same name.
     """
-    stacks = read_stacks(store, model.manifest)
+    stacks = read_stacks(model.store, model.manifest)
     specs = model.specs if stacks else {}
     used = set(specs) - set(stacks)
     for name, sources in stacks.items():
         shape = specs[name].shape if name in specs else ()
         if shape[:1] != (len(sources),):
             raise BlobDamaged(
-                f"{model.reference}: tensor {quote(name)} is said to be made of {len(sources)} "
-                f"tensors, and it {f'has shape {list(shape)}' if shape else 'does not exist'}"
+                f"{model.reference}: tensor {quote(name)} is listed as a stack of {len(sources)} "
+                f"tensors, but {f'has shape {list(shape)}' if shape else 'does not exist'}"
             )
         for source in sources:
             if source in used:
@@ -46,19 +45,19 @@ def stacked_names(store: LocalStore, model: Model) -> dict[str, list[str]]:
 
 
 def component_prefixes(model: Model) -> tuple[str, ...]:
-    """Return what the names of tensors begin with that belong to other components of a pipeline."""
+    """Return the prefixes of tensors that belong to other components of a pipeline."""
     folders = {file.rpartition("/")[0] for file in model.files if "/" in file}
     return tuple(f"{folder}/" for folder in sorted(folders))
 
 
-def gpt_oss_experts(store: LocalStore, model: Model, config: Mapping[str, Any]) -> Collection[str]:
-    """Return the quantized weights of a model if they are held as gpt-oss holds them.
+def gpt_oss_experts(model: Model, config: Mapping[str, Any]) -> Collection[str]:
+    """Return the quantized weights of a model that has the layout of gpt-oss, otherwise none.
 
     Raises:
-        BlobMissing, BlobDamaged: a blob is not whole.
+        BlobMissing, BlobDamaged: a blob is missing or damaged.
     """
     if SourceQuantConfig(config).method != gpt_oss.METHOD:
-        return ()  # which spares us the headers of all blobs
-    tensors = read_tensors(store, model.manifest).tensors.values()
+        return ()  # without reading the headers of all blobs
+    tensors = read_tensors(model.store, model.manifest).tensors.values()
     packed = [(item.name, item.shape, item.item) for item in tensors if item.companions]
     return [name for name, *_ in packed] if gpt_oss.is_form_of(config, packed) else ()

@@ -1,8 +1,8 @@
 """Models and tokenizers of the transformers library, from the store.
 
-On the processor a parameter is a view of the mapped blob: nothing is copied that transformers does
-not compute anew (experts that it fuses, other element types). The maps are private, so training such
-a model never reaches the store, and they live as long as any parameter does.
+On the CPU, parameters are views of mapped blobs. The only copies are tensors that transformers
+computes itself: fused experts, and other element types. The maps are private, so training such a
+model never changes the store. They live as long as any parameter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.model_files import (
-    blaming,
     check_layers,
     check_names,
-    decoded,
-    folder_of_files,
+    library_errors,
+    read_json,
+    temporary_folder,
 )
 from blobstore.integrations.source_names import (
     component_prefixes,
@@ -36,31 +36,32 @@ from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import empty_tensor
-from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.models.memory import Prefetch, Read
-    from blobstore.operations.open import Verify
+    from blobstore.operations.open import Model, Verify
+    from blobstore.store.local import LocalStore
 
 _FEW = 1 << 20
-"""Parameters that cost little if they are made up in vain."""
+"""Numbers of parameters that are not questioned, because they cost little."""
 _FILES = ("*config.json", "*config.*.json", "*.py")
-"""What is needed to build a model, of all components."""
+"""The files that are needed to build a model, of all components."""
 _OTHER_CONFIGS = "configuration_files"
-"""The key of configs that send other versions of transformers to other files beside them."""
+"""The key of configs that name other config files for other versions of transformers."""
 
 _BUILT: ContextVar[tuple[Mapping[str, torch.Tensor], str]] = ContextVar("_BUILT")
-"""The tensors for the model that is being built, and what cannot be done if they do not fit."""
+"""The tensors of the model that is being built, and the beginning of error messages."""
 
 
 def from_store(
     name: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     auto_class: type | str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str = "cpu",
@@ -76,29 +77,29 @@ def from_store(
 
     Args:
         name: the name, ``[host/][namespace/]model[:tag]``.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        auto_class: a class of models, an Auto class, or the name of one in transformers; by default
+        store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        auto_class: a model class, an Auto class, or the name of one in transformers. The default is
             the class that ``config.json`` names.
-        dtype: the element type; by default that of ``config.json``, else that of the first tensor.
-            Any other than the stored one costs a copy. Quantized weights become plain numbers.
-        device: where the model is put; anything but ``cpu`` is a copy.
+        dtype: the element type. The default is that of ``config.json``, else that of the first
+            tensor. Another type than the stored one requires a copy. Quantized weights are
+            dequantized.
+        device: the device of the model. Any device but ``cpu`` requires a copy.
         subfolder: the component of a pipeline.
-        strict: refuse a model that lacks tensors, or has others than the class takes. Otherwise
-            transformers makes up what is missing, and warns.
-        trust_remote_code: run the code that came with the model, if its config asks for it.
-        verify: this, ``read`` and ``prefetch`` are those of :func:`blobstore.open`.
-        read: see there.
-        prefetch: see there.
-        options: for ``from_pretrained``, such as ``attn_implementation``.
+        strict: fail if tensors are missing or the class does not take some. Otherwise transformers
+            initialises missing tensors, and warns.
+        trust_remote_code: run the code that came with the model, if its config names some.
+        verify: as in :func:`blobstore.open`.
+        read: as in :func:`blobstore.open`.
+        prefetch: as in :func:`blobstore.open`.
+        options: passed to ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
         ModelNotFound: the store has no such name.
-        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
         UsageError: there is no such class or device.
-        BlobstoreError: transformers cannot build it; which tensors are missing or unexpected is
-            listed in full.
+        BlobstoreError: transformers cannot build the model. The message lists all missing and
+            unexpected tensors.
     """
-    store = store or LocalStore()
     _check_device(device)
     with open_model(
         name,
@@ -109,81 +110,133 @@ def from_store(
         read=read,
         prefetch=prefetch,
     ) as model:
-        what = f"transformers cannot build {model.reference}"
-        stated = _stated(model, subfolder)
-        check_layers(model, stated)
-        with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
-            config = _config(files)
-            if isinstance(attention := options.get("attn_implementation"), str):
-                config._attn_implementation = attention  # noqa: SLF001 - of all parts of the model
-            elif not trust_remote_code:
-                _check_attention(config)
-            chosen = _model_class(config, auto_class, files.code)
-            if files.generation is not None:
-                own = transformers.GenerationConfig.from_pretrained(*files.generation)
-                options.setdefault("generation_config", own)
-        if strict:
-            options["ignore_mismatched_sizes"] = True  # they are listed below
-        names = _Names(
-            f"{subfolder}/" if subfolder else "",
-            component_prefixes(model),
-            stacked_names(store, model),
-            gpt_oss_experts(store, model, stated),
+        config, model_class = _config_and_class(
+            model, subfolder, auto_class, options, trust_remote_code=trust_remote_code
         )
-        if strict and model.quantized:  # which become plain numbers, of which there may be too many
-            meta = torch.device("meta")
-            empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
-            with blaming(what), meta:
-                _check_parameters(chosen(copy.deepcopy(config)), _state(empty, names), what)
-        state = _state(model.tensors(names.prefix), names)
-        with blaming(what), _building(state, what):
-            made = _checking(chosen) if strict else chosen
-            built, info = made.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                **options,
-            )
-    built.__class__ = chosen
+        state = _source_state(model, subfolder, config, model_class, strict=strict)
+        built = _build(model, config, model_class, state, dtype, options, strict=strict)
+    placed: transformers.PreTrainedModel = built if device == "cpu" else built.to(device)
+    return placed
+
+
+def _config_and_class(
+    model: Model,
+    subfolder: str,
+    auto_class: type | str | None,
+    options: dict[str, Any],
+    *,
+    trust_remote_code: bool,
+) -> tuple[transformers.PreTrainedConfig, Any]:
+    """Return the config and the class to build; set the generation config in ``options``."""
+    stated = _stated_config(model, subfolder)
+    check_layers(model, stated)
+    with (
+        _config_files(model, subfolder, stated, trust_remote_code) as files,
+        library_errors(_cannot_build(model)),
+    ):
+        config = _load_config(files)
+        if isinstance(attention := options.get("attn_implementation"), str):
+            config._attn_implementation = attention  # noqa: SLF001 - sets it for all parts
+        elif not trust_remote_code:
+            _check_attention(config)
+        model_class = _model_class(config, auto_class, files.code)
+        if files.generation is not None:
+            generation = transformers.GenerationConfig.from_pretrained(*files.generation)
+            options.setdefault("generation_config", generation)
+    return config, model_class
+
+
+def _source_state(
+    model: Model,
+    subfolder: str,
+    config: transformers.PreTrainedConfig,
+    model_class: Any,
+    *,
+    strict: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a component under the names of its source."""
+    names = _SourceNames(
+        f"{subfolder}/" if subfolder else "",
+        component_prefixes(model),
+        stacked_names(model),
+        gpt_oss_experts(model, _stated_config(model, subfolder)),
+    )
+    if strict and model.quantized:  # check before dequantizing weights that may be too many
+        meta = torch.device("meta")
+        empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
+        what = _cannot_build(model)
+        with library_errors(what), meta:
+            _check_parameters(model_class(copy.deepcopy(config)), names.rename(empty), what)
+    return names.rename(model.tensors(names.prefix))
+
+
+def _build(
+    model: Model,
+    config: transformers.PreTrainedConfig,
+    model_class: Any,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype | str | None,
+    options: dict[str, Any],
+    *,
+    strict: bool,
+) -> Any:
+    """Let transformers build a model, and check that its tensors fit."""
+    if strict:
+        options["ignore_mismatched_sizes"] = True  # check_names() lists all of them
+    what = _cannot_build(model)
+    with library_errors(what), _building(state, what):
+        used_class = _checking(model_class) if strict else model_class
+        built, info = used_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            **options,
+        )
+    built.__class__ = model_class
     if strict:
         check_names(
-            f"{chosen.__name__} cannot take the tensors of {model.reference}",
+            f"{model_class.__name__} cannot take the tensors of {model.reference}",
             missing=list(info["missing_keys"]),
             unexpected=list(info["unexpected_keys"]),
             misshapen=list(info["mismatched_keys"]),
         )
     built.config.name_or_path = built.name_or_path = str(model.reference)
-    placed: transformers.PreTrainedModel = built if device == "cpu" else built.to(device)
-    return placed
+    return built
+
+
+def _cannot_build(model: ModelFiles) -> str:
+    return f"transformers cannot build {model.reference}"
 
 
 def config_from_store(
     name: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     subfolder: str = "",
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedConfig:
-    """Return the config of a model of the store, without a word about quantization.
+    """Return the config of a model of the store, without quantization.
 
     Raises:
-        BlobstoreError: transformers cannot make one of ``config.json``. Otherwise as
-            :func:`from_store`.
+        BlobstoreError: transformers cannot read ``config.json``. Otherwise as :func:`from_store`.
     """
-    model = ModelFiles.of(name, store or LocalStore())
-    stated = _stated(model, subfolder)
+    model = ModelFiles.of(name, store)
+    stated = _stated_config(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
-    with _files(model, subfolder, stated, trust_remote_code) as files, blaming(what):
-        config = _config(files)
+    with (
+        _config_files(model, subfolder, stated, trust_remote_code) as files,
+        library_errors(what),
+    ):
+        config = _load_config(files)
     config.name_or_path = str(model.reference)
     return config
 
 
 def tokenizer_from_store(
     name: str | Reference,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     *,
     subfolder: str = "",
     trust_remote_code: bool = False,
@@ -192,12 +245,12 @@ def tokenizer_from_store(
     """Return the tokenizer of a model of the store.
 
     Raises:
-        BlobstoreError: transformers cannot make one of the files. Otherwise as :func:`from_store`.
+        BlobstoreError: transformers cannot make a tokenizer of the files. Otherwise as :func:`from_store`.
     """
-    model = ModelFiles.of(name, store or LocalStore())
+    model = ModelFiles.of(name, store)
     with (
-        folder_of_files(model) as folder,
-        blaming(f"transformers cannot make a tokenizer of the files of {model.reference}"),
+        temporary_folder(model) as folder,
+        library_errors(f"transformers cannot make a tokenizer of the files of {model.reference}"),
     ):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder / subfolder, trust_remote_code=trust_remote_code, **options
@@ -215,26 +268,26 @@ def _check_device(device: str) -> None:
         ) from None
 
 
-def _stated(model: ModelFiles, subfolder: str) -> dict[str, Any]:
-    return decoded(model, f"{subfolder}/config.json" if subfolder else "config.json")
+def _stated_config(model: ModelFiles, subfolder: str) -> dict[str, Any]:
+    return read_json(model, f"{subfolder}/config.json" if subfolder else "config.json")
 
 
-class _Files(NamedTuple):
-    """Where transformers finds what it needs to build a component."""
+class _ConfigFiles(NamedTuple):
+    """The paths that transformers needs to build a component."""
 
     config: Path
-    """The config of weights that are plain numbers: a file, or the folder that it is in."""
+    """The config without quantization: a file, or its folder."""
     generation: tuple[Path, str] | None
-    """Folder and name of the config of generation, if there is one."""
+    """Folder and name of the generation config, if there is one."""
     code: Path | None
-    """The folder of the code that came with the model, if that is trusted."""
+    """The folder of the code that came with the model, if it is trusted."""
 
 
 @contextlib.contextmanager
-def _files(
+def _config_files(
     model: ModelFiles, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
-) -> Iterator[_Files]:
-    """Give the files of a component: the blobs themselves, or a temporary folder if it must be.
+) -> Iterator[_ConfigFiles]:
+    """Give the config files of a component: the blobs themselves, or a temporary folder if needed.
 
     To write and remove a folder takes longer than to open a small model.
     """
@@ -243,20 +296,22 @@ def _files(
     plain = exported_config(stated, {})
     if plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
         found = model.file_path(generation) if generation in model.files else None
-        yield _Files(model.file_path(name), (found.parent, found.name) if found else None, None)
+        yield _ConfigFiles(
+            model.file_path(name), (found.parent, found.name) if found else None, None
+        )
         return
     written = {} if plain is None else {name: json.dumps(plain).encode()}
-    with folder_of_files(model, _FILES, written) as root:
+    with temporary_folder(model, _FILES, written) as root:
         folder = root / subfolder
         file = root / generation
-        yield _Files(
+        yield _ConfigFiles(
             folder,
             (file.parent, file.name) if file.exists() else None,
             folder if trust_remote_code else None,
         )
 
 
-def _config(files: _Files) -> transformers.PreTrainedConfig:
+def _load_config(files: _ConfigFiles) -> transformers.PreTrainedConfig:
     config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
         files.config, trust_remote_code=files.code is not None
     )
@@ -264,10 +319,10 @@ def _config(files: _Files) -> transformers.PreTrainedConfig:
 
 
 def _check_attention(config: transformers.PreTrainedConfig) -> None:
-    """Check that no part of a model asks for code of the Hub's, which transformers would run."""
+    """Check that no part of a model names code on the Hub, which transformers would run."""
     if "/" in str(wanted := config._attn_implementation):  # noqa: SLF001 - no other way to know
         raise BlobstoreError(
-            f"config.json asks for the attention {quote(wanted)}, which is code; give another "
+            f"config.json requests the attention {quote(wanted)}, which is code; give another "
             "attn_implementation, such as 'eager', or trust_remote_code=True"
         )
     for part in vars(config).values():
@@ -278,7 +333,7 @@ def _check_attention(config: transformers.PreTrainedConfig) -> None:
 def _model_class(
     config: transformers.PreTrainedConfig, wanted: type | str | None, code: Path | None
 ) -> Any:
-    """Return the class to build; one that came with the model only if its folder is given."""
+    """Return the class to build. Classes that came with the model require ``code``, their folder."""
     if wanted is None and config.architectures:
         return _named_class(config, config.architectures[0], code)
     chosen: Any = transformers.AutoModel if wanted is None else wanted
@@ -287,7 +342,7 @@ def _model_class(
     if (mapping := getattr(chosen, "_model_mapping", None)) is not None:
         return _mapped_class(config, chosen, mapping)
     if not _is_model_class(chosen):
-        raise UsageError(f"{quote(wanted)} is no class of models of transformers")
+        raise UsageError(f"{quote(wanted)} is not a model class of transformers")
     return chosen
 
 
@@ -299,7 +354,7 @@ def _named_class(config: transformers.PreTrainedConfig, name: str, code: Path | 
     if not _is_model_class(found):
         raise BlobstoreError(
             f"config.json names the class {quote(name)}, which transformers "
-            f"{transformers.__version__} has not"
+            f"{transformers.__version__} does not have"
         )
     return found
 
@@ -322,7 +377,7 @@ def _is_model_class(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _building(state: Mapping[str, torch.Tensor], what: str) -> Iterator[None]:
-    """Say which tensors the models that are made meanwhile are for."""
+    """Pass ``state`` to the checks of models that are built in the block."""
     token = _BUILT.set((state, what))
     try:
         yield
@@ -330,9 +385,9 @@ def _building(state: Mapping[str, torch.Tensor], what: str) -> Iterator[None]:
         _BUILT.reset(token)
 
 
-@functools.lru_cache(maxsize=8)  # to make a class takes longer than to open a small model
+@functools.lru_cache(maxsize=8)  # making a class takes longer than opening a small model
 def _checking(base: Any) -> Any:
-    """Return the class with a look at each new model, before there is memory for it."""
+    """Return a subclass that checks each new model before memory is allocated for it."""
 
     def begin(self: Any, *arguments: Any, **options: Any) -> None:
         base.__init__(self, *arguments, **options)
@@ -345,13 +400,14 @@ def _checking(base: Any) -> Any:
 def _check_parameters(
     model: transformers.PreTrainedModel, state: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Check what transformers finds only when it has taken the memory, or never.
+    """Check what transformers checks too late or never.
 
-    It makes up what is missing or has another shape, however large that is, and tells afterwards.
+    It initialises parameters that are missing or have another shape, however large they are, and
+    reports them afterwards.
 
     Raises:
-        BlobstoreError: the model is far larger than what is stored of it, or a tensor is of a type
-            that becomes no parameter.
+        BlobstoreError: the model has far more parameters than are stored, or a tensor's type cannot
+            be that of a parameter.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     wanted = {name: one for name, one in model.named_parameters() if name not in tied}
@@ -367,32 +423,31 @@ def _check_parameters(
         misshapen = [(name, found.shape, one.shape) for name, found, one in both]
         check_names(what, misshapen=[item for item in misshapen if item[1] != item[2]])
         raise BlobstoreError(
-            f"{what}: config.json asks for {count} parameters, and {stored} are stored"
+            f"{what}: config.json requires {count} parameters, but {stored} are stored"
         )
 
 
-class _Names(NamedTuple):
-    """What the tensors of a component were called in its source."""
+class _SourceNames(NamedTuple):
+    """How the tensors of a component were named in its source."""
 
     prefix: str
-    """What their names begin with in the model."""
+    """The prefix of their names in the model."""
     others: tuple[str, ...]
-    """What those of other components begin with."""
+    """The prefixes of other components."""
     stacks: Mapping[str, Sequence[str]]
-    """The names of what is stacked."""
+    """The source names of stacked tensors."""
     transposed: Collection[str]
-    """Those whose matrices lay the other way."""
+    """Tensors whose matrices are transposed in the source."""
 
-
-def _state(tensors: Mapping[str, torch.Tensor], names: _Names) -> dict[str, torch.Tensor]:
-    """Return the tensors of a component under the names of its source."""
-    prefix, others, stacks, transposed = names
-    state = {name: one for name, one in tensors.items() if name.startswith(prefix)}
-    for name in transposed:
-        state[name] = state[name].transpose(-1, -2).contiguous()
-    for name, sources in stacks.items():
-        if name in state:
-            state.update(zip(sources, state.pop(name).unbind(0), strict=True))
-    if prefix:
-        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return {name: state[name] for name in state if not name.startswith(others)}
+    def rename(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the component's tensors among ``tensors`` by their source names."""
+        prefix, others, stacks, transposed = self
+        state = {name: one for name, one in tensors.items() if name.startswith(prefix)}
+        for name in transposed:
+            state[name] = state[name].transpose(-1, -2).contiguous()
+        for name, sources in stacks.items():
+            if name in state:
+                state.update(zip(sources, state.pop(name).unbind(0), strict=True))
+        if prefix:
+            return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        return {name: state[name] for name in state if not name.startswith(others)}

@@ -1,10 +1,10 @@
-"""Models of mlx-lm from the store, with quantized layers as they are.
+"""Models of mlx-lm from the store, with quantized layers unchanged.
 
-mlx-lm builds the model, as from a folder; only its weights come from the store, when it asks its
-class to convert them (``sanitize``). MLX cannot adopt memory, so each tensor is copied once.
+mlx-lm builds the model as from a folder. Only the weights come from the store, when mlx-lm calls the
+model's ``sanitize`` to convert them. MLX cannot adopt memory, so each tensor is copied once.
 
-Importing mlx-lm lowers the number of files that the process may have open; the store needs none once
-the model is open.
+Importing mlx-lm lowers the limit of open files of the process. An open model of the store keeps no
+file open.
 """
 
 from __future__ import annotations
@@ -22,53 +22,54 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.weights import Weights, naming_of
 from blobstore.integrations.model_files import (
-    blaming,
     check_layers,
     check_names,
-    decoded,
-    folder_of_files,
+    library_errors,
+    read_json,
+    temporary_folder,
 )
 from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config, mlx_config
-from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Unpack
 
-    from blobstore.integrations.model_files import Opening
+    from blobstore.integrations.model_files import OpenOptions
     from blobstore.manifests.reference import Reference
     from blobstore.operations.open import Model
+    from blobstore.store.local import LocalStore
 
 
 def load(
     name: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     lazy: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[OpenOptions],
 ) -> tuple[Any, Any]:
     """Return a model of the store and its tokenizer, as ``mlx_lm.load`` returns those of a folder.
 
     Args:
         name: the name, ``[host/][namespace/]model[:tag]``.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        lazy: leave what mlx-lm computes of the weights to their first use.
+        store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        lazy: let mlx-lm compute converted weights on first use.
         tokenizer_config: settings of the tokenizer.
-        model_config: what the config shall say instead.
+        model_config: values that replace those of the config.
         opening: ``verify``, ``read``, ``prefetch`` and ``progress`` of :func:`blobstore.open`.
 
     Raises:
         ModelNotFound: the store has no such name.
-        BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
-        UnsupportedDType: MLX has no type for a tensor.
-        BlobstoreError: mlx-lm cannot build it; which tensors are missing or unexpected is listed in
-            full.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+        UnsupportedDType: MLX does not have the type of a tensor.
+        BlobstoreError: mlx-lm cannot build the model. The message lists all missing and unexpected
+            tensors.
     """
     model, tokenizer, _ = load_all(
         name,
@@ -84,18 +85,18 @@ def load(
 def load_all(
     name: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     lazy: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[OpenOptions],
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a model, its tokenizer and its config; otherwise as :func:`load`."""
+    """Return a model, its tokenizer and its config; otherwise the same as :func:`load`."""
     with (
         _opened(name, store, opening) as (stored, weights, config),
         _folder(stored, config) as folder,
     ):
-        with blaming(f"mlx-lm cannot make a tokenizer of the files of {stored.reference}"):
+        with library_errors(f"mlx-lm cannot make a tokenizer of the files of {stored.reference}"):
             tokenizer = utils.load_tokenizer(
                 folder,
                 {"trust_remote_code": False, **(tokenizer_config or {})},
@@ -109,12 +110,12 @@ def load_all(
 def load_model(
     name: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     lazy: bool = False,
     model_config: Mapping[str, Any] | None = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[OpenOptions],
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a model and its config, which needs no tokenizer; otherwise as :func:`load`."""
+    """Return a model and its config, without a tokenizer; otherwise the same as :func:`load`."""
     with (
         _opened(name, store, opening) as (stored, weights, config),
         _folder(stored, config, ("*config.json",)) as folder,
@@ -124,23 +125,24 @@ def load_model(
 
 @contextlib.contextmanager
 def _opened(
-    name: str | Reference, store: LocalStore | None, opening: Opening
+    name: str | Reference,
+    store: LocalStore | str | os.PathLike[str] | None,
+    opening: OpenOptions,
 ) -> Iterator[tuple[Model, Weights, dict[str, Any]]]:
-    """Give a model, its weights as mlx-lm takes them, not read yet, and its config likewise."""
-    store = store or LocalStore()
+    """Give a model, and its weights (not read yet) and config in the form that mlx-lm expects."""
     with open_model(name, store=store, framework="numpy", **opening) as stored:
-        config = decoded(stored, "config.json")
+        config = read_json(stored, "config.json")
         if "model_file" in config:
             raise BlobstoreError(
-                f"config.json of {stored.reference} asks for code of its own, "
+                f"config.json of {stored.reference} requires code of its own, "
                 f"{quote(config['model_file'])}, which is not run"
             )
         check_layers(stored, config)
-        experts = gpt_oss_experts(store, stored, config)
+        experts = gpt_oss_experts(stored, config)
         specs = stored.specs
-        naming = naming_of(store, stored, specs)
+        naming = naming_of(stored, specs)
         weights = Weights(stored, specs, naming, experts)
-        if not experts:  # whose config mlx-lm reads as it is
+        if not experts:  # mlx-lm reads the config of gpt-oss unchanged
             config = exported_config(config, naming.types) or config
         yield stored, weights, mlx_config(config)
 
@@ -149,7 +151,7 @@ def _folder(
     stored: Model, config: dict[str, Any], patterns: Sequence[str] = ("*",)
 ) -> AbstractContextManager[Path]:
     written = {"config.json": json.dumps(config).encode()}
-    return folder_of_files(stored, patterns, written)
+    return temporary_folder(stored, patterns, written)
 
 
 def _build(
@@ -163,30 +165,30 @@ def _build(
     bases: list[Any] = []
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        base, arguments = utils._get_classes(config)  # noqa: SLF001 - as load_model() itself does
+        base, arguments = utils._get_classes(config)  # noqa: SLF001 - like load_model() itself
         bases.append(base)
-        return _reading(base, weights, str(reference)), arguments
+        return _from_store(base, weights, str(reference)), arguments
 
-    with blaming(f"mlx-lm cannot build {reference}"):
+    with library_errors(f"mlx-lm cannot build {reference}"):
         model, config = utils.load_model(
             folder,
             lazy=lazy,
-            strict=False,  # there are no files of weights in the folder; names are checked below
+            strict=False,  # the folder has no weight files; names are checked below
             model_config=None if model_config is None else dict(model_config),
             get_model_classes=classes,
         )
-    model.__class__ = bases[0]  # which lets go of the store, too
+    model.__class__ = bases[0]  # which releases the store
     return model, config
 
 
-def _reading(base: Any, weights: Weights, reference: str) -> Any:
-    """Return a class of models that take their weights from the store."""
+def _from_store(base: Any, weights: Weights, reference: str) -> Any:
+    """Return a subclass of ``base`` that takes its weights from the store."""
     what = f"{base.__module__.rpartition('.')[2]} of mlx-lm cannot take the tensors of {reference}"
 
     class FromStore(base):  # type: ignore[misc]
         def sanitize(self, _: dict[str, Any]) -> dict[str, Any]:
-            # First without a byte of them: what does not fit shall not take the memory either. On
-            # another model, for some change themselves by what they find; and some look at values.
+            # First with stand-ins, so that weights that do not fit take no memory. This uses a copy,
+            # since some models change themselves by what they find. Some inspect values and fail.
             tried = copy.copy(self)
             with contextlib.suppress(ValueError):
                 _check(what, tried, _sanitized(tried, weights.stand_ins()))
@@ -207,10 +209,12 @@ def _reading(base: Any, weights: Weights, reference: str) -> Any:
 
 
 def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
-    """Check that a model gets all that it needs and no other, also before its layers are quantized.
+    """Check that a model gets all tensors that it needs and no others.
+
+    Its layers may not be quantized yet.
 
     Raises:
-        BlobstoreError: it does not; all is listed.
+        BlobstoreError: it does not. The message lists all tensors at fault.
     """
     parameters: Any = tree_flatten(model.parameters())
     expected = dict(parameters)
@@ -222,8 +226,10 @@ def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
     }
     for module in packed:
         weight = f"{module}weight"
-        if weight in expected and weight in given:  # the layer will have these three; of its rows
-            for kind in ("scales", "biases"):  # only the number is known
+        if (
+            weight in expected and weight in given
+        ):  # the layer will be quantized, and take all three
+            for kind in ("scales", "biases"):
                 given.pop(module + kind, None)
             rows = expected[weight].shape[:-1]
             expected[weight] = mx.zeros((*rows, given[weight].shape[-1]), given[weight].dtype)

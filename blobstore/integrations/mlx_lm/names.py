@@ -1,4 +1,4 @@
-"""What mlx-lm calls the tensors of a model. Pure."""
+"""The names that mlx-lm uses for the tensors of a model. Does no I/O."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Naming(NamedTuple):
-    """How the tensors of a model become those that mlx-lm takes, by their runtime names."""
+    """How the tensors of a model map to those of mlx-lm."""
 
     single: dict[str, str]
-    """Runtime name → MLX's."""
+    """Runtime name → MLX name."""
     split: dict[str, list[str]]
-    """Runtime name → the names of its parts, which mlx-lm itself joins in its own way."""
+    """Runtime name → the MLX names of its parts, which mlx-lm joins itself."""
     joined: dict[str, list[str]]
-    """MLX's name → the runtime names of what is stacked."""
+    """MLX name → the runtime names of the tensors to stack."""
     types: dict[str, tuple[QuantFormat, int]]
-    """Type and group size of the packed weights, by MLX's names."""
+    """Type and group size of the quantized weights, by MLX name."""
 
 
 def mlx_naming(
@@ -34,14 +34,14 @@ def mlx_naming(
     quantized: Mapping[str, tuple[str, int]],
     stacks: Mapping[str, Sequence[str]],
 ) -> Naming:
-    """Return how the tensors of a model become those that mlx-lm takes.
+    """Return how the tensors of a model map to those of mlx-lm.
 
-    They get the names that they have in an exported folder. Packed experts are one tensor there.
+    The names are those of an exported folder, where quantized experts are one tensor.
 
     Args:
-        all_specs: the tensors by their runtime names.
-        quantized: type and group size of those that are packed weights, as their blobs say.
-        stacks: what stacked tensors were made of.
+        all_specs: the tensors by runtime name.
+        quantized: type and group size of the quantized weights, as their blobs state them.
+        stacks: the source names of stacked tensors.
 
     Raises:
         BlobstoreError: a weight has a global scale.
@@ -76,11 +76,11 @@ def mlx_naming(
 def _companions(
     names: Collection[str], quantized: Mapping[str, tuple[str, int]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the weight and the suffix of each of the companions, by its runtime name."""
+    """Return the weight and the suffix of each companion, by its runtime name."""
     found: dict[str, tuple[str, str]] = {}
     for weight, (kind, _) in quantized.items():
         for suffix, end in COMPANIONS.items():
-            # One of no offsets may have a real tensor of that name beside it.
+            # A weight without offsets may have an unrelated tensor of that name.
             if suffix == BIAS and kind in FORMATS and not FORMATS[kind].has_bias:
                 continue
             if weight + end in names:
@@ -89,7 +89,7 @@ def _companions(
 
 
 def _joined(naming: Naming, specs: Mapping[str, TensorSpec], plain: Sequence[str]) -> Naming:
-    """Return the naming with the packed experts of a projection as one."""
+    """Return the naming with the quantized experts of a projection joined."""
     single, split, _, types = naming
     runtime_names = {name: runtime for runtime, name in single.items()}
     stacks = {tuple(names): runtime for runtime, names in split.items()}

@@ -1,8 +1,8 @@
-"""mlx-lm's own OpenAI-compatible server for one model of the store: ``python -m`` this module.
+"""mlx-lm's OpenAI-compatible server for one model of the store.
 
-The model is loaded before a port is opened, in the thread that generates: what MLX has not computed
-yet belongs to the thread that asked for it. The options are those of ``mlx_lm.server``, less the ones
-that name another model.
+Usage: ``python -m blobstore.integrations.mlx_lm.server NAME``. The model is loaded before the port is
+opened, in the thread that generates text: lazy MLX arrays belong to the thread that made them. The
+options are those of ``mlx_lm.server``, except the ones that name another model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
-from blobstore.integrations.server_command import Asked, run_server
+from blobstore.integrations.server_command import ServerOptions, run_server
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DEFAULT = "default_model"
-"""What mlx-lm calls the model that a request does not name."""
+"""The model name that mlx-lm uses if a request names none."""
 _PORTS = 2**16
 _TERMINATED = 128 + signal.SIGTERM
 
 
 class StoreProvider(server.ModelProvider):
-    """Gives the server its one model, and tells whether it was loaded."""
+    """Provides the server's only model, and reports whether it was loaded."""
 
     def __init__(self, cli_args: argparse.Namespace) -> None:
         if cli_args.adapter_path or cli_args.draft_model or cli_args.pipeline:
@@ -51,16 +51,16 @@ class StoreProvider(server.ModelProvider):
         self._error: Exception | None = None
 
     def load_default(self) -> None:
-        """Load the model, which is the first that the server's thread does."""
+        """Load the model. The server's thread calls this first."""
         try:
             self.load(_DEFAULT)
-        except Exception as error:  # noqa: BLE001 - wait() raises it
+        except Exception as error:  # noqa: BLE001 - wait() raises it again
             self._error = error
         finally:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the model is loaded, and raise what was raised instead."""
+        """Wait until the model is loaded. Raises the error of :meth:`load_default`."""
         self._is_done.wait()
         if self._error is not None:
             raise self._error
@@ -68,20 +68,20 @@ class StoreProvider(server.ModelProvider):
     def load(
         self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
     ) -> tuple[Any, Any]:
-        """Return the model and its tokenizer to a request that names it, or no model.
+        """Return the model and its tokenizer, for a request that names this model or none.
 
         Raises:
-            UsageError: it names another, which is not loaded from wherever it may be.
+            UsageError: it names another model.
         """
         if adapter_path is not None or draft_model_path not in (None, _DEFAULT):
-            raise UsageError("this server has neither adapters nor draft models")
+            raise UsageError("this server supports neither adapters nor draft models")
         if model_path != _DEFAULT and not self.is_served(model_path):
-            raise UsageError(f"this server has only {self.reference}, not {quote(model_path)}")
+            raise UsageError(f"this server serves only {self.reference}, not {quote(model_path)}")
         model, tokenizer = super().load(_DEFAULT)
         return model, tokenizer
 
     def is_served(self, name: str) -> bool:
-        """Return whether a name is that of the model, spelled in whatever way."""
+        """Return whether a name, in any spelling, is that of the model."""
         try:
             return Reference.parse(name) == self.reference
         except InvalidReference:
@@ -89,7 +89,7 @@ class StoreProvider(server.ModelProvider):
 
 
 class _Handler(server.APIHandler):
-    """mlx-lm's, which would list what the Hub's cache has."""
+    """Lists the one model; mlx-lm's handler would list the cache of the Hub."""
 
     def handle_models_request(self) -> None:
         """Answer ``/v1/models`` and ``/v1/models/NAME``."""
@@ -104,37 +104,37 @@ class _Handler(server.APIHandler):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a model until the process is told to end, and return its exit code."""
+    """Serve a model until the process is told to stop, and return its exit status."""
     name = "blobstore.integrations.mlx_lm.server"
     own = "mlx-lm's OpenAI-compatible server"
     return run_server(name, own, "python -m mlx_lm server", _serve, arguments)
 
 
-def _serve(asked: Asked) -> None:
-    """Run mlx-lm's own program, with what is said above in place of three of its parts."""
-    reference = Reference.parse(asked.name)
+def _serve(options: ServerOptions) -> None:
+    """Run mlx-lm's own program, with three of its parts replaced."""
+    reference = Reference.parse(options.name)
 
     def load(path: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
         return load_all(
             path,
-            store=asked.store,
+            store=options.store,
             tokenizer_config=settings["tokenizer_config"],
-            **asked.opening,
+            **options.opening,
         )
 
     def run(host: str, port: int, provider: StoreProvider) -> None:
         if provider.reference != reference:
-            raise UsageError("--model is the first argument here, and named once")
+            raise UsageError("the model is the first argument here; do not give --model")
         _run(host, port, provider)
 
     vars(server).update(load=load, run=run, ModelProvider=StoreProvider)
-    sys.argv = ["mlx_lm.server", "--model", str(reference), *asked.rest]
+    sys.argv = ["mlx_lm.server", "--model", str(reference), *options.rest]
     signal.signal(signal.SIGTERM, _stop)
     server.main()
 
 
 def _run(host: str, port: int, provider: StoreProvider) -> None:
-    if port not in range(_PORTS):  # others would be taken modulo their number
+    if port not in range(_PORTS):  # others would be taken modulo 65536
         raise UsageError(f"port {port} is not one of 0 to {_PORTS - 1}")
     cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
     generator = server.ResponseGenerator(provider, cache)
@@ -154,7 +154,7 @@ def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
     """Return a server that listens.
 
     Raises:
-        BlobstoreError: it cannot, at that place.
+        BlobstoreError: the address cannot be used.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -175,13 +175,13 @@ def _stop(number: int, frame: object) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process at once: what is to be closed or removed has been by now.
+    """End the process at once. Everything that must be closed or removed has been.
 
-    MLX sometimes aborts a process that ends after a thread of it has computed something.
+    MLX sometimes aborts a process that exits normally after a thread has computed something.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(code)
 
@@ -189,6 +189,6 @@ def _exit(code: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         status = main()
-    except SystemExit as ended:  # by a signal, or with a parser's message
+    except SystemExit as ended:  # by a signal, or by the parser after its message
         status = ended.code if isinstance(ended.code, int) else 0
     _exit(status)

@@ -1,4 +1,4 @@
-"""The tensors of a model as the arrays that mlx-lm takes, each copied once out of the maps."""
+"""The tensors of a model as arrays for mlx-lm. Each tensor is copied once out of the maps."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import DType, TensorSpec
     from blobstore.operations.open import Model
-    from blobstore.store.local import LocalStore
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def naming_of(store: LocalStore, stored: Model, specs: Mapping[str, TensorSpec]) -> Naming:
-    """Return how the tensors of a model become those that mlx-lm takes.
+def naming_of(stored: Model, specs: Mapping[str, TensorSpec]) -> Naming:
+    """Return how the tensors of a model map to those of mlx-lm.
 
-    Those of a pipeline's other components do not.
+    Tensors of other components of a pipeline are left out.
 
     Args:
-        store: that of the model.
         stored: the model.
         specs: its tensors.
 
     Raises:
-        BlobDamaged: what is said of stacked tensors contradicts them.
+        BlobDamaged: the model's list of stacked tensors contradicts its tensors.
         BlobstoreError: a weight has a global scale.
     """
     others = component_prefixes(stored)
     with gc_paused():  # a model has thousands of tensors
-        stacks, quantized = stacked_names(store, stored), stored.quantized
+        stacks, quantized = stacked_names(stored), stored.quantized
         if others:
             specs = {name: spec for name, spec in specs.items() if not name.startswith(others)}
             quantized = {name: known for name, known in quantized.items() if name in specs}
@@ -50,13 +48,13 @@ def naming_of(store: LocalStore, stored: Model, specs: Mapping[str, TensorSpec])
 
 
 class Weights:
-    """The weights of a model as mlx-lm takes them.
+    """The weights of a model, for mlx-lm.
 
     Args:
         stored: the model, opened for numpy.
         specs: its tensors.
-        naming: what they become.
-        gpt_oss_weights: those that mlx-lm expects in the form of gpt-oss.
+        naming: how they map to tensors of mlx-lm.
+        gpt_oss_weights: the tensors that mlx-lm expects in the layout of gpt-oss.
     """
 
     def __init__(
@@ -80,10 +78,10 @@ class Weights:
         }
 
     def stand_ins(self) -> dict[str, Any]:
-        """Return arrays of the same names, types and shapes, of zeros that take no memory yet.
+        """Return zeros of the same names, types and shapes, which take no memory yet.
 
         Raises:
-            UnsupportedDType: MLX has no type for a tensor, or cannot hold it.
+            UnsupportedDType: MLX does not have the type or cannot hold the shape of a tensor.
         """
         specs = self._specs
         known: dict[tuple[DType, tuple[int, ...]], Any] = {}
@@ -111,10 +109,10 @@ class Weights:
         """Yield names and arrays.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob is not whole.
-            UnsupportedDType: MLX has no type for a tensor, or cannot hold it.
+            BlobMissing, BlobDamaged: a blob is missing or damaged.
+            UnsupportedDType: MLX does not have the type or cannot hold the shape of a tensor.
         """
-        views, specs = self._stored.tensors(), self._specs  # parts of the maps
+        views, specs = self._stored.tensors(), self._specs  # views of the maps
         for runtime, name in self._single.items():
             yield name, copied(views[runtime], specs[runtime])
         for runtime, names in self._naming.split.items():
@@ -131,14 +129,14 @@ class Weights:
 
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]], spec: TensorSpec) -> Any:
-    """Return one array of several of the one type and shape of ``spec``, which lie anywhere.
+    """Stack arrays of the type and shape of ``spec``, which need not be contiguous.
 
     Raises:
-        UnsupportedDType: MLX cannot hold it.
+        UnsupportedDType: MLX cannot hold the result.
     """
     kind = copied(np.empty((0, *spec.shape), parts[0].dtype), spec).dtype
-    # Written into MLX's own memory, as which numpy sees it: its stack() would copy what it first
-    # waits for other threads to copy.
+    # numpy writes into MLX's own memory. MLX's stack() would first wait for other threads to copy
+    # each part, and then copy it again.
     words = _WORDS[parts[0].itemsize]
     array = mx.array(np.empty((len(parts), *spec.shape), words))
     np.stack([part.view(words) for part in parts], out=np.array(array, copy=False))

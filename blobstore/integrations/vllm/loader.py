@@ -1,9 +1,9 @@
-"""vLLM's loader of models of the store.
+"""The loader that vLLM uses for the load format ``blobstore``.
 
-vLLM builds the model; its weights are handed over as views of the mapped blobs, and it copies each to
-where it belongs. What it reports as loaded is not all that there is to know: a fused parameter counts
-as loaded with one of its parts, and a tensor that is not known may be skipped without a word. So it
-is watched.
+vLLM builds the model, receives its weights as views of the mapped blobs, and copies each into place.
+vLLM's own report of what was loaded is incomplete: a fused parameter counts as loaded after one of
+its parts, and vLLM may silently skip an unknown tensor. So the loader watches what is read and
+written.
 """
 
 from __future__ import annotations
@@ -29,54 +29,55 @@ from blobstore.integrations.source_names import (
     gpt_oss_experts,
     stacked_names,
 )
-from blobstore.integrations.vllm import Settings, check_types
+from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.operations.open import Model
-    from blobstore.store.local import LocalStore
 
-_LOGGER = init_logger("vllm.plugins.blobstore")  # below vLLM's own, so that it is shown
+_LOGGER = init_logger(
+    "vllm.plugins.blobstore"
+)  # a child of vLLM's logger, so that messages are shown
 _UNKNOWN = "There is no module or parameter named "
 _COMPUTED = re.compile(r"rotary_(emb|pos_emb)\.(inv_freq|cos_cached|sin_cached)$")
-"""What vLLM computes by itself, whatever a checkpoint has."""
+"""Tensors that vLLM computes itself, even if a checkpoint has them."""
 _EXPERT = re.compile(r"(\d+)\.(.+)", re.ASCII)
 _MAX_REASON = 500
 
 
 class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be installed
-    """Loads a model of the store; see :class:`blobstore.integrations.vllm.Settings`."""
+    """Loads models from the store; see :class:`~blobstore.integrations.vllm.settings.Settings`."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         self._settings = Settings.parse(load_config.model_loader_extra_config)
-        self._opened: tuple[LocalStore, Model] | None = None
+        self._opened: Model | None = None
 
     def download_model(self, model_config: Any) -> None:
-        """Check that the model is there: it is in the store, or it is nowhere."""
+        """Check that the store has the model. There is nothing to download."""
         del model_config
         with self._stored():
             pass
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        """Return the model, built when the store has been checked and not before.
+        """Check the store, and only then build the model and load its weights.
 
         Raises:
             ModelNotFound: the store has no such name.
-            BlobMissing, BlobDamaged, InvalidManifest: the model is not whole.
-            BlobstoreError: vLLM cannot take it; which tensors are missing or unexpected is listed.
+            BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+            BlobstoreError: vLLM cannot take it. The message lists missing and unexpected tensors.
         """
         with self._stored():
             return super().load_model(vllm_config, model_config, prefix)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Give a model its weights. Raises as :meth:`load_model`."""
-        with self._stored() as (store, stored):
+        """Load the weights of a model. Raises as :meth:`load_model`."""
+        with self._stored() as stored:
             began = time.perf_counter()
-            weights = _weights(store, stored)
-            # Plain ones are views, and are best made where nobody watches.
+            weights = _weights(stored)
+            # Views of plain tensors are best made before the watch begins.
             offered = Offered(weights if stored.quantized else list(weights))
             watch = Watch(dict(model.named_parameters()), offered)
             with watch:
@@ -102,16 +103,16 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         except BlobstoreError as error:
             if self._settings.strict:
                 raise
-            _LOGGER.warning("%s; they are let pass, for strict is false", error)
+            _LOGGER.warning("%s; accepted, because strict is false", error)
 
     @contextlib.contextmanager
-    def _stored(self) -> Iterator[tuple[LocalStore, Model]]:
-        """Give the store and the model, opened by whoever asks first and closed by them."""
+    def _stored(self) -> Iterator[Model]:
+        """Give the model. The outermost block opens it and closes it."""
         if self._opened is not None:
             yield self._opened
             return
-        with self._settings.opened() as opened:
-            check_types(opened[1])
+        with self._settings.open() as opened:
+            check_types(opened)
             self._opened = opened
             try:
                 yield opened
@@ -120,20 +121,20 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
 
 
 class _Loaded(NamedTuple):
-    """What vLLM made of a model's tensors."""
+    """The result of offering a model's tensors to vLLM."""
 
     names: set[str]
-    """The parameters that it says it loaded."""
+    """The parameters that vLLM reports as loaded."""
     refused: list[str]
-    """The tensors that it has no place for."""
+    """The tensors that vLLM has no parameter for."""
     error: BlobstoreError | None
-    """What it found wrong when it had all of them."""
+    """The error that vLLM raised after the last tensor."""
 
 
-def _weights(store: LocalStore, stored: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors under the names of its source."""
-    stacks = stacked_names(store, stored)
-    transposed = gpt_oss_experts(store, stored, stored.config)
+def _weights(stored: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model under their names in its source."""
+    stacks = stacked_names(stored)
+    transposed = gpt_oss_experts(stored, stored.config)
     others = component_prefixes(stored)
     for name, tensor in stored.iter_tensors():
         if name.startswith(others):
@@ -145,7 +146,7 @@ def _weights(store: LocalStore, stored: Model) -> Iterator[tuple[str, torch.Tens
 
 
 def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
-    """Let vLLM load what is offered, and go on after what it has no place for."""
+    """Let vLLM load the offered tensors, and continue after those that it has no parameter for."""
     names: set[str] = set()
     refused: list[str] = []
     what = f"{type(model).__name__} of vLLM cannot take"
@@ -156,7 +157,7 @@ def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {escape(' '.join(str(error).split()), _MAX_REASON)}"
-            if offered.last is None:  # it had all of them, and something is missing
+            if offered.last is None:  # vLLM had all tensors, and misses one
                 message = f"{what} the tensors of {stored.reference}: {reason}"
                 return _Loaded(names, refused, BlobstoreError(message))
             name, tensor = offered.last
@@ -171,8 +172,8 @@ def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
 
 
 def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> list[str]:
-    """Return what vLLM needs and was not given: names of tensors, or of parameters and how much."""
-    exempt = _made_by_vllm(model)
+    """Return the names of missing tensors, or of incomplete parameters with their extent."""
+    exempt = _computed_by_vllm(model)
     found: dict[str, None] = {}
     for name, parameter in model.named_parameters():
         if name in exempt or not parameter.numel():
@@ -186,23 +187,25 @@ def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> li
     return list(found)
 
 
-def _made_by_vllm(model: Any) -> set[str]:
-    """Return the parameters that do not come from a checkpoint, or do so in another form."""
+def _computed_by_vllm(model: Any) -> set[str]:
+    """Return the parameters that vLLM computes, or converts while it loads them."""
     return {
         f"{place}.{name}" if place else name
         for place, module in model.named_modules()
         if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod)
-        or getattr(method, "uses_meta_device", False)  # it is quantized while it is loaded
+        or getattr(method, "uses_meta_device", False)  # quantized while loading
         for name, _ in module.named_parameters()
     }
 
 
 def _absent_parts(model: Any, name: str, given: list[str]) -> list[str]:
-    """Return which tensors a fused parameter lacks, if their names can be told."""
+    """Return the tensors that a fused parameter lacks, if their names are known."""
     have = set(given)
     for fused, members in getattr(model, "packed_modules_mapping", {}).items():
         if f".{fused}." in name:
-            return _some([name.replace(f".{fused}.", f".{member}.") for member in members], have)
+            return _absent_if_partial(
+                [name.replace(f".{fused}.", f".{member}.") for member in members], have
+            )
     place, mark, _ = name.partition(".experts.")
     experts = [
         (int(match[1]), match[2])
@@ -211,22 +214,24 @@ def _absent_parts(model: Any, name: str, given: list[str]) -> list[str]:
     ]
     numbers = range(max((number for number, _ in experts), default=-1) + 1)
     kinds = sorted({kind for _, kind in experts})
-    return _some([f"{place}{mark}{number}.{kind}" for number in numbers for kind in kinds], have)
+    return _absent_if_partial(
+        [f"{place}{mark}{number}.{kind}" for number in numbers for kind in kinds], have
+    )
 
 
-def _some(expected: list[str], have: set[str]) -> list[str]:
-    """Return those that are not there, if others are."""
+def _absent_if_partial(expected: list[str], have: set[str]) -> list[str]:
+    """Return the expected names that are absent, unless all are."""
     absent = [name for name in expected if name not in have]
     return absent if len(absent) < len(expected) else []
 
 
 def _unexpected(offered: Offered, model: Any, model_config: Any, stored: Model) -> list[str]:
-    """Return what vLLM has passed over, though nothing says that it may."""
+    """Return the tensors that vLLM skipped without a known reason."""
     parallel = get_current_vllm_config().parallel_config
     if parallel.enable_expert_parallel or any(
         isinstance(module, PPMissingLayer | StageMissingLayer) for module in model.modules()
     ):
-        return []  # what is for others cannot be told from what is for nobody
+        return []  # tensors of other ranks look like tensors that no rank uses
     config = model_config.hf_config
     ignored = [_COMPUTED.pattern]
     for name in config.architectures or []:
@@ -242,7 +247,7 @@ def _unexpected(offered: Offered, model: Any, model_config: Any, stored: Model) 
 
 
 def _is_tied_head(name: str, stored: Model) -> bool:
-    """Return whether a tensor is the output layer, and the same as another tensor."""
+    """Return whether a tensor is the output layer and equals another tensor."""
     if not name.endswith("lm_head.weight") or name not in stored:
         return False
     specs = stored.specs

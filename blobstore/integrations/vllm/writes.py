@@ -1,7 +1,8 @@
-"""What a program does with the tensors that it is given: which it never looks at, and what it fills.
+"""Observes what an engine does with the tensors that it is given.
 
-An engine that fuses weights may report a parameter as loaded when it got a part of it only, and may skip
-tensors that it does not know. Both are seen from below: every operation of torch passes here.
+An engine that fuses weights may report a parameter as loaded after a part of it, and may skip tensors
+that it does not know. Both can be seen from below, since every torch operation passes through here:
+tensors that are never read, and parameters that are never written completely.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 _Part = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Address, sizes and strides of what was written."""
+"""Address, sizes and strides of memory that was written."""
 
 
 class Offered:
-    """An iterator of names and tensors that remembers where it is, and which nobody looked at.
+    """An iterator over names and tensors that knows which tensors were never read.
 
-    It goes on where it was if it is iterated again.
+    Iterating it again continues after the last tensor.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -31,17 +32,17 @@ class Offered:
         self._pending: dict[int, str] = {}
         self._dropped: list[str] = []
         self._is_made = True
-        """Whether the tensor is there: what is looked at to make it does not count."""
+        """False while the next tensor is computed: reads for that do not count."""
         self.last: tuple[str, torch.Tensor] | None = None
-        """What was given last; nothing before the first and after the end."""
+        """The last name and tensor; None before the first and after the end."""
         self.names: list[str] = []
-        """All that was given."""
+        """The names of all tensors so far."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        self.last = None  # which lets go of its memory
+        self.last = None  # frees its memory
         self._is_made = False
         try:
             name, tensor = self.last = next(self._tensors)
@@ -50,33 +51,33 @@ class Offered:
         self.names.append(name)
         if tensor.numel():
             address = tensor.data_ptr()
-            if address in self._pending:  # that tensor is gone: its memory has been used again
+            if address in self._pending:  # that tensor was freed, and its memory reused
                 self._dropped.append(self._pending[address])
             self._pending[address] = name
         return self.last
 
     def saw(self, tensor: torch.Tensor) -> None:
-        """Take note that somebody has looked at a tensor, or a view that begins where it does."""
+        """Record that a tensor was read, or a view that begins at the same address."""
         if self._is_made:
             self._pending.pop(tensor.data_ptr(), None)
 
     @property
     def is_unseen(self) -> bool:
-        """Whether there is a tensor that nobody has looked at yet."""
+        """Whether there is a tensor that was not read yet."""
         return bool(self._pending)
 
     @property
     def unused(self) -> list[str]:
-        """The tensors that nobody has looked at."""
+        """The names of the tensors that were never read."""
         return [*self._dropped, *self._pending.values()]
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, takes note of what is read and written in this thread.
+    """Records which tensors are read and written in this thread while it is entered.
 
     Args:
-        parameters: by name; written is what changes their memory, through whatever view.
-        offered: what is given meanwhile.
+        parameters: the parameters by name. Any change of their memory counts as a write.
+        offered: the tensors that are offered in the meantime.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], offered: Offered) -> None:
@@ -92,7 +93,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and every operation would be wrapped once more
+        return False  # nothing is compiled here; True would wrap every operation again
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +116,7 @@ class Watch(TorchDispatchMode):
             parts[part] = tensor.numel()
 
     def written(self, name: str) -> int | None:
-        """Return how many elements of a parameter were written; None if it has other memory now."""
+        """Return how many elements of a parameter were written; None if its memory was replaced."""
         tensor, begin = self._parameters[name], self._begins[name]
         if not begin or _address(tensor) != begin:
             return None
@@ -127,7 +128,7 @@ class Watch(TorchDispatchMode):
 
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return place and name of the arguments that an operation changes."""
+    """Return position and name of the arguments that an operation changes."""
     return [
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)  # noqa: SLF001 - as torch's modes do
@@ -136,7 +137,7 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies, 0 if nowhere."""
+    """Return the address of a tensor, or 0 if it has no memory."""
     if tensor.is_meta or not tensor.numel():
         return 0
     return tensor.data_ptr()

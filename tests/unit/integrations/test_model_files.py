@@ -11,11 +11,11 @@ import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, ModelNotFound
 from blobstore.integrations import model_files
 from blobstore.integrations.model_files import (
-    blaming,
     check_layers,
     check_names,
-    decoded,
-    folder_of_files,
+    library_errors,
+    read_json,
+    temporary_folder,
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -52,8 +52,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_gives_the_small_files_and_no_weights_and_removes_them(model: blobstore.Model) -> None:
-    with folder_of_files(model) as folder:
+def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore.Model) -> None:
+    with temporary_folder(model) as folder:
         found = contents(folder)
 
     assert found == {"config.json": b'{"model_type": "tiny"}\n', **FILES}
@@ -61,46 +61,44 @@ def test_gives_the_small_files_and_no_weights_and_removes_them(model: blobstore.
 
 
 def test_removes_the_folder_after_an_error(model: blobstore.Model) -> None:
-    with pytest.raises(ZeroDivisionError), folder_of_files(model) as folder:
+    with pytest.raises(ZeroDivisionError), temporary_folder(model) as folder:
         _ = 1 / 0
 
     assert not folder.exists()
 
 
-def test_the_folder_is_in_memory_where_there_is_room_for_it(
+def test_the_folder_is_in_memory_if_there_is_enough(
     model: blobstore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(model_files, "_MEMORY", str(tmp_path / "memory"))
-    with folder_of_files(model) as folder:
+    with temporary_folder(model) as folder:
         assert folder.parent == tmp_path
     (tmp_path / "memory").mkdir()
-    with folder_of_files(model) as folder:
+    with temporary_folder(model) as folder:
         assert folder.parent == tmp_path / "memory"
         assert folder.stat().st_mode & 0o777 == 0o700
     with monkeypatch.context() as patch:
         patch.setattr(model_files, "_SPARE", 1 << 60)
-        with folder_of_files(model) as folder:
+        with temporary_folder(model) as folder:
             assert folder.parent == tmp_path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with folder_of_files(model) as folder:
+    with temporary_folder(model) as folder:
         assert folder.parent == tmp_path
 
 
-def test_gives_only_the_files_that_are_wanted(model: blobstore.Model) -> None:
-    with folder_of_files(model, ("*config.json",)) as folder:
+def test_writes_only_matching_files(model: blobstore.Model) -> None:
+    with temporary_folder(model, ("*config.json",)) as folder:
         assert set(contents(folder)) == {"config.json", "1_Pooling/config.json"}
 
 
-def test_lets_a_file_say_something_else(model: blobstore.Model) -> None:
-    with folder_of_files(model, ("config.json",), {"config.json": b"1", "new/a": b"2"}) as folder:
+def test_replaces_files(model: blobstore.Model) -> None:
+    with temporary_folder(model, ("config.json",), {"config.json": b"1", "new/a": b"2"}) as folder:
         assert contents(folder) == {"config.json": b"1", "new/a": b"2"}
 
 
-def test_refuses_a_file_that_would_leave_the_folder(
-    model: blobstore.Model, store: LocalStore
-) -> None:
+def test_rejects_a_file_outside_the_folder(model: blobstore.Model, store: LocalStore) -> None:
     layers = [
         Descriptor(
             media_type=media_types.JSON,
@@ -117,24 +115,24 @@ def test_refuses_a_file_that_would_leave_the_folder(
     with (
         blobstore.open("evil", store=store) as opened,
         pytest.raises(InvalidManifest, match="no file name"),
-        folder_of_files(opened),
+        temporary_folder(opened),
     ):
         pass
 
 
 def test_reads_an_object(model: blobstore.Model) -> None:
-    assert decoded(model, "1_Pooling/config.json") == {"pooling": 1}
+    assert read_json(model, "1_Pooling/config.json") == {"pooling": 1}
 
 
-def test_says_which_file_is_missing(model: blobstore.Model) -> None:
+def test_names_a_missing_file(model: blobstore.Model) -> None:
     with pytest.raises(BlobstoreError, match="m:latest has no 2_Dense/config.json"):
-        decoded(model, "2_Dense/config.json")
+        read_json(model, "2_Dense/config.json")
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [(b"{", "is not JSON"), (b"[1]", "is not a JSON object")]
 )
-def test_says_which_file_is_no_object(
+def test_names_a_file_that_is_not_an_object(
     content: bytes, message: str, store: LocalStore, tmp_path: Path
 ) -> None:
     files = {"config.json": content}
@@ -145,11 +143,11 @@ def test_says_which_file_is_no_object(
         blobstore.open("m", store=store) as model,
         pytest.raises(BlobDamaged, match=f"config.json of m:latest {message}"),
     ):
-        decoded(model, "config.json")
+        read_json(model, "config.json")
 
 
-def test_makes_one_printable_line_of_a_librarys_error() -> None:
-    with pytest.raises(BlobstoreError) as caught, blaming("it cannot load"):
+def test_a_librarys_error_becomes_one_printable_line() -> None:
+    with pytest.raises(BlobstoreError) as caught, library_errors("it cannot load"):
         raise ValueError("two\n\tlines of \x1b[31mred" + "d" * 10_000)
 
     assert str(caught.value).startswith(r"it cannot load: ValueError: two lines of \x1b[31mreddd")
@@ -158,18 +156,18 @@ def test_makes_one_printable_line_of_a_librarys_error() -> None:
 
 
 @pytest.mark.parametrize("error", [ModelNotFound("as it is"), MemoryError(), KeyboardInterrupt()])
-def test_lets_other_errors_be(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, blaming("it cannot load"):
+def test_other_errors_are_unchanged(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, library_errors("it cannot load"):
         raise error
 
     assert caught.value is error
 
 
-def test_accepts_a_model_that_got_all_it_needs() -> None:
+def test_accepts_a_complete_model() -> None:
     check_names("x", missing=[], unexpected=[], misshapen=[])
 
 
-def test_lists_all_that_does_not_fit() -> None:
+def test_lists_all_tensors_that_do_not_fit() -> None:
     many = [f"layer.{number:04}" for number in range(1000)]
 
     with pytest.raises(BlobstoreError) as caught:
@@ -201,10 +199,10 @@ def test_lists_all_that_does_not_fit() -> None:
         {"vision_config": {"depth": 2000}},
     ],
 )
-def test_refuses_more_layers_than_there_are_tensors(
+def test_rejects_more_layers_than_there_are_tensors(
     config: dict[str, object], model: blobstore.Model
 ) -> None:
-    with pytest.raises(BlobstoreError, match=r"m:latest asks for more layers than its \d+ tensors"):
+    with pytest.raises(BlobstoreError, match=r"m:latest states more layers than its \d+ tensors"):
         check_layers(model, config)
 
 
@@ -217,7 +215,7 @@ def test_refuses_more_layers_than_there_are_tensors(
         {"vocab_size": 10**6, "text_config": 3},
     ],
 )
-def test_accepts_what_asks_for_no_absurd_number_of_layers(
+def test_accepts_a_plausible_number_of_layers(
     config: dict[str, object], model: blobstore.Model
 ) -> None:
     check_layers(model, config)

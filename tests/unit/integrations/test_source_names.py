@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -> blobstore.Model:
-    """Return a model whose list of stacked tensors says something else."""
+    """Return a model whose list of stacked tensors differs."""
     data = json.dumps(stacks).encode()
     with store.ingest() as ingest:
         ingest.add(len(data), lambda: [data])
@@ -52,12 +52,12 @@ def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -
     return blobstore.open(name, store=store)
 
 
-def test_gives_the_names_of_what_was_stacked(store: LocalStore, tmp_path: Path) -> None:
+def test_returns_the_source_names_of_stacked_tensors(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", moe_tensors())
     blobstore.create(source, "m", store=store, experts="stacked")
 
     with blobstore.open("m", store=store) as model:
-        names = stacked_names(store, model)
+        names = stacked_names(model)
 
     place = "model.layers.0.mlp.experts"
     assert names == {
@@ -68,18 +68,18 @@ def test_gives_the_names_of_what_was_stacked(store: LocalStore, tmp_path: Path) 
     }
 
 
-def test_a_packed_model_has_none(store: LocalStore, tmp_path: Path) -> None:
+def test_a_packed_model_has_no_stacks(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "source", moe_tensors()), "m", store=store)
 
     with blobstore.open("m", store=store) as model:
-        assert stacked_names(store, model) == {}
+        assert stacked_names(model) == {}
 
 
 @pytest.mark.parametrize(
     ("stacks", "message"),
     [
-        ({"other": ["a"]}, r"'other' is said to be made of 1 tensors, and it does not exist"),
-        ({UP: ["a"]}, r"up_proj.weight' is said to be made of 1 tensors, and it has shape \[12, 6"),
+        ({"other": ["a"]}, r"'other' is listed as a stack of 1 tensors, but does not exist"),
+        ({UP: ["a"]}, r"up_proj.weight' is listed as a stack of 1 tensors, but has shape \[12, 6"),
         ({UP: ["a"] * 12}, "two tensors were both called 'a'"),
         (
             {UP: ["model.layers.0.mlp.gate.weight", *map(str, range(11))]},
@@ -87,17 +87,17 @@ def test_a_packed_model_has_none(store: LocalStore, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refuses_a_list_that_contradicts_the_tensors(
+def test_rejects_a_list_that_contradicts_the_tensors(
     stacks: dict[str, list[str]], message: str, store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_folder(tmp_path / "source", moe_tensors())
     blobstore.create(source, "m", store=store, experts="stacked")
 
     with with_stacks(store, "m", stacks) as model, pytest.raises(BlobDamaged, match=message):
-        stacked_names(store, model)
+        stacked_names(model)
 
 
-def test_tells_the_components_by_their_files(store: LocalStore, tmp_path: Path) -> None:
+def test_finds_components_by_their_files(store: LocalStore, tmp_path: Path) -> None:
     files = {
         "modules.json": b'[{"path": "1_Pooling"}, {"path": "2_Dense"}]',
         "1_Pooling/config.json": b"{}",
@@ -110,7 +110,7 @@ def test_tells_the_components_by_their_files(store: LocalStore, tmp_path: Path) 
         assert component_prefixes(model) == ("1_Pooling/", "2_Dense/")
 
 
-def test_knows_the_experts_of_gpt_oss(store: LocalStore, tmp_path: Path) -> None:
+def test_finds_the_experts_of_gpt_oss(store: LocalStore, tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     tensors: Arrays = {
         "model.layers.0.mlp.experts.down_proj_blocks": np.zeros((3, 64, 2, 16), np.uint8),
@@ -123,14 +123,16 @@ def test_knows_the_experts_of_gpt_oss(store: LocalStore, tmp_path: Path) -> None
     blobstore.create(source, "m", store=store)
 
     with blobstore.open("m", store=store) as model:
-        assert gpt_oss_experts(store, model, config) == ["model.layers.0.mlp.experts.down_proj"]
-        assert list(gpt_oss_experts(store, model, {})) == []
+        assert gpt_oss_experts(model, config) == ["model.layers.0.mlp.experts.down_proj"]
+        assert list(gpt_oss_experts(model, {})) == []
 
 
-def test_takes_no_other_quantized_model_for_gpt_oss(store: LocalStore, tmp_path: Path) -> None:
+def test_does_not_mistake_other_quantized_models_for_gpt_oss(
+    store: LocalStore, tmp_path: Path
+) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
     blobstore.create(source, "m", store=store, quantize="mxfp4")
     config = {"quantization_config": {"quant_method": "mxfp4"}}
 
     with blobstore.open("m", store=store) as model:
-        assert list(gpt_oss_experts(store, model, config)) == []
+        assert list(gpt_oss_experts(model, config)) == []

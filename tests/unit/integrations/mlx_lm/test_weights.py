@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> LocalStore:
 def weights_of(store: LocalStore, **opening: Any) -> dict[str, Any]:
     with blobstore.open("m", store=store, **opening) as model:
         specs = model.specs
-        naming = mlx_weights.naming_of(store, model, specs)
+        naming = mlx_weights.naming_of(model, specs)
         weights = mlx_weights.Weights(model, specs, naming, ())
         stand_ins, arrays = weights.stand_ins(), dict(weights.arrays())
     assert {name: (array.shape, array.dtype) for name, array in stand_ins.items()} == {
@@ -134,7 +134,7 @@ def test_a_blob_that_was_not_mapped_yet_can_be_missing(store: LocalStore, tmp_pa
         layer for layer in store.resolve(Reference.parse("m")).layers if layer.name == EXPERTS
     )
     with blobstore.open("m", store=store, verify="none") as model:
-        naming = mlx_weights.naming_of(store, model, model.specs)
+        naming = mlx_weights.naming_of(model, model.specs)
         weights = mlx_weights.Weights(model, model.specs, naming, ())
         Path(store.blob_path(layer.digest)).unlink()
 

@@ -14,7 +14,7 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
-from blobstore.integrations.vllm import Settings, engine_options
+from blobstore.integrations.vllm.settings import Settings, engine_options
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-def test_takes_all_that_it_knows() -> None:
+def test_accepts_all_settings() -> None:
     given = {
         "name": "m",
         "store": "here",
@@ -45,7 +45,7 @@ def test_takes_all_that_it_knows() -> None:
     assert {key: getattr(settings, key) for key in given} == given
 
 
-def test_needs_a_name_alone() -> None:
+def test_requires_only_a_name() -> None:
     assert Settings.parse({"name": "m"}) == Settings(
         name="m", store=None, manifest=None, verify="size", read="mmap", prefetch=None, strict=True
     )
@@ -60,22 +60,22 @@ def test_needs_a_name_alone() -> None:
             {"name": "m", "num\nthreads": 2, "digest": ""},
             r"has unknown keys: 'digest', 'num\nthreads'; known are name, store, manifest, verify, ",
         ),
-        ({"name": ""}, "has name '', which must be a text that is not empty"),
-        ({"name": None}, "has name 'None', which must be a text that is not empty"),
-        ({"name": "m", "store": ""}, "has store '', which must be a text that is not empty"),
-        ({"name": "m", "store": 1}, "has store '1', which must be a text that is not empty"),
+        ({"name": ""}, "has name '', which must be a non-empty string"),
+        ({"name": None}, "has name 'None', which must be a non-empty string"),
+        ({"name": "m", "store": ""}, "has store '', which must be a non-empty string"),
+        ({"name": "m", "store": 1}, "has store '1', which must be a non-empty string"),
         ({"name": "m", "read": "fast"}, 'has read \'fast\', which must be one of "mmap", "pread"'),
         ({"name": "m", "verify": ["size"]}, "has verify '['size']', which must be one of "),
         ({"name": "m", "prefetch": "all"}, "has prefetch 'all', which must be one of null, "),
         ({"name": "m", "strict": 1}, "has strict '1', which must be true or false"),
     ],
 )
-def test_rejects_settings_that_mean_nothing(given: Any, said: str) -> None:
+def test_rejects_invalid_settings(given: Any, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{WHERE} {said}")):
         Settings.parse(given)
 
 
-def test_gives_the_files_and_the_settings_of_a_model(store: LocalStore, tmp_path: Path) -> None:
+def test_provides_the_files_and_settings_of_a_model(store: LocalStore, tmp_path: Path) -> None:
     files = {"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}
     blobstore.create(write_folder(tmp_path / "m", dense_tensors(), files=files), "m", store=store)
 
@@ -94,20 +94,18 @@ def test_gives_the_files_and_the_settings_of_a_model(store: LocalStore, tmp_path
     assert settings.store == str(store.root)
     # The blobs have been hashed by now.
     assert (settings.verify, settings.read, settings.strict) == ("size", "pread", False)
-    with settings.opened() as (_, model):
+    with settings.open() as model:
         assert "scalar" in model
 
 
-def test_settings_hold_for_the_model_that_was_named_and_no_later_one(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_settings_are_valid_for_one_manifest_only(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "1", dense_tensors()), "m", store=store)
     with engine_options("m", store=store) as options:
         settings = Settings.parse(options["model_loader_extra_config"])
     source = write_folder(tmp_path / "2", dense_tensors(), files={"tokenizer.json": b"{}"})
     blobstore.create(source, "m", store=store)
 
-    with pytest.raises(BlobstoreError, match="m:latest is another model now"), settings.opened():
+    with pytest.raises(BlobstoreError, match="m:latest is another model now"), settings.open():
         pass
 
 
@@ -120,7 +118,7 @@ def configured(store: LocalStore, tmp_path: Path, config: Any, **options: Any) -
         return json.loads((tmp_path / engine["model"] / "config.json").read_bytes())
 
 
-def test_the_config_says_nothing_of_quantization(store: LocalStore, tmp_path: Path) -> None:
+def test_the_config_does_not_mention_quantization(store: LocalStore, tmp_path: Path) -> None:
     described = {"bits": 4, "group_size": 64}
     config = {"dtype": "bfloat16", "quantization": described, "quantization_config": described}
 
@@ -130,7 +128,7 @@ def test_the_config_says_nothing_of_quantization(store: LocalStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_the_config_tells_the_type_of_the_weights(
+def test_the_config_states_the_type_of_the_weights(
     quantize: str | None, store: LocalStore, tmp_path: Path
 ) -> None:
     given = configured(store, tmp_path, {"model_type": "tiny"}, quantize=quantize)
@@ -141,13 +139,11 @@ def test_the_config_tells_the_type_of_the_weights(
 @pytest.mark.parametrize(
     "config", [{"torch_dtype": "float16"}, {"text_config": {"dtype": "float32"}}]
 )
-def test_the_config_keeps_the_type_that_it_tells(
-    config: Any, store: LocalStore, tmp_path: Path
-) -> None:
+def test_the_config_keeps_its_type(config: Any, store: LocalStore, tmp_path: Path) -> None:
     assert configured(store, tmp_path, config) == config
 
 
-def test_several_types_of_weights_are_served_as_float32(store: LocalStore, tmp_path: Path) -> None:
+def test_weights_of_several_types_are_served_as_float32(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)
 
     with engine_options("m", store=store) as options:
@@ -156,7 +152,7 @@ def test_several_types_of_weights_are_served_as_float32(store: LocalStore, tmp_p
     assert config["dtype"] == "float32"
 
 
-def test_rejects_types_that_vllm_has_not(store: LocalStore) -> None:
+def test_rejects_types_that_vllm_does_not_support(store: LocalStore) -> None:
     add_blobs(store, "m", {"x": blob(("x", "F4", (2, 2), bytes(2)))})
 
     with (
@@ -166,7 +162,7 @@ def test_rejects_types_that_vllm_has_not(store: LocalStore) -> None:
         pass
 
 
-def test_rejects_what_is_not_there(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_missing_models_and_blobs(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="'m:latest'"), engine_options("m", store=store):
         pass
     blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)

@@ -1,0 +1,196 @@
+"""The settings of the load format, and what vLLM is given to use it. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.tensor import DType
+from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
+from blobstore.integrations.model_files import read_json, temporary_folder
+from blobstore.manifests.reference import Reference
+from blobstore.models.checks import Verify
+from blobstore.models.frameworks import NAMES
+from blobstore.models.memory import Prefetch, Read
+from blobstore.operations.open import open_model
+from blobstore.quantization.mlx_layout import exported_config
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from blobstore.operations.open import Model
+
+LOAD_FORMAT = "blobstore"
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_UNSUPPORTED = {DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.C64}
+_WHERE = "--model-loader-extra-config of load format blobstore"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The value of vLLM's ``--model-loader-extra-config`` for the load format."""
+
+    name: str
+    """The model, ``[host/][namespace/]model[:tag]``."""
+    store: str | None = None
+    """The store's folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``."""
+    manifest: str | None = None
+    """The digest that the model's manifest must have, so that all processes load the same model."""
+    verify: Verify = "size"
+    """As in :func:`blobstore.open`, like ``read`` and ``prefetch``."""
+    read: Read = "mmap"
+    prefetch: Prefetch | None = None
+    strict: bool = True
+    """Fail if tensors are missing or vLLM does not use some; otherwise only log that."""
+
+    @classmethod
+    def parse(cls, value: object) -> Settings:
+        """Check the settings that vLLM was given.
+
+        Raises:
+            UsageError: a key is unknown or missing, or a value is invalid.
+        """
+        if not isinstance(value, dict):
+            raise UsageError(f"{_WHERE} must be a JSON object, got {quote(value)}")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(map(str, value.keys() - set(known))):
+            raise UsageError(
+                f"{_WHERE} has unknown keys: {', '.join(map(quote, unknown))}; "
+                f"known are {', '.join(known)}"
+            )
+        if "name" not in value:
+            raise UsageError(f'{_WHERE} must name the model, as in {{"name": "llama-3.2:1b"}}')
+        for key, given in value.items():
+            if expected := _expected(key, given):
+                raise UsageError(f"{_WHERE} has {key} {quote(given)}, which must be {expected}")
+        return cls(**value)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Model]:
+        """Open the model for torch, dequantized, and close it at the end.
+
+        Raises:
+            ModelNotFound: the store has no such name.
+            BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+            BlobstoreError: the name belongs to another model now.
+        """
+        reference = Reference.parse(self.name)
+        with open_model(
+            reference,
+            store=self.store,
+            framework="torch",
+            dequantize=True,
+            verify=self.verify,
+            read=self.read,
+            prefetch=self.prefetch,
+        ) as model:
+            found = str(Digest.of(model.store.read_manifest(reference)))
+            if self.manifest not in (None, found):
+                raise BlobstoreError(
+                    f"{reference} is another model now, {found}, than the {quote(self.manifest)} "
+                    "that was to be loaded; start the server again"
+                )
+            yield model
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "verify": get_args(Verify),
+    "read": get_args(Read),
+    "prefetch": (None, *get_args(Prefetch)),
+}
+
+
+def _expected(key: str, value: object) -> str | None:
+    """Return what the value of a key must be, or None if the value is valid."""
+    if key in _CHOICES:
+        allowed = _CHOICES[key]
+        return None if value in allowed else f"one of {', '.join(map(json.dumps, allowed))}"
+    if key == "strict":
+        return None if isinstance(value, bool) else "true or false"
+    if value is None and key != "name":
+        return None
+    # An unset variable of a script must not mean the current folder.
+    return None if isinstance(value, str) and value else "a non-empty string"
+
+
+@contextlib.contextmanager
+def engine_options(
+    name: str | Reference,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    verify: Verify = "size",
+    read: Read = "mmap",
+    prefetch: Prefetch | None = None,
+    strict: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Check a model of the store, and give the arguments of ``vllm.LLM`` for it.
+
+    The arguments name a temporary folder with the config and the tokenizer, which is removed at the
+    end of the block.
+
+    Args:
+        name: the name, ``[host/][namespace/]model[:tag]``.
+        store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        verify: as in :func:`blobstore.open`. The check runs here, before vLLM takes any memory.
+        read: as in :func:`blobstore.open`.
+        prefetch: as in :func:`blobstore.open`.
+        strict: fail if tensors are missing or vLLM does not use some.
+
+    Raises:
+        ModelNotFound: the store has no such name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+        BlobstoreError: the model has no config.
+    """
+    reference, store = Reference.of(name), LocalStore.of(store)
+    checked = Settings(name=str(reference), store=str(store.root), verify=verify)
+    settings = replace(
+        checked,
+        manifest=str(Digest.of(store.read_manifest(reference))),
+        verify="size",
+        read=read,
+        prefetch=prefetch,
+        strict=strict,
+    )
+    with contextlib.ExitStack() as stack:
+        with checked.open() as model:
+            check_types(model)
+            written = {"config.json": json.dumps(_config(model)).encode()}
+            folder = stack.enter_context(temporary_folder(model, written=written))
+        yield {
+            "model": str(folder),
+            "served_model_name": list(dict.fromkeys([str(reference), str(name)])),
+            "load_format": LOAD_FORMAT,
+            "model_loader_extra_config": asdict(settings),
+        }
+
+
+def check_types(model: Model) -> None:
+    """Check that vLLM supports the element types of a model.
+
+    Raises:
+        UnsupportedDType: it does not, or a weight is quantized in an unknown way.
+    """
+    for name, spec in model.specs.items():
+        if spec.dtype in _UNSUPPORTED:
+            raise UnsupportedDType(
+                f"vLLM cannot take {model.reference}: tensor {quote(name)} is of type "
+                f"{spec.dtype.value}"
+            )
+
+
+def _config(model: Model) -> dict[str, Any]:
+    """Return ``config.json`` without quantization, and with the element type of the weights."""
+    stated = read_json(model, "config.json")
+    plain = exported_config(stated, {}) or stated
+    sections = [plain, *(part for part in plain.values() if isinstance(part, dict))]
+    if any(section.get(key) for section in sections for key in _DTYPE_KEYS):
+        return plain
+    # Otherwise vLLM would look into weight files, which the folder does not have.
+    found = {NAMES[spec.dtype] for spec in model.specs.values() if spec.dtype in NAMES}
+    return {**plain, "dtype": found.pop() if len(found) == 1 else "float32"}
