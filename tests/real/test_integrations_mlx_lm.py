@@ -374,7 +374,7 @@ def test_a_class_that_looks_at_values_sees_those_of_the_store(
         ({"num_hidden_layers": None}, "cannot build m:latest: TypeError"),
         ({"model_type": "nothing"}, "cannot build m:latest: .*nothing not supported"),
         ({"model_type": None}, "cannot build m:latest"),
-        ({"model_file": "own.py"}, "asks for code of its own, 'own.py', which is not run"),
+        ({"model_file": "own.py"}, "requires code of its own, 'own.py', which is not run"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_one_line(
@@ -504,7 +504,7 @@ def run_program(*arguments: str) -> int:
         (["m", "--port", "65536"], 2, "blobstore: error: port 65536 is not one of 0 to 65535"),
         (["m", "--draft-model", "x"], 2, "blobstore: error: adapters, draft models"),
         (["m", "--adapter-path", "x"], 2, "blobstore: error: adapters, draft models"),
-        (["m", "--model", "x"], 2, "blobstore: error: --model is the first argument"),
+        (["m", "--model", "x"], 2, "blobstore: error: the model is the first argument"),
         (["a b"], 2, "blobstore: error: not a model name"),
         (["m", "--no-such-option"], 2, "unrecognized arguments: --no-such-option"),
     ],
@@ -612,7 +612,7 @@ def test_the_server_answers_from_the_store(store: LocalStore, tmp_path: Path) ->
             assert answer["choices"][0]["text"].split() == expected.split() != []
         status, answer = asked(f"{address}/v1/completions", question | {"model": "org/other"})
         assert status == 404
-        assert answer == {"error": "this server has only m:latest, not 'org/other'"}
+        assert answer == {"error": "this server serves only m:latest, not 'org/other'"}
         status, answer = asked(f"{address}/v1/completions", question | {"model": "no name"})
         assert status == 404
         assert "not 'no name'" in answer["error"]

@@ -294,7 +294,7 @@ def test_rejects_what_is_no_class_of_models(
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
 
-    with pytest.raises(UsageError, match="is no class of models"):
+    with pytest.raises(UsageError, match="is not a model class"):
         from_store("m", store=store, auto_class=auto_class)
 
 
