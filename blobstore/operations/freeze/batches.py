@@ -1,8 +1,7 @@
-"""Blobs that change their form, hot to cold or back: made by threads, put in their places in batches.
+"""Runs jobs that write temporary files, and yields their results in batches to be committed.
 
-What is made has a temporary name of a living lease until it is durable and has been checked. It is put in
-its place, and its other form removed, with the store's lock alone: whoever reads leases and manifests
-then sees what everybody else has said that they need.
+Committing needs the store's exclusive lock. A batch of files per lock keeps other processes waiting less
+often than a lock per file, and bounds the disk space that uncommitted files take.
 """
 
 from __future__ import annotations
@@ -11,83 +10,57 @@ import contextlib
 import errno
 import itertools
 import os
-import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.files import make_folders
-from blobstore.core.progress import Meter
-from blobstore.core.workers import Cancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
-    from typing import Self
+    from typing import Final, Self
 
-    from blobstore.core.digest import Digest
-    from blobstore.core.progress import Progress
+    from blobstore.core.workers import WorkerPool
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
 
-_BATCH = 64
-"""Blobs that are put in their places at once."""
-_BATCH_BYTES = 256 << 20
-"""Bytes of these, about: so much room is needed beside what is there."""
-_BATCH_SECONDS = 2.0
+_BATCH: Final = 64
+"""The most blobs per batch."""
+_BATCH_BYTES: Final = 256 << 20
+"""About the most bytes of blobs per batch: as much free disk space is needed."""
+_BATCH_SECONDS: Final = 2.0
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 
-Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-class BatchRunner:
-    """A lease with temporary files, threads, and a way to stop them."""
+class TemporaryFiles:
+    """A lease and the temporary files that carry its name, which ``gc`` keeps while the lease lives."""
 
-    def __init__(self, store: LocalStore, progress: Progress | None, total: int) -> None:
-        self.store = store
-        self._meter = Meter(progress, total)
+    def __init__(self, store: LocalStore) -> None:
+        self._folder = store.folder("temporary")
+        for folder in (store.folder("blobs"), store.folder("cold"), self._folder):
+            make_folders(folder, store.root)
+        self.lease = store.lease()
         self._numbers = itertools.count()
-        self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        for folder in (
-            self.store.folder("blobs"),
-            self.store.folder("cold"),
-            self.store.folder("temporary"),
-        ):
-            make_folders(folder, self.store.root)
-        self._lease = self.store.lease()
-        self.lease = self._lease.name
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self.store.folder("temporary").glob(f"{self.lease}-*"):
+        for path in self._folder.glob(f"{self.lease.name}-*"):
             path.unlink(missing_ok=True)
-        self._lease.close()
-
-    def hold(self, digests: Iterable[Digest]) -> None:
-        """Keep blobs from being collected meanwhile: those that are there now, and that come."""
-        self._lease.hold(digests)
-
-    def tell(self, count: int, what: str) -> None:
-        """Report bytes that are done, from any thread.
-
-        Raises:
-            Stopped: the work is to end.
-        """
-        if self._stop.is_set():
-            raise Cancelled("stopped")
-        self._meter.add(count, what)
+        self.lease.close()
 
     @contextlib.contextmanager
-    def temporary(self) -> Iterator[tuple[Path, int]]:
-        """Give the path and the descriptor of a new file, which is synced when the block ends.
+    def create(self) -> Iterator[tuple[Path, int]]:
+        """Yield the path and the descriptor of a new file, which is synced when the block ends.
 
-        On an error it is removed.
+        If the block raises, the file is removed.
         """
-        path = self.store.folder("temporary") / f"{self.lease}-{next(self._numbers)}"
-        # Read-only from the start: a descriptor opened for writing stays usable.
+        path = self._folder / f"{self.lease.name}-{next(self._numbers)}"
+        # Read-only from the start: a descriptor that is open for writing stays usable.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
             try:
@@ -99,89 +72,48 @@ class BatchRunner:
             path.unlink(missing_ok=True)
             raise
 
-    def run(
-        self,
-        items: Sequence[Item],
-        make: Callable[[Item], Made],
-        size: Callable[[Item], int],
-        settle: Callable[[Sequence[Made]], None],
-        jobs: int | None,
-    ) -> None:
-        """Make something of all items on threads; settle it in batches on this one.
 
-        What finds no room is made again when the others are settled, which may have given some back.
+def run_in_batches(
+    pool: WorkerPool, blobs: Sequence[Descriptor], job: Callable[[Descriptor], Result]
+) -> Generator[list[Result], None, None]:
+    """Run a job for each blob, the largest first, and yield the results in batches.
 
-        Raises:
-            Exception: what ``make`` or ``settle`` raises first. What was settled before stays.
-        """
-        # The largest first, so that no thread is left with one when the others are done.
-        left = sorted(items, key=size, reverse=True)
-        while left:
-            failed, count = self._round(left, make, size, settle, jobs)
-            if failed and not count:
-                raise failed[0][1]
-            left = [item for item, _ in failed]
+    A job that finds no space on the disk is run again once the caller has committed the results of the
+    others, which may have freed some.
 
-    def _round(
-        self,
-        items: Sequence[Item],
-        make: Callable[[Item], Made],
-        size: Callable[[Item], int],
-        settle: Callable[[Sequence[Made]], None],
-        jobs: int | None,
-    ) -> tuple[list[tuple[Item, OSError]], int]:
-        """Return for which items there was no room, and of how many something was made."""
-        failed: list[tuple[Item, OSError]] = []
-        count = 0
-        pool = ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="blobstore")
+    Raises:
+        OSError: no job found space.
+        Exception: the first error of a job.
+    """
+
+    def run(blob: Descriptor) -> Result | OSError:
         try:
-            running = {pool.submit(make, item): item for item in items}
-            batch = _Batch[Made]()
-            while running:
-                done, _ = wait(running, timeout=_BATCH_SECONDS, return_when=FIRST_COMPLETED)
-                for future in done:
-                    item = running.pop(future)
-                    error = future.exception()
-                    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                        failed.append((item, error))
-                    else:
-                        batch.add(future.result(), size(item))
-                    if batch.is_full or failed or not running:
-                        count += batch.settle(settle)
-                if batch.is_late:
-                    count += batch.settle(settle)
-        except BaseException:  # also Ctrl-C: stop the threads before their files are removed
-            self._stop.set()
+            return job(blob)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                return error.with_traceback(None)  # whose frames keep files mapped
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return failed, count
 
-
-class _Batch(Generic[Made]):
-    """What is made and not settled yet."""
-
-    def __init__(self) -> None:
-        self._made: list[Made] = []
-        self._size = 0
-        self._since = time.monotonic()
-
-    def add(self, made: Made, size: int) -> None:
-        self._made.append(made)
-        self._size += size
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._made) >= _BATCH or self._size >= _BATCH_BYTES
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() - self._since >= _BATCH_SECONDS
-
-    def settle(self, settle: Callable[[Sequence[Made]], None]) -> int:
-        """Settle what there is, and return how much that was."""
-        count = len(self._made)
-        if count:
-            settle(self._made)
-        self._made, self._size, self._since = [], 0, time.monotonic()
-        return count
+    remaining = sorted(blobs, key=lambda blob: blob.size, reverse=True)
+    while remaining:
+        without_space: list[tuple[Descriptor, OSError]] = []
+        batch: list[Result] = []
+        size, started, has_result = 0, time.monotonic(), False
+        with contextlib.closing(pool.completed(remaining, run)) as completed:
+            for blob, result in completed:
+                if isinstance(result, OSError):
+                    without_space.append((blob, result))
+                else:
+                    batch.append(result)
+                    size += blob.size
+                    has_result = True
+                is_full = len(batch) >= _BATCH or size >= _BATCH_BYTES
+                is_late = time.monotonic() - started >= _BATCH_SECONDS
+                if batch and (is_full or is_late or without_space):
+                    yield batch
+                    batch, size, started = [], 0, time.monotonic()
+        if batch:
+            yield batch
+        if without_space and not has_result:
+            raise without_space[0][1]
+        remaining = [blob for blob, _ in without_space]

@@ -1,8 +1,8 @@
-"""The cold form of a blob: coded into a file, read back, decoded and hashed.
+"""Compresses a hot blob into a temporary file, then reads that back, decodes and hashes it.
 
-What is coded by another blob must decode by the bytes that the other one's digest promises. By other
-bytes, rotten or written over, it would decode as well, until these are mended; then it would be lost. So
-the file of the base that is decoded by is hashed, and must be the same file before and after.
+A delta must decode with the bytes that its base's digest promises. A delta that was encoded against a
+corrupted base would decode only until the base is repaired, and would then be lost. So the file of the
+base is hashed, and must be the same file before and after the delta is decoded.
 """
 
 from __future__ import annotations
@@ -20,164 +20,174 @@ from blobstore.store.cold import ColdBlob, file_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+    from typing import Final
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.batches import BatchRunner
+    from blobstore.operations.freeze.batches import TemporaryFiles
     from blobstore.operations.freeze.blob_encoder import BlobEncoder, SizeEstimator
     from blobstore.store.cold import State
     from blobstore.store.local import LocalStore
 
-BLOCK = 4096
-"""What file systems give room in."""
-_CHECKS = 3
-"""How often a blob is decoded whose base becomes hot or cold meanwhile."""
+BLOCK: Final = 4096
+"""Bytes that file systems allocate at least."""
+_ATTEMPTS: Final = 3
+"""How often a delta is decoded if its base is frozen or thawed meanwhile."""
 
 
 class EncodedBlob(NamedTuple):
-    """A blob whose cold form is whole, and durable."""
+    """A blob whose cold form is durable and was verified, or the reason why it has none."""
 
     blob: Descriptor
-    path: Path | None
-    """Its file; None if it has its name already."""
-    state: State | None
-    """That of the file; None if there is no use in one."""
-    stored: int
-    base: Digest | None
+    path: Path | None = None
+    """The temporary file; None if the cold form has its final path already."""
+    state: State | None = None
+    """Identifies the verified file; None if there is no cold form."""
+    stored: int = 0
+    base: Digest | None = None
+    fault: BlobMissing | BlobDamaged | None = None
+    """Why the blob cannot be read. Without fault and state, compressing it saves nothing."""
 
 
 class ColdBlobBuilder:
-    """Makes cold forms, on any thread."""
+    """Builds the cold forms of blobs. Threads share it."""
 
     def __init__(
         self, store: LocalStore, estimator: SizeEstimator, bases: Mapping[Digest, BlobId]
     ) -> None:
-        """Take the store, how hard to try, and by what blobs may be coded."""
         self._store = store
         self._estimator = estimator
         self._bases = bases
-        self._whole = WholeBases(store)
+        self._verified = WholeBases(store)
         self.has_links = True
-        """Whether a base that is hot can have a second name; without that it can be none."""
+        """Whether the file system has hard links; without them, only cold blobs can be bases."""
 
-    def coding(self, blob: Descriptor) -> BlobEncoder:
-        """Return how a blob is best coded.
+    def choose_encoder(self, blob: Descriptor) -> BlobEncoder:
+        """Return the best encoder of a blob.
 
-        Raises as :class:`BlobEncoder`.
+        Raises as :meth:`SizeEstimator.choose_encoder`.
         """
         base = self._bases.get(blob.digest)
-        if base is None or not (self.has_links or self._store.has_cold(base.digest)):
-            return self._alone(blob)
-        coding = self._estimator.choose_encoder(blob.id, base)
-        # What would be in vain need not be tried; it is looked at again when it is done.
-        if coding.has_base and not self._whole.is_whole(*base, self._whole.form(base.digest)):
-            return coding.without_base()
-        return coding
+        if base is not None and not (self.has_links or self._store.has_cold(base.digest)):
+            base = None
+        encoder = self._estimator.choose_encoder(blob.id, base)
+        if base is None or not encoder.has_base:
+            return encoder
+        # Checked again when the delta is decoded; checking it here saves an encoding in vain.
+        is_intact = self._verified.is_whole(*base, self._verified.form(base.digest))
+        return encoder if is_intact else encoder.without_base()
 
-    def make(self, blob: Descriptor, moving: BatchRunner) -> EncodedBlob:
-        """Code a blob, and check that it decodes to what it was.
+    def build(
+        self, blob: Descriptor, files: TemporaryFiles, report: Callable[[int, str], None]
+    ) -> EncodedBlob:
+        """Build the cold form of a blob, or verify the one that is there.
+
+        Args:
+            blob: the blob.
+            files: make the temporary file.
+            report: called with bytes read or decoded, twice the blob's size in all, and its name.
 
         Raises:
-            BlobMissing, BlobDamaged: the blob is not whole.
             OSError: the file cannot be written.
         """
-        left = 2 * blob.size
+        remaining = 2 * blob.size
 
-        def tell(count: int) -> None:
-            nonlocal left
-            count = min(count, left)  # some is done twice
-            left -= count
-            moving.tell(count, blob.name)
+        def report_some(count: int) -> None:
+            nonlocal remaining
+            count = min(count, remaining)  # some bytes are processed twice
+            remaining -= count
+            report(count, blob.name)
 
-        made = self._found(blob, tell) or self._made(blob, moving, tell)
-        tell(left)
-        return made
+        try:
+            encoded = self._verify_existing(blob, report_some)
+            if encoded is None:
+                encoded = self._encode(blob, files, report_some)
+        except (BlobMissing, BlobDamaged) as error:
+            return EncodedBlob(blob, fault=error)
+        report_some(remaining)
+        return encoded
 
-    def settled(self, made: EncodedBlob) -> None:
-        """Note that what was made has its name."""
-        if made.base is None and made.state is not None:
-            cold = self._store.cold_path(made.blob.digest)
-            self._whole.add(made.blob.digest, (cold, made.state))
-
-    def _alone(self, blob: Descriptor) -> BlobEncoder:
-        return self._estimator.choose_encoder(blob.id)
-
-    def _found(self, blob: Descriptor, tell: Callable[[int], None]) -> EncodedBlob | None:
-        """Return the cold form beside the hot one, kept or left by a killed freeze, if it is whole."""
+    def _verify_existing(
+        self, blob: Descriptor, report: Callable[[int], None]
+    ) -> EncodedBlob | None:
+        """Return the cold form that ``--keep-hot`` or an interrupted freeze left, if it is intact."""
         if not self._store.has_cold(blob.digest):
             return None
-        with contextlib.suppress(BlobMissing, BlobDamaged):  # the hot one is there to make it anew
-            self._store.open_cold(blob.digest, blob.size)
-            return self._checked(blob, self._store.cold_path(blob.digest), None, tell)
+        with contextlib.suppress(BlobMissing, BlobDamaged):  # the hot form will replace it
+            self._store.open_cold(*blob.id)
+            return self._verify(blob, self._store.cold_path(blob.digest), None, report)
         return None
 
-    def _made(
-        self, blob: Descriptor, moving: BatchRunner, tell: Callable[[int], None]
+    def _encode(
+        self, blob: Descriptor, files: TemporaryFiles, report: Callable[[int], None]
     ) -> EncodedBlob:
-        coding = self.coding(blob)
-        if coding.has_base:
-            with contextlib.suppress(BlobDamaged):  # so much the base may be to blame for
-                made = self._coded(blob, coding, moving, tell)
-                if made is not None:
-                    return made
-            coding = coding.without_base()
+        encoder = self.choose_encoder(blob)
+        if encoder.has_base:
+            with contextlib.suppress(BlobDamaged):  # perhaps it is the base that is damaged
+                encoded = self._encode_with(encoder, blob, files, report)
+                if encoded is not None:
+                    return encoded
+            encoder = encoder.without_base()
         try:
-            made = self._coded(blob, coding, moving, tell)
+            encoded = self._encode_with(encoder, blob, files, report)
         except BlobDamaged:
-            self._store.check_digest(blob.digest, blob.size)  # says so of the blob itself
+            self._store.check_digest(*blob.id)  # names the hot file if that is damaged
             raise
-        if made is None:
+        if encoded is None:
             raise AssertionError
-        return made
+        return encoded
 
-    def _coded(
+    def _encode_with(
         self,
+        encoder: BlobEncoder,
         blob: Descriptor,
-        coding: BlobEncoder,
-        moving: BatchRunner,
-        tell: Callable[[int], None],
+        files: TemporaryFiles,
+        report: Callable[[int], None],
     ) -> EncodedBlob | None:
-        """Code a blob into a new file; None if it is coded by what is not whole.
+        """Encode a blob into a new file; return None if its base is damaged or has changed.
 
         Raises:
-            BlobDamaged: it does not decode to what it should be.
+            BlobDamaged: the file does not decode to the blob.
         """
-        with moving.temporary() as (path, descriptor):
-            coding.write(lambda data: write_all(descriptor, data), tell)
+        with files.create() as (path, descriptor):
+            encoder.write(lambda data: write_all(descriptor, data), report)
             stored = os.fstat(descriptor).st_size
-            is_gain = blocks(stored) < blocks(blob.size)
+            is_gain = count_blocks(stored) < count_blocks(blob.size)
             if not is_gain:
                 os.ftruncate(descriptor, 0)
         if not is_gain:
             path.unlink()
-            return EncodedBlob(blob, None, None, blob.size, None)
-        made = None
+            return EncodedBlob(blob)
+        encoded = None
         try:
-            made = self._checked(blob, str(path), path, tell)
+            encoded = self._verify(blob, str(path), path, report)
         finally:
-            if made is None:
+            if encoded is None:
                 path.unlink(missing_ok=True)
-        return made
+        return encoded
 
-    def _checked(
-        self, blob: Descriptor, where: str, path: Path | None, tell: Callable[[int], None]
+    def _verify(
+        self, blob: Descriptor, where: str, path: Path | None, report: Callable[[int], None]
     ) -> EncodedBlob | None:
-        """Decode a cold form; None if what it is coded by is not whole, or does not keep still.
+        """Decode and hash the cold form at ``where``; return None if its base is damaged or changes.
 
         Raises:
             BlobMissing, BlobDamaged: it is not there, or does not decode to the blob.
         """
         state = file_state(where)
-        for _ in range(_CHECKS):
+        for _ in range(_ATTEMPTS):
             cold = ColdBlob(where, blob.digest, self._first_form)
             form = None
             if cold.base is not None:
-                form = self._whole.form(cold.base)
-                if not self._whole.is_whole(cold.base, cold.base_size, form):
+                form = self._verified.form(cold.base)
+                if not self._verified.is_whole(cold.base, cold.base_size, form):
                     return None
-            cold.check(tell)
-            if cold.base is None or self._whole.form(cold.base) == form:
+            cold.check(report)
+            if cold.base is None and state is not None:
+                # Renaming keeps the state, so the committed file need not be hashed as a base.
+                self._verified.add(blob.digest, (self._store.cold_path(blob.digest), state))
+            if cold.base is None or self._verified.form(cold.base) == form:
                 return EncodedBlob(blob, path, state, cold.stored, cold.base)
         return None
 
@@ -186,6 +196,6 @@ class ColdBlobBuilder:
         return islice(forms_of_base(self._store, digest, size), 1)
 
 
-def blocks(size: int) -> int:
-    """Return the blocks of a file system that a file of ``size`` bytes takes."""
+def count_blocks(size: int) -> int:
+    """Return how many blocks of a file system a file of ``size`` bytes takes."""
     return -(-size // BLOCK)

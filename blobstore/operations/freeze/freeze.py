@@ -1,33 +1,39 @@
-"""Workflow: models that nobody uses at the moment are kept in less room.
+"""Freezes models: compresses their tensor blobs losslessly and removes the uncompressed files.
 
-A blob is coded into a file that is synced, read back, decoded and hashed (`making`); only then, with the
-store's lock alone, it gets its name among the cold ones, durably, and the hot one is removed. So at every instant a
-blob is hot or cold or both. A hot one stays if somebody needs it as it is: a process that holds it by a
-lease, or a name that is not frozen. A name counts as frozen if any of its blobs is cold only.
+Three stages. The plan decides which blobs to compress and against which bases. Threads compress each blob
+into a temporary file and verify that it decodes to the blob. Batches of these files are committed under
+the store's exclusive lock: each file gets its path among the cold blobs, durably, and only then the hot
+file is removed. So at every moment a blob is hot or cold or both.
+
+A hot file stays if a process holds a lease on it, or if a name needs it that is not frozen. A name counts
+as frozen if any of its blobs is cold only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder
-from blobstore.core.workers import check_jobs
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import BatchRunner
+from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
-from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, blocks
-from blobstore.operations.freeze.plan import FreezePlan, Need
+from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, count_blocks
+from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin
 from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import read_leases
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Mapping, Sequence
 
     from blobstore.core.digest import Digest
@@ -36,21 +42,21 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
-"""What becomes of a blob: it is frozen now; it was; or it stays hot, and why."""
+"""What became of a blob: it was frozen now or before, or why it was not frozen."""
 
 
 class FrozenBlob(NamedTuple):
-    """A blob of the models, and what became of it."""
+    """A tensor blob of the models, and what became of it."""
 
     digest: Digest
     name: str
-    """Of a layer that it is."""
+    """The name of one of its layers."""
     size: int
     stored: int
-    """Bytes that it takes now, or would."""
+    """Bytes that it takes now, or would take."""
     outcome: Outcome
     base: Digest | None = None
-    """What it is coded by."""
+    """The blob that it is delta-encoded against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,32 +65,32 @@ class Frozen:
 
     references: tuple[Reference, ...]
     bases: tuple[tuple[Reference, Reference], ...]
-    """Models, and those by which they are coded."""
+    """Models and their base models."""
     blobs: tuple[FrozenBlob, ...]
-    """Those of tensors, each once."""
+    """The tensor blobs, each once."""
     faults: tuple[BlobstoreError, ...]
-    """What is wrong with blobs that could not be frozen."""
+    """Why blobs could not be read."""
     seconds: float
 
     def count(self, *outcomes: Outcome) -> int:
-        """Return how many blobs came to one of these ends."""
+        """Return the number of blobs with one of these outcomes."""
         return sum(blob.outcome in outcomes for blob in self.blobs)
 
     @property
     def size(self) -> int:
-        """Bytes of all the blobs before."""
+        """Bytes of the uncompressed blobs."""
         return sum(blob.size for blob in self.blobs)
 
     @property
     def stored(self) -> int:
-        """Bytes of them now."""
+        """Bytes that the blobs take now, or would take."""
         return sum(blob.stored for blob in self.blobs)
 
 
 def freeze_models(
     references: Sequence[str | Reference] = (),
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     level: Level = "fast",
     base: str | Reference | None = None,
     find_base: bool = True,
@@ -94,237 +100,236 @@ def freeze_models(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Frozen:
-    """Keep the tensors of models in less room, without loss, until they are thawed.
+    """Compress the tensors of models losslessly, until they are thawed.
 
-    Frozen models can be used as others; what reads them decodes them.
+    Frozen models are used like others: reading decompresses them.
 
     Args:
-        references: the models; none means all of the store, which must be older than something then.
+        references: the models; by default all models of the store, if ``older_than`` is given.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        level: ``fast`` to code and decode, or as ``small`` as can be.
-        base: the model by which the others are coded, where that saves room; its blobs are kept as
-            long as they need them.
-        find_base: look for such a model if none is given: by the card of a model, or by its bytes.
-            And for blobs with the same tensors under other names, whether one is given or not.
-        keep_hot: make the cold form of all blobs, and remove no hot one.
-        older_than: leave out models of which anything was written in the last so many seconds.
-        dry_run: write nothing, and estimate from samples what would be.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        level: ``fast`` to compress and decompress, or as ``small`` as possible.
+        base: the base model of the others, used where it saves space. Its blobs are kept as long as
+            the others need them.
+        find_base: search for base models, in model cards and by similarity, unless ``base`` is given.
+            Search also for equal tensors with other names.
+        keep_hot: keep the uncompressed files too.
+        older_than: skip models that were created, copied or thawed within so many seconds.
+        dry_run: write nothing, and estimate the sizes from samples.
+        jobs: number of threads; by default one per processor.
+        progress: called with the name of a layer, the bytes done and the bytes in total.
 
     Raises:
-        ModelNotFound: a model that was asked for does not exist.
-        InvalidManifest: a manifest of the store cannot be read, so that nobody knows which blobs it
-            needs.
-        StoreBusy: others have kept the store's lock all the time.
-        StoreError: the store cannot be read or written. What was frozen before stays so.
-        UsageError: an argument means nothing.
+        ModelNotFound: a named model does not exist.
+        InvalidManifest: a manifest of the store cannot be read, so the blobs that it needs are unknown.
+        StoreBusy: another process held the store's lock for too long.
+        StoreError: the store cannot be read or written. Blobs that were frozen before remain frozen.
+        UsageError: an argument is not valid.
     """
     started = time.monotonic()
     if level not in get_args(Level):
         raise UsageError(f"level must be fast or small, got {quote(level)}")
     check_jobs(jobs)
     if not references and older_than is None:
-        raise UsageError("name the models to be frozen, or say how old they must be")
-    store = store or LocalStore()
-    store.check_root()
-    asked = [_parsed(reference) for reference in references]
-    names = tuple(dict.fromkeys(asked)) or tuple(store.references())
+        raise UsageError(
+            "name the models to freeze, or give the age from which on models are frozen"
+        )
+    store = LocalStore.of(store)
+    estimator = SizeEstimator(store, level)
+    plan = plan_freeze(
+        store,
+        tuple(dict.fromkeys(map(Reference.of, references))),
+        estimator,
+        older_than=older_than,
+        base=None if base is None else Reference.of(base),
+        find_base=find_base,
+    )
+    run = _Run(store, plan, ColdBlobBuilder(store, estimator, plan.base_blobs), keep_hot=keep_hot)
+    size = sum(blob.size for blob in plan.blobs.values())
     with store.writing():
-        estimator = SizeEstimator(store, level)
-        chosen = FreezePlan(store)
-        chosen.choose(names, older_than, must_exist=bool(asked))
-        if base is not None or find_base:
-            chosen.compare(None if base is None else _parsed(base), estimator)
-        work = _Freezing(store, chosen, estimator, keep_hot=keep_hot)
         if dry_run:
-            work.estimate(progress)
-        elif work.blobs:
-            work.run(jobs, progress)
+            run.estimate(WorkerPool(jobs, progress, size))
+        elif plan.blobs:
+            # Each byte is encoded, then decoded.
+            run.freeze(WorkerPool(jobs, progress, 2 * size))
     return Frozen(
-        references=tuple(chosen.references),
-        bases=tuple(chosen.bases.items()),
-        blobs=tuple(work.results[digest] for digest in work.blobs if digest in work.results),
-        faults=tuple(work.faults),
+        references=tuple(plan.references),
+        bases=tuple(plan.bases.items()),
+        blobs=tuple(run.results[digest] for digest in plan.blobs if digest in run.results),
+        faults=tuple(run.faults),
         seconds=time.monotonic() - started,
     )
 
 
-def _parsed(reference: str | Reference) -> Reference:
-    return Reference.parse(reference) if isinstance(reference, str) else reference
+class _Run:
+    """Carries out a plan, or estimates what it would save, and collects the results."""
 
-
-class _Freezing:
     def __init__(
-        self, store: LocalStore, chosen: FreezePlan, estimator: SizeEstimator, *, keep_hot: bool
+        self,
+        store: LocalStore,
+        plan: FreezePlan,
+        builder: ColdBlobBuilder,
+        *,
+        keep_hot: bool,
     ) -> None:
         self._store = store
-        self._maker = ColdBlobBuilder(store, estimator, chosen.base_blobs)
-        self._keeps_hot = keep_hot
-        self._chosen = chosen
-        self.blobs = chosen.blobs
+        self._plan = plan
+        self._builder = builder
+        self._keep_hot = keep_hot
         self.results: dict[Digest, FrozenBlob] = {}
         self.faults: list[BlobstoreError] = []
-        self._unpinned: list[Descriptor] | None = []
-        """What was coded by a blob that cannot be made sure of; None the second time."""
 
-    def estimate(self, progress: Progress | None) -> None:
-        """Tell what would be, from samples of the blobs."""
-        from blobstore.core.progress import Meter
-
-        total = sum(blob.size for blob in self.blobs.values())
-        meter = Meter(progress, total)
+    def estimate(self, pool: WorkerPool) -> None:
+        """Estimate the compressed sizes from samples."""
         with self._store.reading_lock():
-            needed = self._chosen.needed_hot(read_leases(self._store).digests)
-        for digest, blob in self.blobs.items():
-            outcome = self._outcome_before(blob, needed)
-            try:
-                if outcome is not None:
-                    self._note(blob, outcome)
+            leased = read_leases(self._store).digests
+        needs = self._plan.must_stay_hot(leased)
+        for blob in self._plan.blobs.values():
+            if self._is_to_encode(blob, needs):
+                try:
+                    stored = self._builder.choose_encoder(blob).estimate().size
+                except (BlobMissing, BlobDamaged) as error:
+                    self._add_fault(blob, error)
                 else:
-                    stored = self._maker.coding(blob).estimate().size
-                    is_gain = blocks(stored) < blocks(blob.size)
-                    self._note(blob, *(("frozen", stored) if is_gain else ("no gain",)))
-            except (BlobMissing, BlobDamaged) as error:
-                self._fault(blob, error)
-            meter.add(blob.size, blob.name or str(digest))
+                    is_gain = count_blocks(stored) < count_blocks(blob.size)
+                    self._add(blob, *(("frozen", stored) if is_gain else ("no gain",)))
+            pool.report(blob.size, blob.name)
 
-    def run(self, jobs: int | None, progress: Progress | None) -> None:
-        """Freeze the blobs."""
-        total = 2 * sum(blob.size for blob in self.blobs.values())  # coded, and decoded again
-        with BatchRunner(self._store, progress, total) as moving:
-            moving.hold(self.blobs)  # before they are looked for
-            moving.hold(blob.digest for blob in self._chosen.base_blobs.values())
+    def freeze(self, pool: WorkerPool) -> None:
+        """Encode the blobs on threads, and commit them in batches."""
+        # Leases of other processes are ignored until then, because they may end before.
+        needs = self._plan.must_stay_hot(set())
+        blobs = self._plan.blobs.values()
+        to_encode = [blob for blob in blobs if self._is_to_encode(blob, needs)]
+        with TemporaryFiles(self._store) as files:
+            files.lease.hold(self._plan.blobs)
+            files.lease.hold(base.digest for base in self._plan.base_blobs.values())
+            for digest in self.results:  # the blobs that need not be encoded
+                pool.report(2 * self._plan.blobs[digest].size, self._plan.blobs[digest].name)
+            build = partial(self._builder.build, files=files, report=pool.report)
+            while to_encode:
+                again: list[Descriptor] = []
+                with contextlib.closing(run_in_batches(pool, to_encode, build)) as batches:
+                    for batch in batches:
+                        again += self._commit(batch, files.lease.name)
+                to_encode = again
 
-            def make(blob: Descriptor) -> EncodedBlob | None:
-                try:
-                    return self._maker.make(blob, moving)
-                except (BlobMissing, BlobDamaged) as error:
-                    self._fault(blob, error)
-                    return None
-
-            def settle(made: Sequence[EncodedBlob | None]) -> None:
-                self._settle([item for item in made if item is not None], moving.lease)
-
-            needed = self._chosen.needed_hot(set())  # a lease may end before its blob's turn comes
-            items = []
-            for blob in self.blobs.values():
-                outcome = self._outcome_before(blob, needed)
-                if outcome is None:
-                    items.append(blob)
-                    continue
-                moving.tell(2 * blob.size, blob.name)
-                try:
-                    self._note(blob, outcome)
-                except (BlobMissing, BlobDamaged) as error:
-                    self._fault(blob, error)
-            moving.run(items, make, lambda blob: blob.size, settle, jobs)
-            if self._unpinned:
-                items, self._unpinned = self._unpinned, None
-                moving.run(items, make, lambda blob: blob.size, settle, jobs)
-
-    # What is to be
-
-    def _outcome_before(self, blob: Descriptor, needed: Mapping[str, Need]) -> Outcome | None:
-        """Return what becomes of a blob that need not be coded."""
+    def _is_to_encode(self, blob: Descriptor, needs: Mapping[str, Need]) -> bool:
+        """Return whether a blob must be encoded; add the result of one that need not be."""
         if not self._store.has_hot(blob.digest):
-            return "cold" if self._store.has_cold(blob.digest) else None
-        if not self._keeps_hot and blob.digest.hex in needed:
-            return needed[blob.digest.hex]
-        # The name of a cold blob takes room too, and its table some hundred bytes.
-        return "no gain" if blob.size <= BLOCK else None
+            if not self._store.has_cold(blob.digest):
+                return True  # which reports that it is missing
+            try:
+                cold = self._store.open_cold(*blob.id)
+                self._add(blob, "cold", cold.stored, cold.base)
+            except BlobMissing:  # thawed by another process meanwhile
+                self._add(blob, "in use")
+            except BlobDamaged as error:
+                self._add_fault(blob, error)
+            return False
+        if not self._keep_hot and blob.digest.hex in needs:
+            self._add(blob, needs[blob.digest.hex])
+            return False
+        if blob.size <= BLOCK:  # a cold blob takes at least one block
+            self._add(blob, "no gain")
+            return False
+        return True
 
-    # Settling
-
-    def _settle(self, made: Sequence[EncodedBlob], lease: str) -> None:
-        """Give cold blobs their names, and remove the hot ones that nobody needs."""
+    def _commit(self, batch: Sequence[EncodedBlob], lease: str) -> list[Descriptor]:
+        """Give cold blobs their paths and remove hot files; return the blobs to encode again."""
+        self._store.cold_bases()  # opens the cold blobs that are new, before the lock is held
         with self._store.exclusive_lock():
             leased = read_leases(self._store, without=lease).digests
-            self._chosen.update()
-            needed = {} if self._keeps_hot else self._chosen.needed_hot(leased)
-            cold = self._store.cold_files()
-            bases = set(self._store.cold_bases(cold).values())
-            kept: list[EncodedBlob] = []
-            for item in made:
-                outcome = self._unsettled(item, needed, bases)
-                if outcome is None:
-                    kept.append(item)
-                    continue
-                if item.path is not None:
-                    item.path.unlink(missing_ok=True)
-                self._note(item.blob, outcome)
-            kept = [item for item in kept if self._is_pinned(item)]
-            for item in kept:
+            self._plan.reachable.update()
+            needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
+            ready, again = self._select(batch, needs)
+            for item in ready:
                 if item.path is not None:
                     item.path.replace(self._store.cold_path(item.blob.digest))
+            # Renaming keeps the state: these are the files that were verified.
+            placed = [
+                item.blob.digest
+                for item in ready
+                if file_state(self._store.cold_path(item.blob.digest)) == item.state
+            ]
             sync_folder(self._store.folder("cold"))
-            if not self._keeps_hot:
-                self._remove_hot(kept)
-            for item in kept:
-                self._maker.settled(item)
-                self._note(item.blob, "frozen", item.stored, item.base)
+            if not self._keep_hot:
+                for digest in placed:
+                    Path(self._store.blob_path(digest)).unlink(missing_ok=True)
+                    # A cold base needs no second link to outlive its hot file.
+                    Path(self._store.base_path(digest)).unlink(missing_ok=True)
+                sync_folder(self._store.folder("blobs"))
+        for item in ready:
+            self._add(item.blob, "frozen", item.stored, item.base)
+        return again
 
-    def _is_pinned(self, item: EncodedBlob) -> bool:
-        """Make sure of the blob by which another is coded; if that fails, that one is to be made anew."""
-        if item.base is None or pin(self._store, item.base):
-            return True
-        if item.path is not None:
-            item.path.unlink(missing_ok=True)
-        self._maker.has_links = False
-        if self._unpinned is None:
-            self._note(item.blob, "in use")
-        else:
-            self._unpinned.append(item.blob)
-        return False
+    def _select(
+        self, batch: Sequence[EncodedBlob], needs: Mapping[str, Need]
+    ) -> tuple[list[EncodedBlob], list[Descriptor]]:
+        """Return the blobs to commit, whose bases are kept from now on, and the blobs to encode again.
 
-    def _unsettled(
-        self, item: EncodedBlob, needed: Mapping[str, Need], bases: Collection[Digest]
+        The latter are deltas whose base cannot be kept, because the file system has no hard links.
+        """
+        ready: list[EncodedBlob] = []
+        again: list[Descriptor] = []
+        cold = self._store.cold_files()
+        bases = set(self._store.cold_bases(cold).values())
+        for item in batch:
+            outcome = None if item.fault else self._obstacle(item, needs, cold, bases)
+            if item.fault is not None:
+                self._add_fault(item.blob, item.fault)
+            elif outcome is not None:
+                self._add(item.blob, outcome)
+            elif item.base is None or pin(self._store, item.base):
+                ready.append(item)
+                continue
+            else:
+                self._builder.has_links = False
+                again.append(item.blob)
+            if item.path is not None:
+                item.path.unlink(missing_ok=True)
+        return ready, again
+
+    def _obstacle(
+        self,
+        item: EncodedBlob,
+        needs: Mapping[str, Need],
+        cold: Mapping[Digest, os.stat_result],
+        bases: Collection[Digest],
     ) -> Outcome | None:
-        """Return why a blob is to stay as it is; None if it is to be frozen."""
+        """Return why an encoded blob must not be committed; None if it may be."""
+        digest = item.blob.digest
         if item.state is None:
             return "no gain"
-        digest = item.blob.digest
-        if digest.hex in needed:
-            return needed[digest.hex]
-        if item.base is not None and (digest in bases or self._is_delta(item.base)):
-            return "in use"  # edges are one deep
-        where = self._store.cold_path(digest) if item.path is None else str(item.path)
-        if file_state(where) != item.state:  # thawed, or frozen otherwise, by another process
+        if digest.hex in needs:
+            return needs[digest.hex]
+        if item.base is not None and (digest in bases or not self._is_base(item.base, cold)):
+            return "in use"  # no base has a base itself
+        path = item.path or self._store.cold_path(digest)
+        if file_state(str(path)) != item.state:  # another process has thawed it, or frozen it again
             return "in use"
         return None
 
-    def _is_delta(self, digest: Digest) -> bool:
-        """Tell whether a base could not serve as one: it is coded by another, gone or damaged."""
-        if not self._store.has_cold(digest):
-            return not self._store.has_hot(digest)
+    def _is_base(self, digest: Digest, cold: Mapping[Digest, os.stat_result]) -> bool:
+        """Return whether a blob can be a base: it is here, intact as far as is known, and no delta."""
+        if digest not in cold:
+            return self._store.has_hot(digest)
         try:
-            return self._store.open_cold(digest).base is not None
-        except (BlobMissing, BlobDamaged):
-            return True
+            return self._store.base_of(digest, cold[digest]) is None
+        except BlobDamaged:
+            return False
 
-    def _remove_hot(self, made: Sequence[EncodedBlob]) -> None:
-        for item in made:
-            # The rename has kept the file: what was checked is what has the name now.
-            if file_state(self._store.cold_path(item.blob.digest)) == item.state:
-                Path(self._store.blob_path(item.blob.digest)).unlink(missing_ok=True)
-                # What is cold outlives its file without a second name.
-                Path(self._store.base_path(item.blob.digest)).unlink(missing_ok=True)
-        sync_folder(self._store.folder("blobs"))
-
-    def _note(
-        self, blob: Descriptor, outcome: Outcome, stored: int = -1, base: Digest | None = None
+    def _add(
+        self,
+        blob: Descriptor,
+        outcome: Outcome,
+        stored: int | None = None,
+        base: Digest | None = None,
     ) -> None:
-        if outcome == "cold":
-            try:
-                found = self._store.open_cold(blob.digest, blob.size)
-                stored, base = found.stored, found.base
-            except BlobMissing:  # thawed since it was looked for
-                outcome = "in use"
-        size = blob.size if stored < 0 else stored
+        size = blob.size if stored is None else stored
         self.results[blob.digest] = FrozenBlob(
             blob.digest, blob.name, blob.size, size, outcome, base
         )
 
-    def _fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
+    def _add_fault(self, blob: Descriptor, error: BlobMissing | BlobDamaged) -> None:
         self.faults.append(error.at(f"layer {quote(blob.name)}"))
-        self._note(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)
+        self._add(blob, "missing" if isinstance(error, BlobMissing) else "damaged", 0)

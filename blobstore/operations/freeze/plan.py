@@ -1,4 +1,4 @@
-"""What is to be frozen: the blobs of some models, those by which they are coded, and what must stay hot."""
+"""Decides what to freeze: which blobs, against which bases, and which blobs must stay hot."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import os
 import stat
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from blobstore.core.digest import BlobId
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
@@ -18,7 +18,7 @@ from blobstore.store.reachability import ReachableBlobs
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
@@ -29,135 +29,147 @@ Need = Literal["shared", "in use"]
 """Why a blob must stay hot."""
 
 
+@dataclass(slots=True)
 class FreezePlan:
-    """The blobs that are to be frozen. A name counts as frozen if any of its blobs is cold only."""
+    """What to freeze. A name counts as frozen if any of its blobs is cold only."""
 
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store
-        self._marks = ReachableBlobs(store)
-        self._frozen: dict[str, tuple[int, ...]] = {}
-        """The manifests of what is frozen now, or was before: their blobs need not be hot."""
-        self.references: list[Reference] = []
-        self.blobs: dict[Digest, Descriptor] = {}
-        """The blobs of tensors, each once."""
-        self.bases: dict[Reference, Reference] = {}
-        """By which model each is coded."""
-        self.base_blobs: dict[Digest, BlobId] = {}
-        """By which blob each is coded, if it is coded by any."""
+    reachable: ReachableBlobs
+    """The blobs that the manifests need, as of its last update."""
+    references: list[Reference] = field(default_factory=list)
+    blobs: dict[Digest, Descriptor] = field(default_factory=dict)
+    """The tensor blobs of the models, each once."""
+    bases: dict[Reference, Reference] = field(default_factory=dict)
+    """The base models of models."""
+    base_blobs: dict[Digest, BlobId] = field(default_factory=dict)
+    """The bases of blobs."""
+    frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The manifests of frozen models, and of those to be frozen, by path: they need no hot tensors."""
 
-    def choose(
-        self, names: Sequence[Reference], older_than: float | None, *, must_exist: bool
-    ) -> None:
-        """Find the blobs of the models, and the names that are frozen already."""
-        if not self._store.root.exists() and not must_exist:
-            return
-        self._marks.update()
-        marked = self._marks.by_path()
-        for reference in names:
-            try:
-                manifest = self._store.resolve(reference)
-            except ModelNotFound:
-                if must_exist:
-                    raise
-                continue  # removed since it was listed
-            path = str(self._store.manifest_path(reference))
-            layers = manifest.layers_of(media_types.TENSOR)
-            if not layers and not must_exist:
-                continue  # a model of Ollama's own
-            if older_than is not None and self._age(path, layers) < older_than:
+    def must_stay_hot(self, leased: Collection[Digest]) -> dict[str, Need]:
+        """Return why blobs must stay hot, by the hex digests of the blobs."""
+        needs: dict[str, Need] = {}
+        for path, manifest in self.reachable.by_path().items():
+            is_frozen = self.frozen.get(path) == manifest.state
+            needs.update(dict.fromkeys(manifest.others if is_frozen else manifest.blobs, "shared"))
+        return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
+
+
+def plan_freeze(
+    store: LocalStore,
+    named: Sequence[Reference],
+    estimator: SizeEstimator,
+    *,
+    older_than: float | None,
+    base: Reference | None,
+    find_base: bool,
+) -> FreezePlan:
+    """Choose the models and blobs to freeze, and their bases.
+
+    Args:
+        store: the store.
+        named: the models; if there are none, all models of the store.
+        estimator: estimates what bases save.
+        older_than: skip models that were created, copied or thawed within so many seconds.
+        base: the base model of the others.
+        find_base: search for base models if ``base`` is not given, and for duplicates in any case.
+
+    Raises:
+        ModelNotFound: a named model or the base model does not exist.
+        InvalidManifest: a manifest of the store cannot be read.
+        StoreError: the store cannot be read.
+    """
+    store.check_root()
+    plan = FreezePlan(ReachableBlobs(store))
+    plan.reachable.update()
+    all_names = list(store.references())
+    if base is not None:
+        store.resolve(base)
+    chosen: dict[Reference, Manifest] = {}
+    for reference in named or all_names:
+        try:
+            chosen[reference] = store.resolve(reference)
+        except ModelNotFound:
+            if named:
+                raise
+            continue  # removed since the names were listed
+    manifests: dict[Reference, Manifest] = {}
+    if base is not None or find_base:
+        for reference in all_names:
+            with contextlib.suppress(BlobstoreError):
+                manifests[reference] = store.parse(reference)[1]
+    _choose_models(store, plan, chosen, older_than, is_named=bool(named))
+    if manifests:
+        _choose_bases(store, plan, manifests, estimator, base)
+    return plan
+
+
+def _choose_models(
+    store: LocalStore,
+    plan: FreezePlan,
+    manifests: Mapping[Reference, Manifest],
+    older_than: float | None,
+    *,
+    is_named: bool,
+) -> None:
+    states = plan.reachable.by_path()
+    for reference, manifest in manifests.items():
+        path = str(store.manifest_path(reference))
+        layers = manifest.layers_of(media_types.TENSOR)
+        if not layers and not is_named:
+            continue  # a GGUF model of Ollama
+        if older_than is not None:
+            files = [path, *(store.blob_path(layer.digest) for layer in layers)]
+            if time.time() - max(map(_modification_time, files)) < older_than:
                 continue
-            self.references.append(reference)
-            self.blobs |= {layer.digest: layer for layer in layers}
-            if path in marked:
-                self._frozen[path] = marked[path].state
-        cold_only = {
-            digest.hex for digest in self._store.cold_files() if not self._store.has_hot(digest)
-        }
-        for path, item in marked.items():
-            if path not in self._frozen and not cold_only.isdisjoint(item.blobs):
-                self._frozen[path] = item.state
-
-    def compare(self, base: Reference | None, estimator: SizeEstimator) -> None:
-        """Find the models by which others are coded, ``base`` if that is given, and equal tensors.
-
-        Raises:
-            ModelNotFound: there is no such model.
-        """
-        if base is not None:
-            self._store.resolve(base)
-        manifests = _manifests(self._store)
-        relatives = BaseFinder(self._store, manifests, estimator)
-        hot = [item for item in self.references if self._is_any_hot(manifests, item)]
-        if base is None:
-            self.bases = relatives.find_bases(hot)
-        else:
-            self.bases = {reference: base for reference in hot if reference != base}
-        for reference, other in self.bases.items():
-            theirs = tensor_layers(manifests[other]) if other in manifests else {}
-            for name, layer in tensor_layers(manifests[reference]).items():
-                if name in theirs and theirs[name].digest != layer.digest:
-                    blob = BlobId(theirs[name].digest, theirs[name].size)
-                    self.base_blobs[layer.digest] = blob
-        self._join_equals(manifests, estimator)
-        self._drop_chains()
-
-    def _join_equals(
-        self, manifests: Mapping[Reference, Manifest], estimator: SizeEstimator
-    ) -> None:
-        """Let blobs be coded by those whose tensors they have under other names."""
-        coded = self._store.cold_bases()
-        equals = DuplicateFinder(self._store, estimator, self.blobs, coded)
-        others = [item for item in sorted(manifests) if item not in self.references]
-        equals.read([tensor_layers(manifests[reference]) for reference in others])
-        self.base_blobs = equals.choose_bases(self.base_blobs)
-
-    def _drop_chains(self) -> None:
-        """Leave no base that is coded by another itself."""
-        cold = self._store.cold_bases()
-        for digest in {blob.digest for blob in self.base_blobs.values()} | {*cold.values()}:
-            self.base_blobs.pop(digest, None)  # edges are one deep
-        for digest, blob in list(self.base_blobs.items()):
-            if blob.digest in cold:
-                del self.base_blobs[digest]
-
-    def _is_any_hot(self, manifests: Mapping[Reference, Manifest], reference: Reference) -> bool:
-        layers = tensor_layers(manifests[reference]).values() if reference in manifests else ()
-        return any(self._store.has_hot(layer.digest) for layer in layers)
-
-    def _age(self, path: str, layers: Sequence[Descriptor]) -> float:
-        """Return the seconds since a model was created, copied or thawed."""
-        times = [
-            _modified(path),
-            *(_modified(self._store.blob_path(item.digest)) for item in layers),
-        ]
-        return time.time() - max(times)
-
-    def update(self) -> None:
-        """Look at the manifests again. Raises as :meth:`ReachableBlobs.update`."""
-        self._marks.update()
-
-    def needed_hot(self, leased: Collection[Digest]) -> dict[str, Need]:
-        """Return the blobs that must stay hot, by the digits of their digests, and why."""
-        needed: dict[str, Need] = {}
-        for path, item in self._marks.by_path().items():
-            if self._frozen.get(path) == item.state:
-                needed.update(dict.fromkeys(item.others, "shared"))
-            else:
-                needed.update(dict.fromkeys(item.blobs, "shared"))
-        return needed | dict.fromkeys((digest.hex for digest in leased), "in use")
+        plan.references.append(reference)
+        plan.blobs |= {layer.digest: layer for layer in layers}
+        if path in states:
+            plan.frozen[path] = states[path].state
+    cold_only = {digest.hex for digest in store.frozen()}
+    for path, state in states.items():
+        if path not in plan.frozen and not cold_only.isdisjoint(state.blobs):
+            plan.frozen[path] = state.state
 
 
-def _manifests(store: LocalStore) -> dict[Reference, Manifest]:
-    found: dict[Reference, Manifest] = {}
-    for reference in store.references():
-        with contextlib.suppress(BlobstoreError):
-            found[reference] = store.parse(reference)[1]
-    return found
+def _choose_bases(
+    store: LocalStore,
+    plan: FreezePlan,
+    manifests: Mapping[Reference, Manifest],
+    estimator: SizeEstimator,
+    base: Reference | None,
+) -> None:
+    layers = {reference: tensor_layers(manifest) for reference, manifest in manifests.items()}
+    hot = [
+        reference
+        for reference in plan.references
+        if any(store.has_hot(layer.digest) for layer in layers.get(reference, {}).values())
+    ]
+    if base is None:
+        plan.bases = BaseFinder(store, manifests, estimator).find_bases(hot)
+    else:
+        plan.bases = {reference: base for reference in hot if reference != base}
+    likely = {
+        layer.digest: theirs.id
+        for reference, other in plan.bases.items()
+        for name, layer in layers[reference].items()
+        if (theirs := layers.get(other, {}).get(name)) and theirs.digest != layer.digest
+    }
+    deltas = store.cold_bases()
+    others = [layers[name] for name in sorted(layers) if name not in plan.references]
+    finder = DuplicateFinder(store, estimator, plan.blobs, deltas)
+    finder.read(others)
+    chosen = finder.choose_bases(likely)
+    bases = {blob.digest for blob in chosen.values()} | {*deltas.values()}
+    plan.base_blobs = {
+        digest: blob
+        for digest, blob in chosen.items()
+        if digest not in bases and blob.digest not in deltas  # a base has no base itself
+    }
 
 
-def _modified(path: str) -> float:
+def _modification_time(path: str) -> float:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return 0
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else 0
+    return status.st_mtime if stat.S_ISREG(status.st_mode) else 0

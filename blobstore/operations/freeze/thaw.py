@@ -1,8 +1,8 @@
-"""Workflow: the blobs of frozen models become files again, as they were.
+"""Thaws models: decompresses the blobs of frozen models into files again.
 
-A blob is decoded into a file that has its digest and is synced; only then, with the store's lock alone, it
-gets its name among the hot ones, durably, and the cold one is removed. So at every instant a blob is hot
-or cold or both.
+Threads decode each blob into a temporary file and compare its digest. Batches of these files are
+committed under the store's exclusive lock: each file gets its path among the hot blobs, durably, and only
+then the cold file is removed. So at every moment a blob is hot or cold or both.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder, write_all
-from blobstore.core.workers import check_jobs
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import BatchRunner
+from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.store.bases import link_base
 from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
@@ -41,185 +42,173 @@ class Thawed:
 
     references: tuple[Reference, ...]
     blobs: int
-    """Blobs that were cold and are hot now."""
+    """Number of blobs that were cold and are hot now."""
     size: int
-    """Bytes of these."""
+    """Bytes of these blobs."""
     stored: int
     """Bytes that they took before."""
     faults: tuple[BlobstoreError, ...]
-    """What is wrong with blobs that could not be thawed."""
+    """Why blobs could not be thawed."""
     seconds: float
 
 
 def thaw_models(
     references: Sequence[str | Reference],
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     keep_cold: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Thawed:
-    """Write the blobs of frozen models as they were, for programs that map or link their files.
+    """Decompress frozen models, for programs that map or link their files.
 
     Args:
-        references: the models. Blobs that they share with others are thawed for those too.
+        references: the models. Blobs that they share with other models are thawed for those too.
         store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        keep_cold: leave the cold form beside the hot one, so that freezing again costs no coding.
-        jobs: threads; by default the machine's processors.
-        progress: called with what is being done, bytes done and bytes in all.
+        keep_cold: keep the compressed form too, so that freezing again is fast.
+        jobs: number of threads; by default one per processor.
+        progress: called with the name of a layer, the bytes done and the bytes in total.
 
     Raises:
         ModelNotFound: a model does not exist.
-        InvalidManifest: a manifest of them cannot be read.
-        StoreBusy: others have kept the store's lock all the time.
-        StoreError: the store cannot be read or written. What was thawed before stays so.
+        InvalidManifest: the manifest of a model cannot be read.
+        StoreBusy: another process held the store's lock for too long.
+        StoreError: the store cannot be read or written. Blobs that were thawed before remain thawed.
         UsageError: ``jobs`` is below 1.
     """
     started = time.monotonic()
     check_jobs(jobs)
-    store = store or LocalStore()
-    names = [
-        Reference.parse(reference) if isinstance(reference, str) else reference
-        for reference in references
-    ]
-    names = list(dict.fromkeys(names))
+    store = LocalStore.of(store)
+    names = tuple(dict.fromkeys(map(Reference.of, references)))
     blobs = {
         layer.digest: layer
-        for reference in names
-        for layer in store.resolve(reference).layers_of(media_types.TENSOR)
+        for name in names
+        for layer in store.resolve(name).layers_of(media_types.TENSOR)
     }
-    work = _Thawing(store, keeps_cold=keep_cold)
+    thawed: list[_DecodedBlob] = []
+    faults: list[BlobstoreError] = []
     cold = [blob for blob in blobs.values() if store.has_cold(blob.digest)]
     if cold:
-        with store.writing():
-            work.run(cold, jobs, progress)
+        pool = WorkerPool(jobs, progress, sum(blob.size for blob in cold))
+        with store.writing(), TemporaryFiles(store) as files:
+            files.lease.hold(blob.digest for blob in cold)
+            decode = partial(_try_decode, store, files=files, report=pool.report)
+            for batch in run_in_batches(pool, cold, decode):
+                faults += (item.fault for item in batch if item.fault is not None)
+                thawed += _commit(
+                    store, [item for item in batch if item.state], keep_cold=keep_cold
+                )
     for blob in blobs.values():
         if not store.has(blob.digest):
-            work.faults.append(_missing(store, blob))
+            path = quote(store.blob_path(blob.digest))
+            faults.append(BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing"))
     return Thawed(
-        references=tuple(names),
-        blobs=work.count,
-        size=work.size,
-        stored=work.stored,
-        faults=tuple(work.faults),
+        references=names,
+        blobs=len(thawed),
+        size=sum(item.blob.size for item in thawed),
+        stored=sum(item.stored for item in thawed),
+        faults=tuple(faults),
         seconds=time.monotonic() - started,
     )
 
 
-def _missing(store: LocalStore, blob: Descriptor) -> BlobMissing:
-    path = quote(store.blob_path(blob.digest))
-    return BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing")
-
-
-class _Made(NamedTuple):
-    """A blob whose hot form is whole, and durable."""
+class _DecodedBlob(NamedTuple):
+    """A blob whose hot form is durable and was verified, or the reason why it has none."""
 
     blob: Descriptor
-    path: Path | None
-    """Its file; None if it has its name already."""
-    state: State | None
-    """That of the file."""
-    seen: State | None
-    """That of what was in its place before, which was not whole; None if there was nothing."""
-    stored: int
+    path: Path | None = None
+    """The temporary file; None if the hot form has its final path already."""
+    state: State | None = None
+    """Identifies the verified file; None if there is none."""
+    replaced: State | None = None
+    """Identifies the damaged file at the final path; None if there was none."""
+    stored: int = 0
+    fault: BlobstoreError | None = None
 
 
-class _Thawing:
-    def __init__(self, store: LocalStore, *, keeps_cold: bool) -> None:
-        self._store = store
-        self._keeps_cold = keeps_cold
-        self.count = 0
-        self.size = 0
-        self.stored = 0
-        self.faults: list[BlobstoreError] = []
+def _try_decode(
+    store: LocalStore,
+    blob: Descriptor,
+    files: TemporaryFiles,
+    report: Callable[[int, str], None],
+) -> _DecodedBlob:
+    """Decode a blob as :func:`_decode` does, and return its fault if it cannot be decoded."""
+    try:
+        return _decode(store, blob, files, report)
+    except (BlobMissing, BlobDamaged) as error:
+        if not store.has_cold(blob.digest):  # another process has thawed or removed it
+            return _DecodedBlob(blob)
+        return _DecodedBlob(blob, fault=error.at(f"layer {quote(blob.name)}"))
 
-    def run(self, cold: Sequence[Descriptor], jobs: int | None, progress: Progress | None) -> None:
-        """Thaw blobs that are cold."""
-        total = sum(blob.size for blob in cold)
-        with BatchRunner(self._store, progress, total) as moving:
-            moving.hold(blob.digest for blob in cold)
 
-            def make(blob: Descriptor) -> _Made | None:
-                try:
-                    return self._make(blob, moving)
-                except (BlobMissing, BlobDamaged) as error:
-                    if self._store.has_cold(blob.digest):  # not removed by another process
-                        self.faults.append(error.at(f"layer {quote(blob.name)}"))
-                    return None
+def _decode(
+    store: LocalStore,
+    blob: Descriptor,
+    files: TemporaryFiles,
+    report: Callable[[int, str], None],
+) -> _DecodedBlob:
+    """Decode a blob into a temporary file, or verify the hot file that is there."""
+    cold = store.open_cold(*blob.id)
+    hot = store.blob_path(blob.digest)
+    state = file_state(hot)
+    if state is not None and _is_intact(store, blob, report):
+        return _DecodedBlob(blob, None, state, None, cold.stored)
+    with files.create() as (path, descriptor):
+        digester = Digester()
+        for piece in cold.pieces():
+            digester.update(piece)
+            write_all(descriptor, piece)
+            report(len(piece), blob.name)
+        if digester.digest() != blob.digest:
+            cold.check()  # raises, and says what is wrong
+            raise BlobDamaged(f"blob {quote(hot)} was decoded twice, to different bytes")
+    return _DecodedBlob(blob, path, file_state(str(path)), state, cold.stored)
 
-            def settle(made: Sequence[_Made | None]) -> None:
-                self._settle([item for item in made if item is not None])
 
-            moving.run(cold, make, lambda blob: blob.size, settle, jobs)
+def _is_intact(store: LocalStore, blob: Descriptor, report: Callable[[int, str], None]) -> bool:
+    """Return whether the hot file is intact; sync it, because its writer may not have."""
+    try:
+        store.check_digest(*blob.id, lambda count: report(count, blob.name))
+        descriptor = store.open_hot(*blob.id)
+    except (BlobMissing, BlobDamaged):
+        return False
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return os.path.lexists(store.blob_path(blob.digest))
 
-    def _make(self, blob: Descriptor, moving: BatchRunner) -> _Made:
-        """Write a blob as it was, or find that it is there."""
-        cold = self._store.open_cold(blob.digest, blob.size)
-        hot = self._store.blob_path(blob.digest)
 
-        def tell(count: int) -> None:
-            moving.tell(count, blob.name)
-
-        if (state := file_state(hot)) is not None and self._is_whole(blob, hot, tell):
-            return _Made(blob, None, state, None, cold.stored)
-        with moving.temporary() as (path, descriptor):
-            digester = Digester()
-            for piece in cold.pieces():
-                digester.update(piece)
-                write_all(descriptor, piece)
-                tell(len(piece))
-            if digester.digest() != blob.digest:
-                cold.check()  # says what is wrong
-                raise BlobDamaged(
-                    f"blob {quote(hot)} was decoded to other bytes than a moment later"
-                )
-        return _Made(blob, path, file_state(str(path)), state, cold.stored)
-
-    def _is_whole(self, blob: Descriptor, path: str, tell: Callable[[int], None]) -> bool:
-        """Tell whether the hot blob is whole, and make that durable: whoever wrote it may not have."""
-        try:
-            self._store.check_digest(blob.digest, blob.size, tell)
-            descriptor = self._store.open_hot(blob.digest, blob.size)
-        except (BlobMissing, BlobDamaged):
-            return False
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return os.path.lexists(path)
-
-    def _settle(self, made: Sequence[_Made]) -> None:
-        """Give blobs their names, and remove the cold ones."""
-        with self._store.exclusive_lock():
-            placed = [item for item in made if self._is_placed(item)]
-            sync_folder(self._store.folder("blobs"))
-            # A blob by which others are coded needs a second name, or stays cold too.
-            bases = set(self._store.cold_bases().values())
+def _commit(
+    store: LocalStore, batch: Sequence[_DecodedBlob], *, keep_cold: bool
+) -> list[_DecodedBlob]:
+    """Give hot blobs their paths and remove the cold files; return the blobs that are hot now."""
+    store.cold_bases()  # opens the cold blobs that are new, before the lock is held
+    with store.exclusive_lock():
+        placed = list(_place(store, batch))
+        sync_folder(store.folder("blobs"))
+        if not keep_cold:
+            bases = set(store.cold_bases().values())
             for item in placed:
-                self.count += 1
-                self.size += item.blob.size
-                self.stored += item.stored
-                if not self._keeps_cold:
-                    self._remove_cold(item, is_base=item.blob.digest in bases)
-            sync_folder(self._store.folder("cold"))
+                digest, cold = item.blob.digest, store.cold_path(item.blob.digest)
+                if file_state(store.blob_path(digest)) != item.state or not os.path.lexists(cold):
+                    continue
+                # The base of other blobs must get its second link, or it stays cold too.
+                if digest not in bases or link_base(store, digest):
+                    os.unlink(cold)  # noqa: PTH108 - a blob's path is a string
+            sync_folder(store.folder("cold"))
+    return placed
 
-    def _is_placed(self, item: _Made) -> bool:
-        """Put a blob in its place; tell whether what is there is what was checked."""
-        hot = self._store.blob_path(item.blob.digest)
-        if item.path is not None and file_state(hot) == item.seen:
+
+def _place(store: LocalStore, batch: Sequence[_DecodedBlob]) -> Iterator[_DecodedBlob]:
+    """Move verified files to their final paths, and yield the blobs that have them there."""
+    for item in batch:
+        hot = store.blob_path(item.blob.digest)
+        if item.path is not None and file_state(hot) == item.replaced:
             if os.path.lexists(hot):
-                put_in_place(self._store, item.blob.digest, item.path)
+                put_in_place(store, item.blob.digest, item.path)
             else:
                 item.path.replace(hot)
-        # Otherwise others have put something there meanwhile: then it stays cold too.
-        return file_state(hot) == item.state
-
-    def _remove_cold(self, item: _Made, *, is_base: bool) -> None:
-        hot, cold = (
-            self._store.blob_path(item.blob.digest),
-            self._store.cold_path(item.blob.digest),
-        )
-        if file_state(hot) != item.state or not os.path.lexists(cold):
-            return
-        if not is_base or link_base(self._store, item.blob.digest):
-            os.unlink(cold)  # noqa: PTH108 - a blob's path is a text
+        # If another process has put a different file there, the blob stays cold too.
+        if file_state(hot) == item.state:
+            yield item

@@ -60,8 +60,9 @@ def test_names_are_needed(frozen: LocalStore) -> None:
 def test_links_need_files(frozen: LocalStore, tmp_path: Path) -> None:
     result = run("link", "a", tmp_path / "links")
     assert result.exit_code == 1
-    assert "model a:latest is frozen, and links need files; run 'blobstore thaw a:latest'" in (
-        result.stderr
+    assert (
+        "model a:latest is frozen, but links need uncompressed blobs; run 'blobstore thaw a:latest'"
+        in (result.stderr)
     )
     assert not (tmp_path / "links").exists()
     assert run("link", "a", tmp_path / "links", "--thaw").exit_code == 0

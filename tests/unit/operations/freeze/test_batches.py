@@ -7,93 +7,91 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.core.workers import Cancelled
-from blobstore.operations.freeze import batches as moving
-from blobstore.operations.freeze.batches import BatchRunner
+from blobstore.core.digest import Digest
+from blobstore.core.workers import Cancelled, WorkerPool
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.operations.freeze.batches import _BATCH, TemporaryFiles, run_in_batches
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
+def blobs(sizes: Iterable[int]) -> list[Descriptor]:
+    return [Descriptor("application/test", Digest.of(b""), size) for size in sizes]
 
 
-def test_all_is_made_on_threads_and_settled_on_the_caller_s(store: LocalStore) -> None:
-    settled: list[int] = []
-    me = threading.get_ident()
-    batches = 0
+def test_jobs_run_on_threads_and_their_results_come_in_batches() -> None:
+    caller = threading.get_ident()
 
-    def settle(made: Sequence[int]) -> None:
-        nonlocal batches
-        assert threading.get_ident() == me
-        batches += 1
-        settled.extend(made)
+    def job(blob: Descriptor) -> int:
+        assert threading.get_ident() != caller
+        return blob.size * 10
 
-    def make(item: int) -> int:
-        assert threading.get_ident() != me
-        return item * 10
-
-    with BatchRunner(store, None, 0) as work:
-        work.run(range(200), make, lambda item: item, settle, 3)
-    assert sorted(settled) == [10 * item for item in range(200)]
-    assert batches >= 200 // moving._BATCH
+    batches = list(run_in_batches(WorkerPool(3, None, 0), blobs(range(200)), job))
+    assert sorted(item for batch in batches for item in batch) == [10 * item for item in range(200)]
+    assert len(batches) >= 200 // _BATCH
+    assert max(map(len, batches)) <= _BATCH
 
 
-def test_what_found_no_room_is_made_again_after_the_others(store: LocalStore) -> None:
-    room = 2
-    settled: list[int] = []
+def test_a_job_that_finds_no_space_runs_again_after_a_commit() -> None:
+    space = 2
 
-    def make(item: int) -> int:
-        nonlocal room
-        if not room:
+    def job(blob: Descriptor) -> int:
+        nonlocal space
+        if not space:
             raise OSError(errno.ENOSPC, "full")
-        room -= 1
-        return item
+        space -= 1
+        return blob.size
 
-    def settle(made: Sequence[int]) -> None:
-        nonlocal room
-        settled.extend(made)
-        room += len(made)
-
-    with BatchRunner(store, None, 0) as work:
-        work.run([1, 2, 3, 4, 5], make, lambda item: item, settle, 1)
-        assert sorted(settled) == [1, 2, 3, 4, 5]
-        room = 0
-        with pytest.raises(OSError, match="full"):
-            work.run([6], make, lambda item: item, settle, 1)
+    pool = WorkerPool(1, None, 0)
+    committed: list[int] = []
+    for batch in run_in_batches(pool, blobs([1, 2, 3, 4, 5]), job):
+        committed += batch
+        space += len(batch)
+    assert sorted(committed) == [1, 2, 3, 4, 5]
+    space = 0
+    with pytest.raises(OSError, match="full"):
+        list(run_in_batches(pool, blobs([6]), job))
 
 
-def test_an_error_stops_the_others(store: LocalStore) -> None:
-    def make(item: int) -> int:
-        if item == 3:
+def test_an_error_stops_the_other_jobs() -> None:
+    def job(blob: Descriptor) -> int:
+        if blob.size == 3:
             raise ValueError("three")
-        return item
+        return blob.size
 
-    with BatchRunner(store, None, 0) as work:
-        with pytest.raises(ValueError, match="three"):
-            work.run([1, 2, 3], make, lambda item: item, lambda _: None, 1)
-        with pytest.raises(Cancelled):
-            work.tell(1, "more")
+    pool = WorkerPool(1, None, 0)
+    with pytest.raises(ValueError, match="three"):
+        list(run_in_batches(pool, blobs([1, 2, 3]), job))
+    with pytest.raises(Cancelled):
+        pool.report(1, "more")
 
 
-def test_files_are_synced_and_of_a_living_lease(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+def test_closing_the_iterator_stops_the_jobs() -> None:
+    pool = WorkerPool(2, None, 0)
+    batches = run_in_batches(pool, blobs(range(1000)), lambda blob: blob.size)
+    next(batches)
+    batches.close()
+    assert pool.stopping.is_set()
+
+
+def test_temporary_files_are_synced_and_named_by_a_living_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = LocalStore(tmp_path / "store")
     synced: list[int] = []
-    with BatchRunner(store, None, 0) as work:
+    with TemporaryFiles(store) as files:
         monkeypatch.setattr(os, "fsync", synced.append)
-        with work.temporary() as (path, descriptor):
+        with files.create() as (path, descriptor):
             os.write(descriptor, b"1")
         assert synced == [descriptor]
         assert path.read_bytes() == b"1"
         assert path.stat().st_mode & 0o777 == 0o444
-        assert path.name.rpartition("-")[0] == work.lease
-        assert [item.name for item in store.folder("leases").iterdir()] == [work.lease]
-        with pytest.raises(ValueError, match="x"), work.temporary() as (other, _):
+        assert path.name.rpartition("-")[0] == files.lease.name
+        assert [item.name for item in store.folder("leases").iterdir()] == [files.lease.name]
+        with pytest.raises(ValueError, match="x"), files.create() as (other, _):
             raise ValueError("x")
         assert not other.exists()
         monkeypatch.undo()

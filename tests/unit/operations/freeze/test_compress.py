@@ -56,7 +56,7 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
             flip_in_place(path)
         done.append(None)
 
-    write, checked, check = BlobEncoder.write, ColdBlobBuilder._checked, ColdBlob.check
+    write, checked, check = BlobEncoder.write, ColdBlobBuilder._verify, ColdBlob.check
 
     def coded(self: BlobEncoder, *arguments: Any) -> None:
         harm()
@@ -73,7 +73,7 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
     if moment == "coded":
         monkeypatch.setattr(BlobEncoder, "write", coded)
     elif moment == "decoded":
-        monkeypatch.setattr(ColdBlobBuilder, "_checked", decoded)
+        monkeypatch.setattr(ColdBlobBuilder, "_verify", decoded)
     else:
         monkeypatch.setattr(ColdBlob, "check", then)
     (frozen,) = freeze_models(["child"], store=store, base="base").blobs

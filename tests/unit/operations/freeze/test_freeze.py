@@ -15,7 +15,7 @@ from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze import freeze as freezing
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.freeze.compress import ColdBlobBuilder
+from blobstore.operations.freeze.compress import ColdBlobBuilder, EncodedBlob
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -26,8 +26,6 @@ from tests.support.models import add_blobs, blob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from blobstore.operations.freeze.batches import BatchRunner
 
 
 @pytest.fixture
@@ -240,13 +238,13 @@ def test_a_cold_blob_that_changes_after_it_was_checked_is_not_trusted(
     put(store, "a", {"x": 1})
     digest = layers(store, "a")["x"].digest
     freeze_models(["a"], store=store, keep_hot=True)
-    real = freezing._Freezing._settle
+    real = freezing._Run._commit
 
-    def later(self: Any, made: Sequence[Any], lease: str) -> None:
+    def later(self: Any, batch: Sequence[Any], lease: str) -> Any:
         Path(store.cold_path(digest)).unlink()  # as thaw does in another process
-        real(self, made, lease)
+        return real(self, batch, lease)
 
-    monkeypatch.setattr(freezing._Freezing, "_settle", later)
+    monkeypatch.setattr(freezing._Run, "_commit", later)
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "in use"}
     assert forms_of(store, "a") == {"x": "hot"}
 
@@ -255,15 +253,15 @@ def test_a_name_that_comes_meanwhile_keeps_its_blobs_hot(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
-    real = ColdBlobBuilder.make
+    real = ColdBlobBuilder.build
 
-    def make(self: ColdBlobBuilder, item: Any, moving: BatchRunner) -> Any:
-        made = real(self, item, moving)
-        if item.name == "x":
+    def build(self: ColdBlobBuilder, blob: Any, **options: Any) -> EncodedBlob:
+        encoded = real(self, blob, **options)
+        if blob.name == "x":
             put(store, "b", {"x": 1})
-        return made
+        return encoded
 
-    monkeypatch.setattr(ColdBlobBuilder, "make", make)
+    monkeypatch.setattr(ColdBlobBuilder, "build", build)
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "shared", "y": "frozen"}
     assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
 
@@ -273,13 +271,13 @@ def test_a_model_that_is_replaced_meanwhile_is_another(
 ) -> None:
     put(store, "a", {"x": 1, "y": 2})
     digests = [item.digest for item in layers(store, "a").values()]
-    real = freezing._Freezing._settle
+    real = freezing._Run._commit
 
-    def later(self: Any, made: Sequence[Any], lease: str) -> None:
+    def later(self: Any, batch: Sequence[Any], lease: str) -> Any:
         put(store, "a", {"x": 1})
-        real(self, made, lease)
+        return real(self, batch, lease)
 
-    monkeypatch.setattr(freezing._Freezing, "_settle", later)
+    monkeypatch.setattr(freezing._Run, "_commit", later)
     freeze_models(["a"], store=store)
     assert forms(store, digests[0]) == "hot"
     assert_whole(store, "a", {"x": 1})

@@ -92,13 +92,13 @@ def test_what_others_have_written_meanwhile_is_not_replaced_nor_believed(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(store.blob_path(layers(store, "a")["x"].digest))
-    real = thawing._Thawing._settle
+    real = thawing._commit
 
-    def later(self: Any, made: Sequence[Any]) -> None:
+    def later(store: LocalStore, batch: Sequence[Any], *, keep_cold: bool) -> Any:
         path.write_bytes(b"whatever another process has put there")
-        real(self, made)
+        return real(store, batch, keep_cold=keep_cold)
 
-    monkeypatch.setattr(thawing._Thawing, "_settle", later)
+    monkeypatch.setattr(thawing, "_commit", later)
     assert thaw_models(["a"], store=store).blobs == 1
     assert forms_of(store, "a") == {"x": "both", "y": "hot"}
     assert path.read_bytes() == b"whatever another process has put there"
