@@ -1,4 +1,4 @@
-"""What the attacks on checkpoints share."""
+"""Fixtures of the attacks on checkpoints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 @pytest.fixture(params=[zip_file, deflated_file, legacy_file], ids=["zip", "deflated", "legacy"])
 def written(request: pytest.FixtureRequest) -> Callable[..., bytes]:
-    """Give a function that writes a checkpoint of a pickle and storages, in every container."""
+    """Return a function that writes a pickle and storages as a checkpoint, one per container format."""
     write: Callable[..., bytes] = request.param
     return write

@@ -1,4 +1,4 @@
-"""Small checkpoints that ask for much memory or time; the reader gives them little of either."""
+"""Small checkpoints that demand much memory or time, of which the reader uses little."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Write = Callable[..., bytes]
 
 GOOD_DICT = mapping(w=tensor())
 DOUBLED = b")" + b"2\x86" * 60
-"""A tuple of itself twice, 60 times over: DUP, TUPLE2."""
+"""A tuple that holds the previous tuple twice, 60 levels deep: DUP, TUPLE2."""
 
 
 def slot(number: int) -> bytes:
@@ -48,23 +48,23 @@ def slot(number: int) -> bytes:
 
 
 def padding(size: int) -> bytes:
-    """Return the opcodes of so many bytes, which are dropped: limits may depend on the size."""
+    """Return ``size`` bytes of opcodes without effect: limits may depend on the size."""
     return b"B" + slot(size) + bytes(size) + b"0"
 
 
 def copies(piece: bytes, times: int) -> bytes:
-    """Return a deflate stream of ``piece`` so many times, made without having them all."""
+    """Return a deflate stream of repeated ``piece``, without holding all of it in memory."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     packer.compress(piece)
-    first = packer.flush(zlib.Z_FULL_FLUSH)  # after which nothing refers back
+    first = packer.flush(zlib.Z_FULL_FLUSH)  # nothing after it refers back
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     again = packer.compress(piece) + packer.flush(zlib.Z_FULL_FLUSH)
     assert first or again
     return (first or again) * times + zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS).flush()
 
 
-def swollen(member: Member, piece: bytes, times: int) -> Member:
-    """Return a compressed entry of ``piece`` so many times over, without a check sum."""
+def repeated(member: Member, piece: bytes, times: int) -> Member:
+    """Return a compressed entry of repeated ``piece``, without a checksum."""
     fields = {"size": len(piece) * times, "crc": 0}
     return Member(member.name, b"", 8, copies(piece, times), local=fields, listed=fields)
 
@@ -102,7 +102,7 @@ def swollen(member: Member, piece: bytes, times: int) -> Member:
         DOUBLED,
     ],
 )
-def test_a_tuple_doubled_60_times_hangs_nothing(
+def test_a_tuple_doubled_60_times_does_not_hang(
     value: bytes, written: Write, reader: Reader
 ) -> None:
     assert not reader.take(written(pickled(mapping(w=tensor(), x=value), 4))).error
@@ -110,7 +110,7 @@ def test_a_tuple_doubled_60_times_hangs_nothing(
     assert not reader.take(written(pickled(mapping(w=tensor(), x=value), 4)), None).error
 
 
-def test_a_list_doubled_60_times_hangs_nothing(written: Write, reader: Reader) -> None:
+def test_a_list_doubled_60_times_does_not_hang(written: Write, reader: Reader) -> None:
     value = b"]" + b"".join(
         b"q" + bytes([index]) + b"](h" + bytes([index]) + b"h" + bytes([index]) + b"e"
         for index in range(60)
@@ -120,13 +120,13 @@ def test_a_list_doubled_60_times_hangs_nothing(written: Write, reader: Reader) -
 
 
 @pytest.mark.parametrize("of", ["]q\x00h\x00a", "}q\x00X\x01\x00\x00\x00kh\x00s"])
-def test_what_holds_itself_is_refused(of: str, written: Write, reader: Reader) -> None:
+def test_refuses_a_container_that_contains_itself(of: str, written: Write, reader: Reader) -> None:
     data = written(pickled(mapping(w=tensor(), x=of.encode("latin-1"))))
     assert "nested more than 64 levels" in refusal(reader, data)
 
 
-def test_20_million_marks_are_too_many(written: Write, reader: Reader) -> None:
-    if written is legacy_file:  # where nothing can be compressed
+def test_refuses_20_million_marks(written: Write, reader: Reader) -> None:
+    if written is legacy_file:  # which cannot be compressed
         data = written(pickled(b"(" * 3 * MIB + GOOD_DICT))
         assert "marks" in refusal(reader, data)
     elif written is deflated_file:
@@ -136,23 +136,23 @@ def test_20_million_marks_are_too_many(written: Write, reader: Reader) -> None:
         assert "marks" in refusal(reader, written(pickled(b"(" * 20_000_000 + GOOD_DICT)))
 
 
-def test_a_pickle_of_512_mib_is_too_large(reader: Reader) -> None:
+def test_refuses_a_pickle_of_512_mib(reader: Reader) -> None:
     parts = members(b"")
-    parts["data.pkl"] = swollen(parts["data.pkl"], b"N0" * (MIB // 2), 512)
+    parts["data.pkl"] = repeated(parts["data.pkl"], b"N0" * (MIB // 2), 512)
     data = make_zip(list(parts.values()))
     assert len(data) < MIB
     assert "limit" in refusal(reader, data)
 
 
-def test_records_of_a_gib_are_too_large(reader: Reader) -> None:
+def test_refuses_records_of_a_gib(reader: Reader) -> None:
     for name in ("version", "byteorder"):
         parts = members(pickled(GOOD_DICT))
-        parts[name] = swollen(parts[name], bytes(MIB), 1024)
+        parts[name] = repeated(parts[name], bytes(MIB), 1024)
         assert "over the limit of 1024" in refusal(reader, make_zip(list(parts.values())))
 
 
-def test_pickles_that_are_bombs_are_inspected_as_far_as_they_are_small(reader: Reader) -> None:
-    bomb = swollen(Member(b""), b"N0" * (MIB // 2), 512)
+def test_inspection_skips_pickles_that_are_bombs(reader: Reader) -> None:
+    bomb = repeated(Member(b""), b"N0" * (MIB // 2), 512)
     bombs = [
         Member(f"archive/{index}.pkl".encode(), b"", 8, bomb.data, listed=bomb.listed)
         for index in range(100)
@@ -167,46 +167,46 @@ def test_pickles_that_are_bombs_are_inspected_as_far_as_they_are_small(reader: R
     assert "asks for" in outcome.refusal
 
 
-def test_a_storage_of_a_gib_in_one_mib_is_refused(reader: Reader) -> None:
+def test_refuses_a_storage_of_a_gib_in_one_mib(reader: Reader) -> None:
     count = 2**28
     for size in ((count,), (2, 2)):
         strides = (1,) if len(size) == 1 else (2, 1)
         value = mapping(w=tensor(size, strides, of=storage(count=count)))
         parts = members(pickled(value))
-        parts["data/0"] = swollen(parts["data/0"], bytes(MIB), 1024)
+        parts["data/0"] = repeated(parts["data/0"], bytes(MIB), 1024)
         data = make_zip(list(parts.values()))
         assert len(data) < 2 * MIB
         assert "times the file" in refusal(reader, data)
 
 
-def test_a_storage_that_is_larger_than_it_says_is_refused(reader: Reader) -> None:
+def test_refuses_a_storage_that_is_larger_than_stated(reader: Reader) -> None:
     parts = members(pickled(GOOD_DICT))
-    member = swollen(parts["data/0"], bytes(MIB), 1024)
+    member = repeated(parts["data/0"], bytes(MIB), 1024)
     fields = {"size": 16, "crc": 0}
     parts["data/0"] = Member(member.name, b"", 8, member.data, local=fields, listed=fields)
     assert "more than its 16 bytes" in refusal(reader, make_zip(list(parts.values())))
 
 
-def test_2_to_the_38_elements_on_one_are_refused(written: Write, reader: Reader) -> None:
+def test_refuses_2_to_the_38_elements_expanded_from_one(written: Write, reader: Reader) -> None:
     value = mapping(w=tensor((2**38,), (0,), of=storage(count=1)))
     assert "times the file" in refusal(reader, written(pickled(value), {"0": VALUES[:4]}))
     value = mapping(w=tensor((2**20, 2**20, 2**20), (0, 0, 0), of=storage(count=1)))
     assert "times the file" in refusal(reader, written(pickled(value), {"0": VALUES[:4]}))
 
 
-def test_a_small_expanded_tensor_is_read(written: Write, reader: Reader) -> None:
+def test_reads_a_small_expanded_tensor(written: Write, reader: Reader) -> None:
     value = mapping(w=tensor((1000,), (0,), of=storage(count=1)))
     data = written(pickled(value), {"0": VALUES[:4]})
     assert tensors(reader, data) == {"w": described(VALUES[:4] * 1000, [1000])}
 
 
-def test_20_000_names_on_expanded_tensors_are_refused(written: Write, reader: Reader) -> None:
+def test_refuses_20_000_expanded_tensors(written: Write, reader: Reader) -> None:
     one = tensor((2**20,), (0,), of=storage(count=1))
     value = b"}(" + b"".join(text(f"w{index}") + one for index in range(20_000)) + b"u"
     assert "times the file" in refusal(reader, written(pickled(value), {"0": VALUES[:4]}))
 
 
-def test_20_000_names_on_one_tensor_are_read(written: Write, reader: Reader) -> None:
+def test_reads_20_000_names_of_one_tensor(written: Write, reader: Reader) -> None:
     first = text("w") + tensor() + b"q\x00"
     value = b"}(" + first + b"".join(text(f"{i}") + b"h\x00" for i in range(20_000)) + b"u"
     found = tensors(reader, written(pickled(value)))
@@ -215,14 +215,14 @@ def test_20_000_names_on_one_tensor_are_read(written: Write, reader: Reader) -> 
 
 
 @pytest.mark.parametrize("nested", [b")" + b"\x85" * MIB, b"]" * 200_000 + b"a" * 199_999])
-def test_deep_nesting_is_refused(nested: bytes, written: Write, reader: Reader) -> None:
+def test_refuses_deep_nesting(nested: bytes, written: Write, reader: Reader) -> None:
     data = written(pickled(mapping(w=tensor(), x=nested)))
     assert "nested more than 64 levels" in refusal(reader, data)
     assert tensors(reader, written(pickled(nested + b"0" + GOOD_DICT))) == {"w": GOOD}
     assert not reader.take(written(pickled(entries((nested, tensor()))))).error
 
 
-def test_nested_calls_and_references_hang_nothing(written: Write, reader: Reader) -> None:
+def test_nested_calls_and_references_do_not_hang(written: Write, reader: Reader) -> None:
     function = named("torch", "device") + b"q\x00"
     value = function + b"h\x00" * 100_000 + b")R" + b"\x85R" * 100_000
     assert tensors(reader, written(pickled(mapping(w=tensor(), x=value)))) == {"w": GOOD}
@@ -231,7 +231,7 @@ def test_nested_calls_and_references_hang_nothing(written: Write, reader: Reader
     )
 
 
-def test_100_000_dimensions_are_refused(written: Write, reader: Reader) -> None:
+def test_refuses_100_000_dimensions(written: Write, reader: Reader) -> None:
     many = numbers(*repeat(1, 100_000))
     value = mapping(w=tensor(many, many))
     assert "100000 dimensions" in refusal(reader, written(pickled(value)))
@@ -251,14 +251,14 @@ def test_100_000_dimensions_are_refused(written: Write, reader: Reader) -> None:
     ],
     ids=["LONG", "INT", "LONG, 60,000", "LONG, 5,000", "FLOAT", "LONG4", "GET", "UNICODE"],
 )
-def test_numbers_of_millions_of_digits_are_refused(
+def test_refuses_numbers_of_millions_of_digits(
     digits: bytes, written: Write, reader: Reader
 ) -> None:
     assert "pickle byte" in refusal(reader, written(pickled(mapping(w=tensor(), x=digits))))
 
 
 @pytest.mark.parametrize("number_", [2**8000, -(2**8000)])
-def test_numbers_of_thousands_of_digits_are_told_safely(
+def test_numbers_of_thousands_of_digits_are_safe_in_messages(
     number_: int, written: Write, reader: Reader
 ) -> None:
     large = number(number_)
@@ -284,7 +284,7 @@ def test_numbers_of_thousands_of_digits_are_told_safely(
         (named("collections", "Counter"), entries(*repeat((b"N", b"N"), 20_000))),
     ],
 )
-def test_one_list_copied_100_000_times_is_too_much(
+def test_refuses_one_list_copied_100_000_times(
     function: bytes, argument: bytes, written: Write, reader: Reader
 ) -> None:
     for end in (b"e", b"1N"):  # kept, and dropped
@@ -295,14 +295,14 @@ def test_one_list_copied_100_000_times_is_too_much(
         assert "copied" in outcome.refusal
 
 
-def test_one_text_encoded_100_000_times_is_too_much(written: Write, reader: Reader) -> None:
+def test_refuses_one_text_encoded_100_000_times(written: Write, reader: Reader) -> None:
     value = text("a" * MIB) + b"q\x000" + text("latin1") + b"q\x010" + named("_codecs", "encode")
     calls = b"](" + b"h\x02h\x00h\x01\x86R" * 100_000 + b"e"
     data = written(pickled(value + b"q\x020" + mapping(w=tensor(), x=calls)))
     assert "copied" in refusal(reader, data)
 
 
-def test_keys_that_collide_hang_nothing(written: Write, reader: Reader) -> None:
+def test_colliding_keys_do_not_hang(written: Write, reader: Reader) -> None:
     # Integers hash to themselves modulo this prime.
     keys = b"".join(number(index * (2**61 - 1)) + b"N" for index in range(1, 100_000))
     data = written(pickled(mapping(w=tensor(), x=b"}(" + keys + b"u")))
@@ -310,10 +310,10 @@ def test_keys_that_collide_hang_nothing(written: Write, reader: Reader) -> None:
 
 
 def collide_in_memory() -> bytes:
-    """Return opcodes that remember values under numbers that collide.
+    """Return opcodes that memoize values under numbers that collide.
 
-    A dict looks for room at 5 * n + 1 after n, once the upper bits are used up. So the numbers first
-    fill most of a way through the table, and then all begin at its start.
+    A dict probes slot 5 * n + 1 after slot n, once the upper bits are used up. So the numbers first
+    fill most of one probe sequence, and then all start at its beginning.
     """
     bits, length = 20, 600_000
     mask = (1 << bits) - 1
@@ -336,28 +336,28 @@ def collide_in_memory() -> bytes:
     return b"N" + puts + b"".join(b"j" + slot(index) + b"0" for index in late) * 2000 + b"0"
 
 
-def test_numbers_of_the_memo_that_collide_hang_nothing(reader: Reader) -> None:
+def test_colliding_memo_numbers_do_not_hang(reader: Reader) -> None:
     assert not reader.take(zip_file(pickled(collide_in_memory() + GOOD_DICT))).error
 
 
-def test_too_many_globals_are_refused(written: Write, reader: Reader) -> None:
+def test_refuses_too_many_globals(written: Write, reader: Reader) -> None:
     names = b"".join(named("torch", f"x{index}") + b"0" for index in range(100_000))
     assert "globals" in refusal(reader, written(pickled(names + GOOD_DICT)))
 
 
-def test_too_many_references_are_refused(reader: Reader) -> None:
+def test_refuses_too_many_references(reader: Reader) -> None:
     many = b"N" + b"Q" * 2 * MIB + b"0" + b"NQ0" * 3 * MIB
-    outcome = reader.take(zip_file(pickled(many + GOOD_DICT)), room=1024 * MIB)
+    outcome = reader.take(zip_file(pickled(many + GOOD_DICT)), memory=1024 * MIB)
     assert "objects" in outcome.refusal
 
 
-def test_too_many_containers_are_refused(reader: Reader) -> None:
+def test_refuses_too_many_containers(reader: Reader) -> None:
     value = b"](" + (b"(" + b"}NNs" * 1000 + b"l") * 4500 + b"e0" + GOOD_DICT
-    outcome = reader.take(zip_file(pickled(value)), room=1024 * MIB)
+    outcome = reader.take(zip_file(pickled(value)), memory=1024 * MIB)
     assert "objects" in outcome.refusal
 
 
-def test_a_compressed_pickle_has_less_room(reader: Reader) -> None:
+def test_a_compressed_pickle_has_a_lower_limit(reader: Reader) -> None:
     value = mapping(w=tensor(), x=b"]" + (b"(" + b"M\0\2" * 1000 + b"e") * 1300)
     assert tensors(reader, deflated_file(pickled(value))) == {"w": GOOD}
     value = mapping(w=tensor(), x=b"]" + (b"(" + b"M\0\2" * 1000 + b"e") * 1500)
@@ -365,7 +365,7 @@ def test_a_compressed_pickle_has_less_room(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("item", [tensor(), b"N", b"]", b"}", b")"])
-def test_items_shared_over_and_over_are_refused(
+def test_refuses_items_that_are_shared_too_often(
     item: bytes, written: Write, reader: Reader
 ) -> None:
     value = (
@@ -378,14 +378,12 @@ def test_items_shared_over_and_over_are_refused(
     assert refusal(reader, data)
 
 
-def test_one_list_of_millions_of_uses_of_a_tensor_is_refused(reader: Reader) -> None:
+def test_refuses_lists_with_millions_of_uses_of_one_tensor(reader: Reader) -> None:
     value = tensor() + b"q\x000]" + (b"(" + b"h\x00" * 1000 + b"e") * 4000
     assert "tensors" in refusal(reader, zip_file(pickled(value)))
 
 
-def test_names_hidden_in_a_module_a_million_times_are_refused(
-    written: Write, reader: Reader
-) -> None:
+def test_refuses_a_module_used_a_million_times(written: Write, reader: Reader) -> None:
     hidden = call(named("builtins", "set"), listed(text("x") * 100_000))
     parts = mapping(
         _parameters=b"}", _buffers=b"}", _modules=b"}", _non_persistent_buffers_set=hidden
@@ -396,9 +394,7 @@ def test_names_hidden_in_a_module_a_million_times_are_refused(
 
 
 @pytest.mark.parametrize("depth", [1, 3, 60])
-def test_long_keys_above_many_tensors_are_refused(
-    depth: int, written: Write, reader: Reader
-) -> None:
+def test_refuses_long_keys_above_many_tensors(depth: int, written: Write, reader: Reader) -> None:
     value = listed(b"h\x00" * 50_000)
     for _ in range(depth):
         value = entries((b"h\x01", value))
@@ -406,7 +402,7 @@ def test_long_keys_above_many_tensors_are_refused(
     assert "characters" in refusal(reader, written(pickled(first + value)))
 
 
-def test_pickles_of_a_legacy_header_are_bounded_too(reader: Reader) -> None:
+def test_limits_apply_to_pickles_of_a_legacy_header(reader: Reader) -> None:
     good = legacy_file(pickled(GOOD_DICT))
     facts = pickled(mapping(protocol_version=number(1001), little_endian=b"\x88"))
     assert good.count(facts) == 1
@@ -417,7 +413,7 @@ def test_pickles_of_a_legacy_header_are_bounded_too(reader: Reader) -> None:
 
 @pytest.mark.parametrize("order", [b"little", b"big"])
 @pytest.mark.parametrize("method", [0, 8])
-def test_20_000_tensors_across_one_large_storage_are_refused(
+def test_refuses_20_000_tensors_spread_over_one_large_storage(
     order: bytes, method: int, reader: Reader
 ) -> None:
     count = 4 * MIB
@@ -425,10 +421,10 @@ def test_20_000_tensors_across_one_large_storage_are_refused(
     value = b"}(" + b"".join(text(f"w{index}") + one for index in range(20_000)) + b"u"
     parts = members(pickled(value), {"0": bytes(4 * count)}, method=method)
     parts["byteorder"].content = order
-    assert "passed over" in refusal(reader, make_zip(list(parts.values())))
+    assert "would have to be skipped" in refusal(reader, make_zip(list(parts.values())))
 
 
-def test_20_000_tensors_of_two_large_compressed_storages_in_turn_are_refused(
+def test_refuses_20_000_tensors_of_two_large_compressed_storages_in_turn(
     reader: Reader,
 ) -> None:
     count = 4 * MIB
@@ -438,4 +434,4 @@ def test_20_000_tensors_of_two_large_compressed_storages_in_turn_are_refused(
             one = tensor((1,), (1,), of=storage(key, count=count), offset=index * 40)
             value += text(f"w{index}.{key}") + one
     data = deflated_file(pickled(value + b"u"), {"0": bytes(4 * count), "1": bytes(4 * count)})
-    assert "passed over" in refusal(reader, data)
+    assert "would have to be skipped" in refusal(reader, data)

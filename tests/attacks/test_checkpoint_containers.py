@@ -1,4 +1,4 @@
-"""Zip archives and legacy streams that contradict themselves, or say other things to other readers."""
+"""Zip archives and legacy streams that contradict themselves, or that other readers read differently."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def changed(name: str, method: int = 0, **fields: object) -> bytes:
 
 @pytest.mark.parametrize("name", sorted(BOTH))
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
-def test_refuses_an_entry_that_comes_twice(name: str, last: bool, reader: Reader) -> None:
+def test_refuses_a_duplicate_entry(name: str, last: bool, reader: Reader) -> None:
     parts = list(members(GOOD_PICKLE).values())
     other = Member(f"archive/{name}".encode(), OTHER if name == "data/0" else PAYLOAD)
     data = make_zip([*parts, other] if last else [other, *parts])
@@ -62,7 +62,9 @@ def test_refuses_an_entry_that_comes_twice(name: str, last: bool, reader: Reader
 
 @pytest.mark.parametrize("name", sorted(BOTH))
 @pytest.mark.parametrize("method", [0, 8])
-def test_refuses_a_local_header_that_says_otherwise(name: str, method: int, reader: Reader) -> None:
+def test_refuses_a_local_header_that_contradicts_the_directory(
+    name: str, method: int, reader: Reader
+) -> None:
     local_name = f"archive/{name}".encode()
     for fields in (
         {"local_name": local_name.upper()},
@@ -84,7 +86,7 @@ def test_refuses_a_local_header_that_says_otherwise(name: str, method: int, read
         refusal(reader, changed(name, method, **fields))
 
 
-def test_takes_what_torch_leaves_out_of_local_headers(reader: Reader) -> None:
+def test_accepts_local_headers_without_sizes_as_torch_writes_them(reader: Reader) -> None:
     zeros = {"flags": 0x808, "crc": 0, "stored": 0, "size": 0}
     assert tensors(reader, changed("data/0", local=zeros)) == {"w": GOOD}
 
@@ -101,7 +103,7 @@ def test_a_shifted_extra_length_never_gives_other_bytes(shift: int, reader: Read
             listed=common,
         )
         outcome = reader.take(data)
-        # Without a check sum nothing but the local header says where the data begins.
+        # Without a checksum, only the local header has the offset of the data.
         assert outcome.refusal or (crc == 0 and not outcome.error)
     good = changed("data/0", local_extra=extra)
     assert tensors(reader, good) == {"w": GOOD}
@@ -163,7 +165,7 @@ def test_refuses_an_entry_inside_another(reader: Reader) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("method", [0, 8])
-def test_refuses_a_directory_that_says_what_is_not(
+def test_refuses_a_false_directory_entry(
     listed_fields: Mapping[str, int], method: int, reader: Reader
 ) -> None:
     refusal(reader, changed("data/0", method, listed=listed_fields))
@@ -187,7 +189,7 @@ def test_refuses_a_directory_that_says_what_is_not(
     ids=str,
 )
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_refuses_end_records_that_say_what_is_not(
+def test_refuses_false_end_records(
     fields: Mapping[str, int], is_wide: bool, reader: Reader
 ) -> None:
     parts = list(members(GOOD_PICKLE).values())
@@ -195,7 +197,7 @@ def test_refuses_end_records_that_say_what_is_not(
     refusal(reader, make_zip(parts, is_wide=is_wide, end=fields))
 
 
-def test_refuses_bytes_around_and_between_what_is_listed(reader: Reader) -> None:
+def test_refuses_bytes_outside_the_listed_entries(reader: Reader) -> None:
     good = zip_file(GOOD_PICKLE)
     refusal(reader, b"x" + good)
     refusal(reader, b"PK\3\4" + good)
@@ -220,12 +222,12 @@ def test_refuses_a_wrong_crc(name: str, method: int, reader: Reader) -> None:
 
 @pytest.mark.parametrize("name", sorted(BOTH))
 @pytest.mark.parametrize("method", [0, 8])
-def test_takes_a_check_sum_of_zero_for_none(name: str, method: int, reader: Reader) -> None:
+def test_treats_a_crc_of_zero_as_missing(name: str, method: int, reader: Reader) -> None:
     crc = {"crc": 0}
     assert tensors(reader, changed(name, method, listed=crc, local=crc)) == {"w": GOOD}
 
 
-def test_reads_a_compressed_storage_as_what_it_holds(reader: Reader) -> None:
+def test_reads_tensors_of_a_compressed_storage(reader: Reader) -> None:
     values = struct.pack("<400f", *range(400))
     value = mapping(
         w=tensor((20, 20), (20, 1), of=storage(count=400)),
@@ -241,18 +243,18 @@ def test_reads_a_compressed_storage_as_what_it_holds(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOTH))
-def test_refuses_compressed_data_that_is_damaged(name: str, reader: Reader) -> None:
+def test_refuses_damaged_compressed_data(name: str, reader: Reader) -> None:
     content = VALUES if name == "data/0" else GOOD_PICKLE
-    whole = deflated(content)
+    stream = deflated(content)
     for data in (
         b"",
         b"\0",
-        whole[:-1],
-        whole + b"\0",
-        whole + whole,
+        stream[:-1],
+        stream + b"\0",
+        stream + stream,
         deflated(content + b"x"),
         deflated(content[:-1]),
-        bytes([whole[0] ^ 6]) + whole[1:],
+        bytes([stream[0] ^ 6]) + stream[1:],
         zlib.compress(content),
         content,
     ):
@@ -262,7 +264,7 @@ def test_refuses_compressed_data_that_is_damaged(name: str, reader: Reader) -> N
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 8, 2**40, 2**62])
 @pytest.mark.parametrize("size", [0, 3])
-def test_refuses_a_count_that_is_not_that_of_the_bytes(
+def test_refuses_a_count_that_does_not_match_the_bytes(
     count: int, size: int, written: Write, reader: Reader
 ) -> None:
     value = tensor((size,), (1,), of=storage(count=count))
@@ -273,7 +275,7 @@ def test_refuses_a_count_that_is_not_that_of_the_bytes(
         assert f"entry 'archive/data/0' has 16 bytes, but its tensors say {4 * count}" in message
 
 
-def test_refuses_bytes_that_are_no_whole_element(written: Write, reader: Reader) -> None:
+def test_refuses_an_incomplete_element(written: Write, reader: Reader) -> None:
     value = mapping(w=tensor((1,), (1,), of=storage(count=1)))
     for size in (3, 5, 7):
         refusal(reader, written(pickled(value), {"0": bytes(size)}))
@@ -283,9 +285,7 @@ def test_refuses_bytes_that_are_no_whole_element(written: Write, reader: Reader)
     "key",
     ["", "1", "00", "0 ", "0/", "./0", "0\0", "../data.pkl", "../../archive/data/0", "..", "/0"],
 )
-def test_refuses_a_key_that_is_none_of_the_storages(
-    key: str, written: Write, reader: Reader
-) -> None:
+def test_refuses_a_key_without_a_storage(key: str, written: Write, reader: Reader) -> None:
     message = refusal(reader, written(pickled(mapping(w=tensor(of=storage(key))))))
     if not key:
         assert "a storage's key is no text" in message
@@ -298,7 +298,7 @@ def test_refuses_a_key_that_is_none_of_the_storages(
 @pytest.mark.parametrize(
     "key", ["w/x", "..", "../0", "_", "\n", "a b", "重み", "94340341200128", "x" * 1000]
 )
-def test_takes_any_key_that_is_there(key: str, written: Write, reader: Reader) -> None:
+def test_accepts_any_key_with_a_storage(key: str, written: Write, reader: Reader) -> None:
     data = written(pickled(mapping(w=tensor(of=storage(key)))), {key: VALUES})
     assert tensors(reader, data) == {"w": GOOD}
 
@@ -311,7 +311,7 @@ def test_refuses_entries_outside_the_folder(reader: Reader) -> None:
     refusal(reader, make_zip([*members(GOOD_PICKLE).values(), Member(b"\xff", b"x")]))
 
 
-def test_never_follows_the_names_of_entries(reader: Reader) -> None:
+def test_never_uses_entry_names_as_paths(reader: Reader) -> None:
     for name in (b"archive/../../pwned", b"archive//etc/passwd", b"archive/C:\\x"):
         parts = [*members(GOOD_PICKLE).values(), Member(name, b"x")]
         assert tensors(reader, make_zip(parts)) == {"w": GOOD}
@@ -361,7 +361,7 @@ def test_refuses_another_version(version: bytes, reader: Reader) -> None:
     assert message.endswith("', not one of 1 to 10")
 
 
-def test_refuses_bytes_behind_the_pickle(reader: Reader) -> None:
+def test_refuses_bytes_after_the_pickle(reader: Reader) -> None:
     for more in (b".", PAYLOAD):
         message = refusal(reader, zip_file(GOOD_PICKLE + more))
         assert message == f": {len(more)} bytes follow the end of data.pkl's pickle"
@@ -385,7 +385,7 @@ def test_refuses_a_legacy_stream_cut_at_any_byte(reader: Reader) -> None:
         assert f"{more} bytes follow the last storage at byte {len(whole)}" in message
 
 
-def test_refuses_a_legacy_list_of_keys_that_is_not_that_of_the_storages(reader: Reader) -> None:
+def test_refuses_legacy_keys_that_do_not_match_the_storages(reader: Reader) -> None:
     for keys, odd in (
         (listed(), "0"),
         (listed(text("1")), "0"),
@@ -398,7 +398,7 @@ def test_refuses_a_legacy_list_of_keys_that_is_not_that_of_the_storages(reader: 
     two = pickled(mapping(w=tensor(), x=tensor(of=storage("1"))))
     good = legacy_file(two, {"0": VALUES, "1": OTHER})
     assert tensors(reader, good) == {"w": GOOD, "x": described(OTHER, [2, 2])}
-    # A storage left out would be uninitialised memory elsewhere.
+    # Other readers would leave a missing storage uninitialised.
     refusal(reader, legacy_file(two, {"0": VALUES}))
     refusal(reader, legacy_file(two, {"0": VALUES, "1": OTHER}, keys=listed(text("0"))))
 
@@ -411,9 +411,9 @@ def test_refuses_a_legacy_list_of_keys_that_is_not_that_of_the_storages(reader: 
         *[listed(named("os", "system")), call(named("os", "system"), text("x"))],
     ],
 )
-def test_refuses_legacy_keys_that_are_no_list_of_texts(keys: bytes, reader: Reader) -> None:
+def test_refuses_legacy_keys_that_are_not_a_list_of_texts(keys: bytes, reader: Reader) -> None:
     message = refusal(reader, legacy_file(GOOD_PICKLE, keys=keys))
-    assert message.endswith(": the list of storage keys is no list of texts")
+    assert message.endswith(": the list of storage keys is not a list of texts")
 
 
 def test_refuses_legacy_keys_that_ask_for_code(reader: Reader) -> None:
@@ -491,7 +491,9 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
-def test_names_are_never_paths(name: str, written: Write, reader: Reader, tmp_path: Path) -> None:
+def test_never_uses_tensor_names_as_paths(
+    name: str, written: Write, reader: Reader, tmp_path: Path
+) -> None:
     data = written(pickled(entries((text(name), tensor()))))
     assert tensors(reader, data) == {name: GOOD}
     path = tmp_path / "in" / "x.pt"
@@ -520,7 +522,7 @@ def test_refuses_names_that_are_not_unicode(written: Write, reader: Reader) -> N
         assert tensors(reader, data) == {"w": GOOD}
 
 
-def test_tells_files_that_are_no_checkpoints(reader: Reader) -> None:
+def test_refuses_files_that_are_not_checkpoints(reader: Reader) -> None:
     for data in (
         b"",
         b"\0",

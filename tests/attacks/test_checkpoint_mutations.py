@@ -1,4 +1,4 @@
-"""Good checkpoints with some bytes changed, thousands of them, the same ones in every run."""
+"""Valid checkpoints with random changes, thousands of them, the same in every run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOAD = [
 ZIPS = [path for path in LOAD if path.read_bytes()[:2] == b"PK"]
 STREAMS = [path for path in LOAD if path not in ZIPS]
 UNCHECKED = {"ok_nocrc.pt", "zip_crc0.pt"}
-"""Files without check sums, in which other bytes may well be taken for the tensors'."""
+"""Files without checksums, in which changed tensor bytes cannot be detected."""
 OPCODES = b"(.012FIJKLMNRQSTUVX]abcdeghijlopqrstu})\x80\x81\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8f\x90\x93\x94"
 EXTREMES = (
     b"\x00",
@@ -46,7 +46,7 @@ def name(path: Path) -> str:
 
 
 def mutate(data: bytes, chance: random.Random, begin: int = 0) -> bytes:
-    """Change one to four places of ``data`` from byte ``begin`` on."""
+    """Make one to four changes to ``data`` from byte ``begin`` on."""
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = chance.randrange(begin, len(changed))
@@ -78,7 +78,7 @@ def mutations(data: bytes, seed: str, begin: int = 0) -> Iterator[bytes]:
 
 
 def rebuilt(path: Path, replaced: str, content: bytes, method: int) -> bytes:
-    """Return an archive like ``path`` with other content of one entry, and headers that fit to it."""
+    """Return a copy of an archive with other content of one entry, and headers to match."""
     with zipfile.ZipFile(path) as archive:
         parts = []
         for item in archive.infolist():
@@ -89,7 +89,7 @@ def rebuilt(path: Path, replaced: str, content: bytes, method: int) -> bytes:
 
 
 @pytest.mark.parametrize("path", [path for path in ZIPS if path.name not in UNCHECKED], ids=name)
-def test_changed_pickles_in_zips_raise_nothing_else(path: Path, reader: Reader) -> None:
+def test_changed_pickles_in_zips_raise_no_other_error(path: Path, reader: Reader) -> None:
     with zipfile.ZipFile(path) as archive:
         entry = next(item for item in archive.namelist() if item.endswith("/data.pkl"))
         pickle = archive.read(entry)
@@ -122,13 +122,13 @@ def test_changed_archives_never_give_other_tensors(path: Path, reader: Reader) -
 
 
 @pytest.mark.parametrize("path", STREAMS, ids=name)
-def test_changed_legacy_streams_raise_nothing_else(path: Path, reader: Reader) -> None:
+def test_changed_legacy_streams_raise_no_other_error(path: Path, reader: Reader) -> None:
     for index, changed in enumerate(mutations(path.read_bytes(), path.name)):
         assert not reader.take(changed).error, f"mutation {index}: {changed!r}"
 
 
 @pytest.mark.parametrize("path", STREAMS, ids=name)
-def test_changed_headers_of_legacy_streams_raise_nothing_else(path: Path, reader: Reader) -> None:
+def test_changed_headers_of_legacy_streams_raise_no_other_error(path: Path, reader: Reader) -> None:
     data = path.read_bytes()
     head, rest = data[:60], data[60:]
     for index, changed in enumerate(mutations(head, path.name, 10)):

@@ -1,4 +1,4 @@
-"""Pickles that try to get more out of the list of globals than tensors, in every container."""
+"""Pickles that abuse the allowed globals or run code, in every container format."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ STACK_GLOBAL = b"\x93"
 NEWOBJ = b"\x81"
 
 
-def beside(value: bytes) -> bytes:
-    """Return the pickle of a dict with a good tensor and another value."""
+def with_tensor(value: bytes) -> bytes:
+    """Return the pickle of a dict with a valid tensor and another value."""
     return pickled(mapping(w=tensor(), x=value), protocol=4)
 
 
@@ -57,7 +57,7 @@ def rebuilt(function: bytes, *arguments: bytes) -> bytes:
     )
 
 
-def test_reads_a_good_tensor(written: Write, reader: Reader) -> None:
+def test_reads_a_valid_tensor(written: Write, reader: Reader) -> None:
     assert tensors(reader, written(pickled(mapping(w=tensor())))) == {"w": GOOD}
 
 
@@ -116,15 +116,15 @@ def test_reads_a_tensor_with_attributes(written: Write, reader: Reader) -> None:
         ("__main__", "anything"),
     ],
 )
-def test_refuses_to_call_what_is_not_on_the_list(
+def test_refuses_to_call_globals_that_are_not_allowed(
     module: str, name: str, written: Write, reader: Reader
 ) -> None:
     value = text(module) + text(name) + STACK_GLOBAL + several(text("x")) + b"R"
     shown = f"{module}.{name}".replace("\0", "\\x00")
-    assert ASKS.format(shown) in refusal(reader, written(beside(value)))
+    assert ASKS.format(shown) in refusal(reader, written(with_tensor(value)))
     if "\0" not in module:
         value = call(named(module, name), text("x"))
-        assert ASKS.format(shown) in refusal(reader, written(beside(value)))
+        assert ASKS.format(shown) in refusal(reader, written(with_tensor(value)))
 
 
 def test_refuses_a_payload_whose_result_is_dropped(written: Write, reader: Reader) -> None:
@@ -140,7 +140,7 @@ def test_refuses_a_stream_that_breaks_after_its_payload(written: Write, reader: 
 
 
 def test_refuses_a_global_that_is_only_held(written: Write, reader: Reader) -> None:
-    assert ASKS.format("os.system") in refusal(reader, written(beside(named("os", "system"))))
+    assert ASKS.format("os.system") in refusal(reader, written(with_tensor(named("os", "system"))))
 
 
 def test_refuses_a_wrapper_around_another_function(written: Write, reader: Reader) -> None:
@@ -160,7 +160,7 @@ def test_refuses_a_wrapper_around_another_function(written: Write, reader: Reade
     assert "wrapped in a way" in refusal(reader, data)
 
 
-def test_refuses_wrappers_without_end(written: Write, reader: Reader) -> None:
+def test_refuses_deeply_nested_wrappers(written: Write, reader: Reader) -> None:
     value = tensor()
     for _ in range(1000):
         value = call(named("torch._utils", "_rebuild_parameter"), value, b"\x89", HOOKS)
@@ -202,18 +202,18 @@ def test_refuses_wrappers_without_end(written: Write, reader: Reader) -> None:
 def test_refuses_calls_that_torch_does_not_write(
     value: bytes, written: Write, reader: Reader
 ) -> None:
-    assert "pickle byte" in refusal(reader, written(beside(value)))
+    assert "pickle byte" in refusal(reader, written(with_tensor(value)))
 
 
 def test_reads_bytes_as_old_protocols_write_them(written: Write, reader: Reader) -> None:
     value = call(named("_codecs", "encode"), text("\xff\0"), text("latin1"))
-    assert tensors(reader, written(beside(value))) == {"w": GOOD}
-    assert tensors(reader, written(beside(call(named("builtins", "bytearray"), value)))) == {
+    assert tensors(reader, written(with_tensor(value))) == {"w": GOOD}
+    assert tensors(reader, written(with_tensor(call(named("builtins", "bytearray"), value)))) == {
         "w": GOOD
     }
 
 
-def test_attributes_of_a_dict_shadow_nothing(written: Write, reader: Reader) -> None:
+def test_attributes_of_a_dict_do_not_shadow_methods(written: Write, reader: Reader) -> None:
     state = mapping(items=number(1), keys=number(2), get=number(3), __class__=number(4))
     value = mapping(w=tensor()) + state + b"b"
     assert tensors(reader, written(pickled(value))) == {"w": GOOD}
@@ -246,7 +246,7 @@ def test_attributes_of_a_tensor_do_nothing(state: str, written: Write, reader: R
 def test_refuses_opcodes_that_torch_never_writes(
     opcodes: bytes, written: Write, reader: Reader
 ) -> None:
-    assert "pickle byte" in refusal(reader, written(beside(opcodes)))
+    assert "pickle byte" in refusal(reader, written(with_tensor(opcodes)))
 
 
 @pytest.mark.parametrize(
@@ -281,39 +281,41 @@ def test_refuses_opcodes_that_torch_never_writes(
         b"c\xff\nx\n",
     ],
 )
-def test_refuses_arguments_that_cannot_be(opcodes: bytes, written: Write, reader: Reader) -> None:
-    refusal(reader, written(beside(opcodes)))
+def test_refuses_impossible_arguments(opcodes: bytes, written: Write, reader: Reader) -> None:
+    refusal(reader, written(with_tensor(opcodes)))
 
 
-def test_remembers_under_any_number(written: Write, reader: Reader) -> None:
+def test_memoizes_under_any_number(written: Write, reader: Reader) -> None:
     slot = struct.pack("<I", 2**32 - 1)
     data = written(pickled(text("w") + b"r" + slot + b"0" + b"}j" + slot + tensor() + b"s"))
     assert tensors(reader, data) == {"w": GOOD}
 
 
 @pytest.mark.parametrize("name", ["_rebuild_meta_tensor_no_storage", "_rebuild_sparse_tensor"])
-def test_names_tensors_without_plain_data(name: str, written: Write, reader: Reader) -> None:
+def test_lists_tensors_without_plain_data_as_unreadable(
+    name: str, written: Write, reader: Reader
+) -> None:
     value = call(
         named("torch._utils", name), named("torch", "float32"), numbers(2), numbers(1), b"\x89"
     )
-    outcome = reader.take(written(beside(value)))
+    outcome = reader.take(written(with_tensor(value)))
     assert (outcome.tensors, outcome.unreadable, outcome.error) == ({"w": GOOD}, ["x"], "")
 
 
-def test_refuses_a_key_that_comes_twice(written: Write, reader: Reader) -> None:
+def test_refuses_a_duplicate_key(written: Write, reader: Reader) -> None:
     value = entries((text("w"), tensor()), (text("w"), tensor()))
     assert "same key twice" in refusal(reader, written(pickled(value)))
     value = entries((text("a.b"), tensor()), (text("a"), mapping(b=tensor())))
     assert "two tensors" in refusal(reader, written(pickled(value)))
 
 
-def test_refuses_names_that_cannot_be_told(written: Write, reader: Reader) -> None:
+def test_refuses_keys_that_are_not_text(written: Write, reader: Reader) -> None:
     for key in (b"N", b"\x88", several(text("w")), b"C\x01w", b"G" + bytes(8)):
         data = written(pickled(entries((key, tensor()))))
-        assert "a key that is no text" in refusal(reader, data)
+        assert "a key that is not text" in refusal(reader, data)
 
 
-def test_refuses_an_object_with_code_of_its_own(written: Write, reader: Reader) -> None:
+def test_refuses_an_object_of_an_unknown_class(written: Write, reader: Reader) -> None:
     value = named("evil", "Model") + b")" + NEWOBJ + mapping(w=tensor()) + b"b"
     assert "'evil.Model'" in refusal(reader, written(pickled(value)))
 
@@ -324,9 +326,9 @@ def test_reads_the_tensors_of_a_module_without_its_class(written: Write, reader:
     assert tensors(reader, written(pickled(value))) == {"w": GOOD}
 
 
-def test_nothing_of_python_is_changed_by_a_checkpoint(written: Write, reader: Reader) -> None:
+def test_a_checkpoint_changes_nothing_in_python(written: Write, reader: Reader) -> None:
     value = named("builtins", "object") + mapping(x=number(1)) + b"b"
-    refusal(reader, written(beside(value)))
+    refusal(reader, written(with_tensor(value)))
     assert tensors(reader, written(pickled(mapping(w=tensor())))) == {"w": GOOD}
 
 
@@ -404,7 +406,7 @@ def test_flags_of_any_type_are_read_or_refused(dtype: str, flag: str, reader: Re
     ],
 )
 @pytest.mark.parametrize("order", [b"little", b"big"])
-def test_storages_of_one_type_and_tensors_of_another_are_read_or_refused(
+def test_tensors_of_another_type_than_their_storage_are_read_or_refused(
     kind: str, order: bytes, reader: Reader
 ) -> None:
     for dtype in ("float32", "float64", "bool", "bfloat16"):
@@ -414,7 +416,7 @@ def test_storages_of_one_type_and_tensors_of_another_are_read_or_refused(
             assert not reader.take(make_zip(list(parts.values()))).error
 
 
-def test_steps_over_one_element_may_be_of_any_size(written: Write, reader: Reader) -> None:
+def test_a_dimension_of_one_element_may_have_any_stride(written: Write, reader: Reader) -> None:
     found = tensors(reader, written(pickled(mapping(w=tensor((2, 1, 2), (1, 2**63 - 1, 2))))))
     words = struct.unpack("<4I", VALUES)
     assert found == {

@@ -1,4 +1,4 @@
-"""Hostile and borderline checkpoint files, one test each, against the verdict on each."""
+"""Hostile and borderline checkpoint files: each is read or refused as its verdict demands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DTYPES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 UNREADABLE = {"complex128"}
-"""Types that the safetensors format has no name for."""
+"""Types that the safetensors format lacks."""
 
 
 def title(case: dict[str, Any]) -> str:
@@ -69,14 +69,14 @@ def expected(case: dict[str, Any]) -> dict[str, list[object]]:
     }
 
 
-def test_every_file_has_a_verdict() -> None:
+def test_every_file_is_listed_with_a_verdict() -> None:
     assert {path.name for path in FOLDER.glob("*.[pb]*")} == {case["file"] for case in CASES}
     assert {case["expect"] for case in CASES} == {"load", "either", "reject"}
     assert len(CODE) > 10
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
-def test_reads_it_right_or_refuses_it(case: dict[str, Any], reader: Reader) -> None:
+def test_reads_the_right_tensors_or_refuses(case: dict[str, Any], reader: Reader) -> None:
     outcome = reader.read(FOLDER / case["file"])
     assert not outcome.error
     if outcome.refusal:
@@ -93,11 +93,11 @@ def test_reads_it_right_or_refuses_it(case: dict[str, Any], reader: Reader) -> N
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
-def test_inspects_it_without_running_it(case: dict[str, Any], reader: Reader) -> None:
+def test_inspects_without_running_code(case: dict[str, Any], reader: Reader) -> None:
     path = FOLDER / case["file"]
     outcome, read = reader.read(path, inspect=True), reader.read(path)
     assert not outcome.error
-    # Check sums are of what is read, which an inspection does not.
+    # Inspection reads no tensor data, so it checks no checksums of it.
     assert outcome.refusal == read.refusal
     assert outcome.unreadable == read.unreadable
 
@@ -112,12 +112,12 @@ def test_inspects_it_without_running_it(case: dict[str, Any], reader: Reader) ->
         ("ok_zip_state.pt", "torch.FloatStorage"),
     ],
 )
-def test_inspecting_names_what_it_asks_for(file: str, name: str, reader: Reader) -> None:
+def test_inspection_lists_globals(file: str, name: str, reader: Reader) -> None:
     assert name in reader.read(FOLDER / file, inspect=True).globals
 
 
 def run_by_pickle(path: Path, canary: Path, code: str) -> None:
-    """Load a checkpoint as a reader would that trusts it."""
+    """Load a checkpoint with a reader that trusts it."""
     subprocess.run(
         [sys.executable, "-c", code, path],
         env={**os.environ, "PTH_CANARY": str(canary)},
@@ -142,27 +142,27 @@ Trusting(archive.open("archive/data.pkl")).load()
 
 
 @pytest.mark.parametrize("name", ["rce_exec", "rce_eval", "rce_os_system", "rce_timeit"])
-def test_the_canary_fires_where_the_code_is_run(name: str, tmp_path: Path) -> None:
+def test_the_canary_fires_if_the_code_runs(name: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     run_by_pickle(FOLDER / f"{name}.pt", canary, PICKLE_LOAD)
     assert name in canary.read_text()
 
 
-def test_the_reader_sees_a_fired_canary(tmp_path: Path) -> None:
+def test_the_reader_detects_a_fired_canary(tmp_path: Path) -> None:
     with Reader(tmp_path) as reader:
         run_by_pickle(FOLDER / "rce_exec.pt", reader.canary, PICKLE_LOAD)
         with pytest.raises(AssertionError, match="has run code"):
             reader.read(FOLDER / "ok_unicode.pt")
 
 
-def test_the_reader_tells_of_other_exceptions_and_of_want_of_memory(reader: Reader) -> None:
+def test_the_reader_reports_other_exceptions_and_memory_errors(reader: Reader) -> None:
     assert "SourceNotFound" in reader.read(FOLDER / "missing.pt").error
     big = zip_file(pickled(mapping(w=tensor(), pad=text("a" * 2**24))))
-    assert "MemoryError" in reader.take(big, room=2**20).error
+    assert "MemoryError" in reader.take(big, memory=2**20).error
     assert reader.take(big).tensors == {"w": GOOD}
 
 
-def test_the_reader_outlives_a_process_that_ends_or_hangs(tmp_path: Path) -> None:
+def test_the_reader_survives_a_process_that_ends_or_hangs(tmp_path: Path) -> None:
     with Reader(tmp_path) as reader:
         good = zip_file(pickled(mapping(w=tensor())))
         assert tensors(reader, good) == {"w": GOOD}
@@ -172,9 +172,9 @@ def test_the_reader_outlives_a_process_that_ends_or_hangs(tmp_path: Path) -> Non
         assert reader.take(good).error.startswith("it ended")
         assert tensors(reader, good) == {"w": GOOD}
         reader._process.send_signal(signal.SIGSTOP)
-        reader.patience = 0.1
+        reader.timeout = 0.1
         assert reader.take(good).error.startswith("it hung")
-        reader.patience = Reader.patience
+        reader.timeout = Reader.timeout
         assert tensors(reader, good) == {"w": GOOD}
 
 
@@ -200,7 +200,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_create_refuses_in_one_line_and_leaves_the_store_as_it_is(
+def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
     name: str, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
@@ -218,7 +218,7 @@ def test_create_refuses_in_one_line_and_leaves_the_store_as_it_is(
     assert tree(tmp_path) == before
 
 
-def test_rce_files_hold_what_they_say() -> None:
+def test_rce_files_contain_the_canary() -> None:
     for case in CODE:
         data = (FOLDER / case["file"]).read_bytes()
         if zipfile.is_zipfile(FOLDER / case["file"]):

@@ -1,4 +1,4 @@
-"""Imports that are killed, run out of disk or of descriptors: a name is whole or absent."""
+"""Imports that are killed, or run out of disk space or descriptors: a name is complete or absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ source, store, when = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def progress(what, done, total):
     if done >= total * when:
-        print("there", flush=True)
+        print("ready", flush=True)
         threading.Event().wait(30)
 
 try:
@@ -47,12 +47,12 @@ def test_a_killed_import_leaves_no_name_and_the_next_succeeds(tmp_path: Path, wh
     source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
     with sandbox.start(CREATE, source, store.root, when) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "there\n"
+        assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
     with pytest.raises(ModelNotFound):
         store.resolve(NAME)
-    for path in store.folder("blobs").iterdir():  # whatever has a name is what the name says
+    for path in store.folder("blobs").iterdir():  # every named blob matches its name
         assert Digest.of(path.read_bytes()).file_name == path.name
     blobstore.create(source, "m", store=store)
     blobstore.open("m", store=store, verify="digest").close()
@@ -63,7 +63,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
     script = CREATE.replace("threading.Event().wait(30)", "__import__('time').sleep(0.1)")
     with sandbox.start(script, source, store.root, 0.3) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "there\n"
+        assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
@@ -72,7 +72,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
     assert list(store.folder("blobs").iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_name_and_room_for_others(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_name_and_frees_the_space(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
     small = write_folder(tmp_path / "small", dense_tensors())
     with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_no_name_and_room_for_others(tmp_path: Path) -> None:
             assert set(opened) == set(dense_tensors())
 
 
-def test_a_file_size_limit_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
     source, store = model(tmp_path / "model"), LocalStore(tmp_path / "store")
     outcome = sandbox.call(
         lambda: blobstore.create(source, "m", store=store), limits={resource.RLIMIT_FSIZE: 100_000}

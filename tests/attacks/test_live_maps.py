@@ -1,4 +1,4 @@
-"""Blobs that somebody truncates while a process has them: what the documents promise of each way to read."""
+"""Blobs that are truncated while a process uses them: each way to read them behaves as documented."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def read_while_cut(store: LocalStore, how: str) -> tuple[int, list[str], str]:
-    """Return the status, what was printed and the errors of a process whose blob is cut meanwhile."""
+def read_while_truncated(store: LocalStore, how: str) -> tuple[int, list[str], str]:
+    """Return status, output and errors of a process whose blob is truncated while it runs."""
     path = blob_path(store, "w")
     path.chmod(0o600)
     command = [sys.executable, "-c", _READER, str(store.root), how]
@@ -63,20 +63,20 @@ def read_while_cut(store: LocalStore, how: str) -> tuple[int, list[str], str]:
 
 
 @pytest.mark.parametrize("how", ["copy", "pread"])
-def test_a_model_in_memory_of_its_own_outlives_its_blobs(store: LocalStore, how: str) -> None:
-    whole = f"{float(ROWS * PAGE // 4)}\n"
-    assert read_while_cut(store, how) == (0, [whole, whole], "")
+def test_a_model_copied_to_memory_outlives_its_blobs(store: LocalStore, how: str) -> None:
+    total = f"{float(ROWS * PAGE // 4)}\n"
+    assert read_while_truncated(store, how) == (0, [total, total], "")
 
 
-def test_a_live_map_of_a_blob_that_is_cut_ends_the_process_by_sigbus(store: LocalStore) -> None:
-    """No promise, but what the documents warn of: if it were otherwise, they should say so."""
-    status, lines, _ = read_while_cut(store, "map")
+def test_truncating_a_mapped_blob_ends_the_process_with_sigbus(store: LocalStore) -> None:
+    """The documentation warns of this; if it changes, the documentation must too."""
+    status, lines, _ = read_while_truncated(store, "map")
     assert status == -signal.SIGBUS
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"copy": True}, {"read": "pread"}, {"prefetch": "read"}])
-def test_a_blob_that_was_cut_before_is_an_error_before_it_is_mapped(
+def test_a_blob_that_was_truncated_earlier_is_an_error_when_it_is_opened(
     store: LocalStore, options: dict[str, Any]
 ) -> None:
     path = blob_path(store, "w")

@@ -1,4 +1,4 @@
-"""Blobs whose metadata or companions lie: a clear error everywhere, never a guess."""
+"""Blobs with false metadata or companion tensors: a clear error everywhere, never a guess."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ WEIGHT: Entry = ("w.weight", "U32", (2, 4), bytes(32))
 SCALE: Entry = ("w.weight.scale", "BF16", (2, 1), bytes(4))
 BIAS: Entry = ("w.weight.bias", "BF16", (2, 1), bytes(4))
 NVFP4: Entry = ("w.weight.scale", "U8", (2, 2), bytes(4))
-SOUND: dict[str, Any] = {"quant_type": "int4", "group_size": "32"}
+VALID: dict[str, Any] = {"quant_type": "int4", "group_size": "32"}
 
 HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
-    "group_size 0": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "0"}),
-    "group_size -1": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "-1"}),
-    "group_size 1e9": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "1e9"}),
-    "group_size of 10,000 digits": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "9" * 10_000}),
-    "another group_size": ([WEIGHT, SCALE, BIAS], SOUND | {"group_size": "64"}),
-    "an unknown type": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "int9\x1b[2J"}),
-    "another type": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "int8"}),
-    "a type of floats": ([WEIGHT, SCALE, BIAS], SOUND | {"quant_type": "mxfp4"}),
-    "no bias": ([WEIGHT, SCALE], SOUND),
+    "group_size 0": ([WEIGHT, SCALE, BIAS], VALID | {"group_size": "0"}),
+    "group_size -1": ([WEIGHT, SCALE, BIAS], VALID | {"group_size": "-1"}),
+    "group_size 1e9": ([WEIGHT, SCALE, BIAS], VALID | {"group_size": "1e9"}),
+    "group_size of 10,000 digits": ([WEIGHT, SCALE, BIAS], VALID | {"group_size": "9" * 10_000}),
+    "another group_size": ([WEIGHT, SCALE, BIAS], VALID | {"group_size": "64"}),
+    "an unknown type": ([WEIGHT, SCALE, BIAS], VALID | {"quant_type": "int9\x1b[2J"}),
+    "another type": ([WEIGHT, SCALE, BIAS], VALID | {"quant_type": "int8"}),
+    "a type of floats": ([WEIGHT, SCALE, BIAS], VALID | {"quant_type": "mxfp4"}),
+    "no bias": ([WEIGHT, SCALE], VALID),
     "a bias of floats": ([WEIGHT, NVFP4, BIAS], {"quant_type": "nvfp4"}),
-    "more scales": ([WEIGHT, ("w.weight.scale", "BF16", (2, 2), bytes(8)), BIAS], SOUND),
-    "scales of another rank": ([WEIGHT, ("w.weight.scale", "BF16", (2,), bytes(4)), BIAS], SOUND),
-    "scales of integers": ([WEIGHT, ("w.weight.scale", "I16", (2, 1), bytes(4)), BIAS], SOUND),
-    "a bias of another type": ([WEIGHT, SCALE, ("w.weight.bias", "F16", (2, 1), bytes(4))], SOUND),
+    "more scales": ([WEIGHT, ("w.weight.scale", "BF16", (2, 2), bytes(8)), BIAS], VALID),
+    "scales of another rank": ([WEIGHT, ("w.weight.scale", "BF16", (2,), bytes(4)), BIAS], VALID),
+    "scales of integers": ([WEIGHT, ("w.weight.scale", "I16", (2, 1), bytes(4)), BIAS], VALID),
+    "a bias of another type": ([WEIGHT, SCALE, ("w.weight.bias", "F16", (2, 1), bytes(4))], VALID),
     "two global scales": (
         [WEIGHT, NVFP4, ("w.weight.global_scale", "F32", (2,), bytes(8))],
         {"quant_type": "nvfp4"},
@@ -48,7 +48,7 @@ HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
             ("w.weight.scale", "BF16", (2, 0), b""),
             ("w.weight.bias", "BF16", (2, 0), b""),
         ],
-        SOUND,
+        VALID,
     ),
     "rows longer than any memory": (
         [
@@ -56,11 +56,11 @@ HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
             ("w.weight.scale", "BF16", (0, 2**58), b""),
             ("w.weight.bias", "BF16", (0, 2**58), b""),
         ],
-        SOUND,
+        VALID,
     ),
     "a scalar weight": (
         [("w.weight", "U32", (), bytes(4)), ("w.weight.scale", "BF16", (), bytes(2)), BIAS],
-        SOUND,
+        VALID,
     ),
 }
 
@@ -74,14 +74,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_it_is_not_opened(store: LocalStore, framework: Any) -> None:
+def test_open_refuses_it(store: LocalStore, framework: Any) -> None:
     for dequantize in (False, True):
         with pytest.raises(BlobDamaged, match=r"m:latest: layer 'w\.weight': tensor 'w\.weight': "):
             blobstore.open("m", store=store, framework=framework, dequantize=dequantize)
     assert not store.folder("headers").exists()
 
 
-def test_it_is_shown_as_damaged(store: LocalStore) -> None:
+def test_show_reports_damage(store: LocalStore) -> None:
     shown = run("show", "m", "--store", store.root)
     assert shown.exit_code == 4
     assert "DAMAGED" in shown.stdout
@@ -89,14 +89,14 @@ def test_it_is_shown_as_damaged(store: LocalStore) -> None:
     assert "\x1b" not in shown.stdout + shown.stderr
 
 
-def test_it_is_found_by_verify(store: LocalStore) -> None:
+def test_verify_finds_it(store: LocalStore) -> None:
     verified = run("verify", "--store", store.root)
     assert verified.exit_code == 4
     assert "w.weight" in verified.stdout + verified.stderr
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
-def test_it_is_not_exported(store: LocalStore, tmp_path: Path, *, dequantize: bool) -> None:
+def test_export_refuses_it(store: LocalStore, tmp_path: Path, *, dequantize: bool) -> None:
     with pytest.raises(BlobDamaged, match=r"tensor 'w\.weight': "):
         export_model("m", tmp_path / "out", store=store, dequantize=dequantize)
     assert not (tmp_path / "out").exists()

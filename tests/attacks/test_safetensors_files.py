@@ -1,4 +1,4 @@
-"""Damaged and borderline safetensors files, one test each, against the verdict of the format."""
+"""Damaged and borderline safetensors files: each is accepted or rejected as the format demands."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def name(case: dict[str, Any]) -> str:
     return str(case["file"]).partition(".")[0]
 
 
-def test_every_file_has_a_verdict() -> None:
+def test_every_file_is_listed_with_a_verdict() -> None:
     files = {path.name for path in FOLDER.glob("*.safetensors")}
     assert files == {case["file"] for case in CASES}
     assert len(CASES) == len(ACCEPTED) + len(REJECTED) + len(OPEN)
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=name)
-def test_takes(case: dict[str, Any], tmp_path: Path) -> None:
+def test_accepts(case: dict[str, Any], tmp_path: Path) -> None:
     path = FOLDER / case["file"]
     with SafetensorsFile.open(path) as file:
         found = {
@@ -66,7 +66,7 @@ def test_rejects(case: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", OPEN, ids=name)
-def test_takes_or_rejects_cleanly(case: dict[str, Any]) -> None:
+def test_accepts_or_rejects_cleanly(case: dict[str, Any]) -> None:
     try:
         with SafetensorsFile.open(FOLDER / case["file"]) as file:
             assert set(file) == {"a"}
@@ -75,7 +75,7 @@ def test_takes_or_rejects_cleanly(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_is_not_laxer_than_the_reference_library(case: dict[str, Any]) -> None:
+def test_is_at_least_as_strict_as_the_reference_library(case: dict[str, Any]) -> None:
     data = (FOLDER / case["file"]).read_bytes()
     try:
         theirs = {key for key, _ in safetensors.deserialize(data)}

@@ -1,15 +1,15 @@
-"""Fuzz the reader of PyTorch checkpoints: nothing but refusals, no hang, no growth.
+"""Fuzz the PyTorch checkpoint reader: it may refuse an input, but not crash, hang or grow.
 
 In an environment with this package and ``atheris``, from the root of the repository::
 
     python tests/fuzz/fuzz_checkpoints.py
 
-runs for five minutes on seeds from the test data. Options of libFuzzer and folders with more inputs
-may follow; the first folder is where new inputs are kept. An input that ends it is written to
+runs for five minutes, starting from the test data. Options of libFuzzer and folders with more
+inputs may follow; new inputs are kept in the first folder. An input that fails is written to
 ``crash-*``, ``timeout-*`` or ``oom-*``, and is run again if it is given as the only argument.
 
-The first byte of an input says what the rest is: a whole file, or the pickle of a zip archive, of
-a compressed one or of a legacy stream, which the target then makes around it, with right check sums.
+The first byte of an input states what the rest is: a complete file, or the pickle of a zip archive,
+of a compressed zip archive or of a legacy stream. The target adds the container, with valid checksums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FILE = tempfile.NamedTemporaryFile(suffix=".pt")  # noqa: SIM115 - open as long
 
 
 def read_one(data: bytes) -> None:
-    """Read an input with all its tensors."""
+    """Read all tensors of an input."""
     if not data:
         return
     _FILE.seek(0)
@@ -63,7 +63,7 @@ def read_one(data: bytes) -> None:
 
 
 def write_seeds(folder: Path) -> None:
-    """Write the files of the test data, whole and as pickles, as inputs."""
+    """Write the files of the test data, and their pickles, as inputs."""
     for path in FOLDER.glob("*.[pb]*"):
         (folder / path.name).write_bytes(b"\0" + path.read_bytes())
         if not zipfile.is_zipfile(path):
@@ -77,7 +77,7 @@ def write_seeds(folder: Path) -> None:
 
 
 def write_words(path: Path) -> None:
-    """Write the names that checkpoints ask for as words to put into inputs."""
+    """Write the globals that checkpoints use as a dictionary of libFuzzer."""
     names = {f"c{module}\n{name}\n" for module, name in known._USES}
     words = [*sorted(names), "storage", "X\7\0\0\0storage", "ctorch\nFloatStorage\n"]
     lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"' for word in words]

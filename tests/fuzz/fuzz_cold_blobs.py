@@ -1,16 +1,15 @@
-"""Fuzz the reader of cold blobs: nothing but refusals, no hang, no growth, and what is read is right.
+"""Fuzz the cold blob decoder: it may refuse an input, but not crash, hang, grow or read wrong bytes.
 
 In an environment with this package and ``atheris``, from the root of the repository::
 
     python tests/fuzz/fuzz_cold_blobs.py
 
-runs for five minutes on the golden vectors. Options of libFuzzer and folders with more inputs may
-follow; the first folder is where new inputs are kept. An input that ends it is written to
+runs for five minutes, starting from the golden vectors. Options of libFuzzer and folders with more
+inputs may follow; new inputs are kept in the first folder. An input that fails is written to
 ``crash-*``, ``timeout-*`` or ``oom-*``, and is run again if it is given as the only argument.
 
-An input is planes, a table, and two bytes with the table's size; the target puts what belongs in
-front and behind, digests included, so that what lies behind those is reached. The check sums of
-chunks stay: they are put right too, by leaving out the comparison.
+An input is planes, a table, and two bytes with the size of the table. The target adds a valid prefix
+and footer, and skips the comparison of checksums, so that the code behind them is reached.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _BASE = bytes(range(256)) * 64
 
 
 class _Any:
-    """Equal to every check sum."""
+    """Equal to every checksum."""
 
     def __eq__(self, _: object) -> bool:
         return True
@@ -53,12 +52,12 @@ class _Any:
 
 
 def read_one(data: bytes) -> None:
-    """Read an input, and ranges of it, which must be those of the whole."""
+    """Read an input, and ranges of it, which must be equal."""
     size = int.from_bytes(data[-2:], "little")
     body = data[:-2]
     planes, table = body[: max(len(body) - size, 0)], body[max(len(body) - size, 0) :]
-    seal = hashlib.sha256(PREFIX + table).digest()
-    file = PREFIX + planes + table + len(table).to_bytes(8, "little") + seal + _END
+    digest = hashlib.sha256(PREFIX + table).digest()
+    file = PREFIX + planes + table + len(table).to_bytes(8, "little") + digest + _END
     try:
         blob = ColdBlobDecoder(file)
         base = blob.table.base
@@ -66,20 +65,20 @@ def read_one(data: bytes) -> None:
             blob.give_base(BaseBlob.hot(_BASE[: base.size], base.digest))
         if blob.size > _LARGEST:
             return
-        whole = bytearray(blob.size)
+        content = bytearray(blob.size)
         with mock.patch.object(chunks, "crc32", return_value=_Any()):
-            blob.read_into(whole)
+            blob.read_into(content)
             for begin in range(0, blob.size, max(blob.size // 3, 1)):
                 part = bytearray(min(1000, blob.size - begin))
                 blob.read_into(part, begin)
-                assert part == whole[begin : begin + len(part)], begin
+                assert part == content[begin : begin + len(part)], begin
     except ColdDamaged as error:
         assert str(error).isprintable(), str(error)
         assert len(str(error)) < 4000, str(error)
 
 
 def write_seeds(folder: Path) -> None:
-    """Write the golden vectors, without what the target puts around them, as inputs."""
+    """Write the golden vectors as inputs, without prefix and footer."""
     vectors = json.loads((ROOT / "tests" / "vectors" / "cold.json").read_text())
     for number, vector in enumerate(vectors):
         file = base64.b64decode(vector["cold"])

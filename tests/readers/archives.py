@@ -1,6 +1,6 @@
-"""A second reader of archives, slow and plain, written from docs/archive-format.md alone.
+"""A second, simple reader of archives, written from docs/archive-format.md alone.
 
-It takes what it is given to be whole, and reads cold blobs with the second reader of these.
+It expects intact archives, and reads cold blobs with the second reader of cold blobs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from tests.readers.cold_blobs import read_cold
 
 
 class Read(NamedTuple):
-    """What an archive holds."""
+    """The content of an archive, by hex digests."""
 
     names: dict[str, str]
-    """The digits of the digests of manifests."""
+    """The digest of each name's manifest."""
     manifests: dict[str, bytes]
     blobs: dict[str, bytes]
-    """By the digits of their digests; of those that are coded by others the cold form."""
+    """The blobs; for deltas, their cold form."""
     bases: dict[str, str]
-    """By what blobs others are coded."""
+    """The base of each delta."""
 
 
 def read_archive(data: bytes) -> Read:
-    """Return what an archive holds; of blobs that are coded by others the cold form."""
+    """Return the content of an archive."""
     assert data[:8] == b"\x8fBSARCH\x01"
-    size, seal, end = struct.unpack("<Q32s8s", data[-48:])
+    size, table_digest, end = struct.unpack("<Q32s8s", data[-48:])
     assert end == b"BSARCHE\x8f"
     table = data[-48 - size : -48]
-    assert hashlib.sha256(data[:8] + table).digest() == seal
+    assert hashlib.sha256(data[:8] + table).digest() == table_digest
     members = data[8 : -48 - size]
     count, name_count = struct.unpack_from("<II", table)
     read = Read({}, {}, {}, {})

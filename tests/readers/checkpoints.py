@@ -1,4 +1,4 @@
-"""A process that reads checkpoints, one line a file, within bounds on memory; see ``checkpoints``."""
+"""A process that reads checkpoints with limited memory; see ``tests.support.checkpoints.Reader``."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ if TYPE_CHECKING:
 
 
 def serve() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests, one per line, until the input ends."""
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            _limit(request["room"])
+            _limit(request["memory"])
             answer = (_inspect if request["inspect"] else _read)(
                 request["path"], request["subtree"]
             )
-        except Exception as error:  # noqa: BLE001 - any other kind is what the tests look for
+        except Exception as error:  # noqa: BLE001 - the tests look for any other kind
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         _limit(None)
         print(json.dumps(answer), flush=True)  # noqa: T201 - this is the answer
 
 
-def _limit(room: int | None) -> None:
-    """Let this process take ``room`` bytes more than it has; None lifts the limit."""
+def _limit(memory: int | None) -> None:
+    """Let this process allocate ``memory`` more bytes; None lifts the limit."""
     status = Path("/proc/self/statm")
-    if status.exists():  # elsewhere nothing says how much it has
+    if status.exists():  # elsewhere the current size is unknown
         pages = int(status.read_bytes().split()[0])
-        limit = resource.RLIM_INFINITY if room is None else pages * resource.getpagesize() + room
+        limit = (
+            resource.RLIM_INFINITY if memory is None else pages * resource.getpagesize() + memory
+        )
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
@@ -63,7 +65,7 @@ def _inspect(path: str, subtree: str | None) -> dict[str, Any]:
 
 
 def _tensor(checkpoint: Checkpoint, spec: TensorSpec) -> list[Any]:
-    """Return type, shape and digest of a tensor, of which both ways to read it must give the same."""
+    """Return type, shape and digest of a tensor; both ways to read it must agree."""
     buffer = memoryview(bytearray(1 << 16))
     digest = hashlib.sha256()
     for piece in checkpoint.read(spec.name, buffer):

@@ -1,6 +1,6 @@
-"""A second reader of cold blobs, slow and plain, written from docs/cold-format.md alone.
+"""A second, simple reader of cold blobs, written from docs/cold-format.md alone.
 
-It knows no differences from a base (section 6), and takes what it is given to be whole.
+It cannot read deltas (section 6), and expects intact cold blobs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import zstandard
 
 
 def read_cold(data: bytes) -> bytes:
-    """Return the blob that a cold blob stands for."""
+    """Return the blob that a cold blob decodes to."""
     assert data[:8] == b"\x8fBSCOLD\x01"
-    size, seal, end = struct.unpack("<Q32s8s", data[-48:])
+    size, table_digest, end = struct.unpack("<Q32s8s", data[-48:])
     assert end == b"BSCOLDE\x8f"
     table = data[-48 - size : -48]
-    assert hashlib.sha256(data[:8] + table).digest() == seal
+    assert hashlib.sha256(data[:8] + table).digest() == table_digest
     planes = data[8 : -48 - size]
     blob_size, digest, has_base, part_count = struct.unpack_from("<Q32sBI", table)
     assert not has_base
@@ -57,7 +57,7 @@ def read_cold(data: bytes) -> bytes:
 
 
 def _size(layout: int, width: int, count: int, number: int) -> int:
-    """Return the size of a plane that has a fixed one."""
+    """Return the size of a plane that has a fixed size."""
     whole, half, double = count * width, count // 2, count * 2
     sizes = {
         0: (whole,),

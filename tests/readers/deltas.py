@@ -1,6 +1,6 @@
-"""A second reader of differences from a base, slow and plain, written from docs/cold-format.md alone.
+"""A second, simple reader of delta chunks, written from docs/cold-format.md alone.
 
-It takes what it is given to be whole.
+It expects intact chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WIDTHS = {32: 1, 33: 1, 34: 1, 35: 2, 36: 2, 37: 2, 38: 4, 39: 4, 40: 8}
 
 
 def read_differences(data: bytes, start: bytes, layout: int) -> bytes:
-    """Return the chunk that ``data`` makes of ``start``."""
+    """Return the chunk that ``data`` encodes against ``start``."""
     width = _WIDTHS[layout]
     elements = [
         int.from_bytes(start[at : at + width], "little") for at in range(0, len(start), width)

@@ -1,4 +1,4 @@
-"""Archives for the tests: of a small family of models, and forged ones with right digests."""
+"""Archives for the tests: a small family of models, and forged archives with valid digests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 SMALL = 10_000
-"""Numbers in a layer of a family's model; enough that it is coded, and frozen."""
+"""Elements of each layer in the family; enough that freezing compresses it."""
 FAMILY = ("base", "tuned")
 
 
 def put_family(
     store: LocalStore, *, count: int = SMALL, children: Iterable[str] = ("tuned",)
 ) -> None:
-    """Give a store a model, and what was trained from it; all share a layer."""
+    """Add a base model and its fine-tunes to a store. All share a layer."""
     shared = layer("shared", weights(7, count))
     own = {f"l{seed}": layer(f"l{seed}", weights(seed, count)) for seed in range(3)}
     add_blobs(store, "base", {**own, "shared": shared})
@@ -38,14 +38,14 @@ def put_family(
 
 
 def packed_family(store: LocalStore, path: Path) -> bytes:
-    """Return an archive of the family, with members of every kind."""
+    """Pack the family, and return the archive, which has members of every kind."""
     put_family(store)
     pack_models(FAMILY, path, store=store, jobs=1)
     return path.read_bytes()
 
 
 class Parts:
-    """An archive taken apart, to be changed and put together again with right digests."""
+    """The parts of an archive, which can be changed and joined again with valid digests."""
 
     def __init__(self, data: bytes) -> None:
         table = ArchiveTable.parse(memoryview(data))
@@ -56,15 +56,15 @@ class Parts:
         self.stored = [data[begin:end] for begin, end in self.places]
 
     def number(self, kind: Kind) -> int:
-        """Return the first member of a kind."""
+        """Return the number of the first member of a kind."""
         return next(number for number, item in enumerate(self.members) if item.kind == kind)
 
     def change(self, number: int, **fields: object) -> None:
-        """Change what the table says of a member."""
+        """Change the table entry of a member."""
         self.members[number] = self.members[number]._replace(**fields)  # type: ignore[arg-type]
 
     def put(self, number: int, data: bytes) -> None:
-        """Change what is stored of a member, and its stored digest."""
+        """Replace the stored bytes of a member, and their size and digest in the table."""
         self.stored[number] = data
         self.change(number, stored_size=len(data), stored_digest=Digest.of(data))
 
@@ -81,19 +81,19 @@ class Parts:
 def archive(
     members: Sequence[Member], stored: Sequence[bytes], names: Sequence[tuple[str, int]]
 ) -> bytes:
-    """Return an archive with a right footer."""
+    """Return an archive with a valid footer."""
     return PREFIX + b"".join(stored) + ArchiveTable(members, names).to_bytes()
 
 
 def raw(data: bytes, kind: Kind = Kind.RAW) -> Member:
-    """Return the member of bytes that are stored as they are."""
+    """Return the table entry of bytes that are stored uncompressed."""
     return Member(kind, len(data), Digest.of(data), len(data), Digest.of(data))
 
 
 def model_archive(
     blobs: Mapping[str, bytes], name: str = "registry.ollama.ai/library/m:latest"
 ) -> bytes:
-    """Return an archive of one model of blobs that are stored as they are."""
+    """Return an archive of one model with uncompressed blobs."""
     layers = [
         Descriptor(media_types.TENSOR, Digest.of(data), len(data), key)
         for key, data in blobs.items()

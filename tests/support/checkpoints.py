@@ -218,10 +218,10 @@ class Reader:
     ``PTH_CANARY`` names a file for it that hostile checkpoints write to once they run.
     """
 
-    room = 512 * MIB
-    """Bytes of memory that the process may take for a file, beyond what it has."""
-    patience = 120.0
-    """Seconds after which it is taken to hang."""
+    memory = 512 * MIB
+    """Bytes that the process may allocate for a file."""
+    timeout = 120.0
+    """Seconds after which the process counts as hanging."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -234,9 +234,9 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def take(self, data: bytes, subtree: str | None = ".", *, room: int | None = None) -> Outcome:
+    def take(self, data: bytes, subtree: str | None = ".", *, memory: int | None = None) -> Outcome:
         """Read a checkpoint of these bytes."""
-        return self.read(self.write(data), subtree, room=room)
+        return self.read(self.write(data), subtree, memory=memory)
 
     def write(self, data: bytes) -> Path:
         """Return a file of these bytes, until the next."""
@@ -249,14 +249,14 @@ class Reader:
         path: Path,
         subtree: str | None = ".",
         *,
-        room: int | None = None,
+        memory: int | None = None,
         inspect: bool = False,
     ) -> Outcome:
         """Read a checkpoint with all its tensors, or inspect it, and check that it ran nothing."""
         request = {
             "path": str(path),
             "subtree": subtree,
-            "room": room or self.room,
+            "memory": memory or self.memory,
             "inspect": inspect,
         }
         answer = self._answer(json.dumps(request))
@@ -272,9 +272,9 @@ class Reader:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(f"{request}\n")
             process.stdin.flush()
-        if not select.select([process.stdout], [], [], self.patience)[0]:
+        if not select.select([process.stdout], [], [], self.timeout)[0]:
             self._end()
-            return f"it hung for {self.patience} seconds"
+            return f"it hung for {self.timeout} seconds"
         answer = process.stdout.readline()
         if not answer:
             self._end()

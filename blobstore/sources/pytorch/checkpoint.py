@@ -187,7 +187,7 @@ class Checkpoint:
         work = sum(self._work(tensor) for tensor in others)
         if work > self._size * _MAX_WORK + _SPARE_WORK:
             raise CheckpointRefused(
-                f"{work} bytes have to be passed over to read its tensors, more than {_MAX_WORK} "
+                f"{work} bytes would have to be skipped to read its tensors, more than {_MAX_WORK} "
                 f"times the file's {self._size}; load them with torch and save clones of them"
             )
 

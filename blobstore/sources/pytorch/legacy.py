@@ -134,7 +134,7 @@ class LegacyStream:
 
 def _checked_keys(keys: Any) -> list[str]:
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointRefused("the list of storage keys is no list of texts")
+        raise CheckpointRefused("the list of storage keys is not a list of texts")
     if len(set(keys)) != len(keys):
         raise CheckpointRefused("the list of storage keys has one twice")
     return keys

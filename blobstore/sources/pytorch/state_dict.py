@@ -365,7 +365,7 @@ def _joined(path: Path, depth: int) -> str:
     for key in keys:
         if type(key) is Key:
             raise CheckpointRefused(
-                f"there is a tensor at {quote(_shown(path))}, with a key that is no text"
+                f"there is a tensor at {quote(_shown(path))}, with a key that is not text"
             )
     return ".".join(map(str, keys))
 

@@ -791,7 +791,7 @@ def test_rejects_tensors_for_which_a_file_is_read_too_often(
     monkeypatch.setattr(reading, "_SPARE_WORK", work)
     check(path, tensors)
     monkeypatch.setattr(reading, "_SPARE_WORK", work - 1)
-    assert f"{work} bytes have to be passed over to read its tensors" in refusal(path)
+    assert f"{work} bytes would have to be skipped to read its tensors" in refusal(path)
 
 
 # Parts

@@ -317,7 +317,7 @@ def test_names_within_the_model_alone_must_differ() -> None:
 )
 def test_rejects_keys_that_are_no_texts_and_no_numbers(key: bytes) -> None:
     odd = {"a": T, Opcodes(key): {"b": T}}
-    assert refusal(chosen, odd) == "there is a tensor at '?.b', with a key that is no text"
+    assert refusal(chosen, odd) == "there is a tensor at '?.b', with a key that is not text"
     # Such keys harm nobody where no tensor of the model lies below them.
     assert names({"a": T, Opcodes(key): 5}) == ["a"]
     assert names({"model": {"a": T}, "x": {Opcodes(key): T}}) == ["a"]
