@@ -1,4 +1,4 @@
-"""Digests: the names of blobs, and the stream that computes them."""
+"""Digests, which name blobs, and their computation from a stream."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHORT_HEX = 12
 
 
 class Digest(NamedTuple):
-    """The sha256 of a blob's bytes. A tuple, because models have thousands.
+    """The SHA-256 of a blob's bytes. A tuple, because models have thousands of them.
 
-    A value of this type has been checked, so it can become a file name; a text cannot.
+    A value of this type was validated and can be used in a file name, unlike a string.
     """
 
     hex: str
 
     @classmethod
     def parse(cls, text: str) -> Digest:
-        """Return the digest that ``text`` spells as ``sha256:`` and 64 lower-case hex digits.
+        """Parse ``sha256:`` and 64 lower-case hex digits.
 
         Raises:
-            InvalidDigest: anything else, also other algorithms, upper case and ``sha256-``.
+            InvalidDigest: ``text`` has another form, such as another algorithm or upper case.
         """
         match = _FORM.fullmatch(text)
         if match is None:
@@ -45,7 +45,7 @@ class Digest(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The first hex digits, for people."""
+        """The first hex digits, for display."""
         return self.hex[:SHORT_HEX]
 
     @property
@@ -58,7 +58,7 @@ class Digest(NamedTuple):
 
 
 class BlobId(NamedTuple):
-    """A blob as a manifest lists it: two manifests may disagree about the size of one digest."""
+    """Digest and size of a blob: manifests may disagree about the size for one digest."""
 
     digest: Digest
     size: int
@@ -72,10 +72,10 @@ class Digester:
         self.size = 0
 
     def update(self, data: Buffer) -> None:
-        """Take in the next bytes; large buffers are hashed without the interpreter's lock."""
+        """Add the next bytes; large buffers are hashed without the GIL."""
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 
     def digest(self) -> Digest:
-        """Return the digest of all bytes so far."""
+        """Return the digest of all bytes added so far."""
         return Digest(self._hash.hexdigest())

@@ -1,22 +1,21 @@
-"""The one escaper: text from files made safe for a terminal, a log line or an error message.
+"""Escapes text from files for terminals, logs and error messages.
 
-Names in model files are hostile input: they can hold escape sequences, line breaks, bidirectional
-overrides and megabytes. Everything that shows such text to a person passes through here.
+Names in model files are hostile input: they can contain escape sequences, line breaks, bidirectional
+overrides, or megabytes of text. All such text passes through this module before it is shown.
 """
 
 from __future__ import annotations
 
 MAX_SHOWN = 200
-"""Characters that :func:`quote` shows of a text before it shortens it."""
+"""Characters of a text that :func:`quote` shows before it shortens the text."""
 
 
 def escape(text: str, limit: int | None = None) -> str:
-    r"""Return ``text`` with every character escaped that is not plainly visible.
+    r"""Return ``text`` with all characters escaped that are not printable.
 
     Control characters, line and paragraph separators, bidirectional marks, private and
-    unassigned code points and lone surrogates become ``\xNN``, ``\uNNNN`` or ``\UNNNNNNNN``. With
-    ``limit``, a longer text keeps its two ends around an ellipsis, ``limit`` characters in all
-    before escaping.
+    unassigned code points and lone surrogates become ``\xNN``, ``\uNNNN`` or ``\UNNNNNNNN``. A text
+    longer than ``limit`` characters keeps only its start and end, with an ellipsis between them.
     """
     if limit is not None and len(text) > limit:
         tail = (limit - 1) // 3
@@ -32,6 +31,6 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
     """Return ``text`` escaped, shortened to ``limit`` characters and in single quotes."""
     try:
         shown = str(text)
-    except RecursionError:  # a decoded JSON value may be nested as deeply as the parser can go
+    except RecursionError:  # a decoded JSON value may be nested as deeply as the parser allows
         shown = "(nested too deeply to show)"
     return f"'{escape(shown, limit)}'"

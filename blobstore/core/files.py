@@ -1,4 +1,4 @@
-"""Files opened, read and written with care: regular files only, nothing half-written."""
+"""Safe file access: only regular files are read, and files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and size in bytes.
 
-    With ``follow`` false a symbolic link is refused.
-
     Raises:
-        OSError: it cannot be opened.
-        BlobstoreError: it is a folder, device, pipe or socket. (Reading one might never end.)
+        OSError: it cannot be opened, or it is a symbolic link and ``follow`` is false.
+        BlobstoreError: it is a folder, device, pipe or socket. Reading one might never end.
     """
     flags = _OPEN_FLAGS if follow else _OPEN_FLAGS | os.O_NOFOLLOW
     descriptor = os.open(path, flags)
@@ -41,9 +39,9 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
 
 
 def read_ahead(path: str) -> None:
-    """Have the system read a file that will be needed soon; this may take as long as asking the disk.
+    """Ask the system to read a file in the background. The call may block while requests are queued.
 
-    What is wrong with the file is told when it is read.
+    Errors are ignored here, and raised when the file is read.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -72,7 +70,7 @@ def read_regular(path: Path | str, limit: int) -> bytes:
 
 
 def read_exactly(descriptor: int, size: int, offset: int) -> bytes:
-    """Return ``size`` bytes at ``offset`` of an open file, fewer where the file ends before."""
+    """Return ``size`` bytes at ``offset`` of an open file, or fewer at its end."""
     parts = []
     while size:
         part = os.pread(descriptor, size, offset)
@@ -85,10 +83,10 @@ def read_exactly(descriptor: int, size: int, offset: int) -> bytes:
 
 
 def read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Read into whole pages from the disk, leaving no copy in the page cache.
+    """Read whole pages from the disk into ``buffer``, without a copy in the page cache.
 
     Returns:
-        The bytes read; none if the system or the file system cannot do it.
+        The number of bytes read; 0 if the system or the file system does not support this.
     """
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -104,7 +102,7 @@ def read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def write_all(descriptor: int, data: Buffer) -> None:
-    """Write every byte of ``data``; one write may take only a part."""
+    """Write every byte of ``data``; a single write may be short."""
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
@@ -132,19 +130,23 @@ def make_folders(folder: Path, top: Path) -> None:
 def replacing(
     target: Path, *, mode: int = 0o666, temporary: Path | None = None, durable: bool = True
 ) -> Iterator[int]:
-    """Give a descriptor to write and read; on success its content becomes ``target`` in one step.
+    """Yield the descriptor of a temporary file, which replaces ``target`` at the end of the block.
 
-    The content is durable before it gets the name, and the name is durable afterwards. On an
-    error nothing remains. The temporary file lies in ``temporary`` (by default beside the
-    target), which must be on the target's file system; ``mode`` is reduced by the umask.
-    ``durable`` false leaves out the syncing, for caches.
+    The content is durable before it gets the name, and the name is durable afterwards. On an error,
+    nothing remains.
+
+    Args:
+        target: the path of the file.
+        mode: its permissions, reduced by the umask.
+        temporary: the folder of the temporary file, on the same file system as the target; by
+            default the target's folder.
+        durable: whether to sync file and folder; false for caches.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = (temporary or target.parent) / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    # A file may be created read-only and yet be written through this descriptor; and read, by who
-    # checks what was written.
+    # This descriptor can be written and read back, even if the mode is read-only.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:

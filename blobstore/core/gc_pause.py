@@ -1,4 +1,4 @@
-"""How Python manages memory while many objects are made."""
+"""Pauses of the garbage collector, while many objects are created."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Put off garbage collection while many objects are made that live on."""
-    # Tens of thousands of new objects start full collections, which in a process with torch
-    # loaded take several times as long as the work itself. None of the objects is in a cycle.
+    """Pause garbage collection while many long-lived objects are created."""
+    # Tens of thousands of new objects trigger full collections. In a process that has loaded torch,
+    # these take several times as long as the work itself. None of the objects is in a cycle.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            _age()
+            # Move all objects to the oldest generation, as collections would have done, unless this
+            # would unfreeze objects that the program has frozen.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
-
-
-def _age() -> None:
-    """Count all objects as old, as they would be after a look at each."""
-    if not gc.get_freeze_count():  # what a program has frozen stays so
-        gc.freeze()
-        gc.unfreeze()

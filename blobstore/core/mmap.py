@@ -1,9 +1,9 @@
-"""Files mapped into memory, without keeping their descriptors.
+"""Files mapped into memory, without keeping their descriptors open.
 
-``mmap.mmap`` of Python 3.11 and 3.12 duplicates the descriptor and holds it for the life of the map,
-so that a model of 3,000 blobs would need 3,000 descriptors. Here one anonymous map reserves the
-addresses for all files of a model, and each file is mapped over its slot when it is needed: one
-``mmap`` object owns the memory, exports buffers, and unmaps it all when the last view dies.
+``mmap.mmap`` of Python 3.11 and 3.12 duplicates the descriptor and keeps it for the life of the map, so
+that a model of 3,000 blobs would need 3,000 descriptors. Here, one anonymous map reserves the addresses
+of all files of a model, and each file is mapped over its slot when it is needed. One ``mmap`` object owns
+the memory, exports buffers, and unmaps everything when the last view is deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
 _MAP_OVER = mmap.MAP_PRIVATE | 0x10 | _MAP_NORESERVE
-# As Linux numbers them; macOS shares the first and refuses the others, which is no harm.
+# Linux numbers. macOS has the same for the first and rejects the others, which does no harm.
 _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 14, 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _LARGE_PAGE = 2 << 20
@@ -33,30 +33,30 @@ _SAMPLES = 5
 
 
 class MappedRegion:
-    """Room for some files, one after another in memory, each on a page of its own.
+    """Address space for several files, each in a slot of whole pages.
 
-    Files of a large page or more begin at one: where the page cache has them in large pages, Linux
-    maps these whole, and no byte of them takes a fault of its own.
+    Files of at least a large page start at a large-page boundary: if the page cache holds them in
+    large pages, Linux maps these with one fault each.
 
-    ``writable`` makes the maps private copies on write: what is written never reaches a file.
-    A slot holds zeros until its file is mapped; behind the last page of a mapped file there is nothing
-    that could be read. With ``filled``, files are not mapped but read into
-    the slots by :meth:`slot_view`; the memory is asked for in large pages.
+    If ``writable``, the maps are private and copied on write; nothing written reaches a file. A slot
+    holds zeros until its file is mapped. Nothing after the last page of a mapped file can be read. If
+    ``filled``, files are not mapped, but read into :meth:`slot_view`, and the memory is requested in
+    large pages.
 
     Raises:
-        BlobstoreError: there are not as many addresses, or the process may not have them.
+        BlobstoreError: the system or a limit of the process does not allow that many addresses.
     """
 
     def __init__(
         self, sizes: Sequence[int], *, writable: bool = False, filled: bool = False
     ) -> None:
         self.offsets = _layout(sizes, mmap.PAGESIZE if filled else _LARGE_PAGE)
-        """Where each slot begins in :attr:`memory`."""
+        """The start of each slot in :attr:`memory`, and the end of the last one."""
         self.present: set[int] = set()
-        """The slots whose files were mapped, or made."""
+        """The slots that were mapped or filled."""
         self._is_filled = filled
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable or filled else 0)
-        # Without NORESERVE a private map larger than the machine's memory may be refused.
+        # Without NORESERVE, a private map larger than the machine's memory may fail.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         total = max(self.offsets[-1], mmap.PAGESIZE)
         try:
@@ -68,9 +68,9 @@ class MappedRegion:
         self._address = _address(memory)
         self._all = memory
         self.memory = memory if writable or not filled else memoryview(memory).toreadonly()
-        """All of it; read-only unless ``writable``."""
+        """The whole region; read-only unless ``writable``."""
         if filled:
-            # Fresh memory in small pages takes as long to come by as the bytes to be read.
+            # Allocating memory in small pages would take as long as reading the bytes.
             _madvise(self._address, total, _MADV_HUGEPAGE)
 
     def map(self, slot: int, descriptor: int, size: int) -> None:
@@ -79,29 +79,23 @@ class MappedRegion:
         Raises:
             OSError: the file cannot be mapped.
         """
-        if size == 0:  # there are no empty maps
-            self.present.add(slot)
-            return
-        begin, end = self.offsets[slot : slot + 2]
-        # To where the next slot begins: a gap between two maps would be a map of its own.
-        if (
-            _mmap(self._address + begin, end - begin, self._protection, _MAP_OVER, descriptor, 0)
-            == _MAP_FAILED
-        ):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-
+        if size:  # mmap rejects empty maps
+            begin, end = self.offsets[slot : slot + 2]
+            # Up to the next slot, because the kernel would count a gap between two maps as a map.
+            address, length = self._address + begin, end - begin
+            if _mmap(address, length, self._protection, _MAP_OVER, descriptor, 0) == _MAP_FAILED:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
         self.present.add(slot)
 
     @contextlib.contextmanager
     def writable_slot(self, slot: int, size: int) -> Iterator[memoryview]:
-        """Give fresh memory in large pages in the place of a file, to be filled in the block.
+        """Put fresh memory in large pages into a slot, to be filled in the ``with`` block.
 
-        Unless the region is writable, it cannot be written to afterwards. Threads may fill slots at
-        once.
+        Afterwards it is read-only unless the region is writable. Threads may fill slots concurrently.
 
         Raises:
-            BlobstoreError: there is no memory.
+            BlobstoreError: there is not enough memory.
         """
         if size == 0:
             yield memoryview(bytearray())
@@ -113,8 +107,9 @@ class MappedRegion:
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if not self._is_filled and _mmap(address, length, both, flags, -1, 0) == _MAP_FAILED:
             raise BlobstoreError(f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}")
-        # The last would be whole though the bytes end amid it: as much again for blobs of two and a bit.
-        # Small ones lie side by side, and those that are filled at once share large pages.
+        # Not for the end of a large blob: the system would allocate a whole large page for it, and
+        # so twice the memory of a blob of little more than 2 MiB. Small blobs are adjacent, and those
+        # that are filled at the same time share large pages.
         large = size if size < _LARGE_PAGE else size - size % _LARGE_PAGE
         _madvise(address, large, _MADV_HUGEPAGE)
         yield memoryview((ctypes.c_char * size).from_address(address)).cast("B")
@@ -123,36 +118,36 @@ class MappedRegion:
         self.present.add(slot)
 
     def close(self) -> None:
-        """Unmap all files, or leave that to the last view that is out."""
+        """Unmap all files now, or when the last view is deleted."""
         with contextlib.suppress(BufferError):
             self._all.close()
 
     def slot_view(self, slot: int, begin: int, end: int) -> memoryview:
-        """Return the room of a slot for bytes of a file, to the end of their last page."""
+        """Return the memory for bytes ``begin`` to ``end`` of a slot's file, up to a page boundary."""
         start = self.offsets[slot]
         return memoryview(self._all)[start + begin : start + _rounded(end, mmap.PAGESIZE)]
 
     def will_need(self, slot: int, size: int) -> None:
-        """Ask for the bytes of a mapped file to be read, and do not wait for them."""
+        """Ask the system to read a mapped file in the background."""
         if size:
             _madvise(self._address + self.offsets[slot], size, _MADV_WILLNEED)
 
     def is_cached(self, slot: int, size: int) -> bool:
-        """Tell whether a mapped file is in the page cache, by a sample of its pages."""
+        """Return whether a sample of a mapped file's pages is in the page cache."""
         return _is_cached(self._address + self.offsets[slot], size)
 
     def will_populate(self, slot: int, size: int) -> None:
-        """Ask for a mapped file to be read into large pages when it is populated."""
+        """Ask the system to use large pages when a mapped file is populated."""
         if size >= _LARGE_PAGE:
             _madvise(self._address + self.offsets[slot], size, _MADV_HUGEPAGE)
 
     def populate(self, slot: int, begin: int, end: int) -> None:
-        """Make pages of a mapped file this process's, without the interpreter's lock.
+        """Map pages of a file into this process at once, without the GIL.
 
-        What is not in the page cache is read for that.
+        Pages that are not in the page cache are read from the disk.
 
         Raises:
-            OSError: it cannot be read, or has become shorter.
+            OSError: the file cannot be read, or has become shorter.
         """
         start = self.offsets[slot] + begin
         if not _madvise(self._address + start, end - begin, _MADV_POPULATE_READ):
@@ -160,18 +155,16 @@ class MappedRegion:
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number))
-        # An old kernel, or another system.
+        # An old kernel, or another system: read one byte per page.
         bytes(memoryview(self._all)[start : start + end - begin : mmap.PAGESIZE])
 
 
 def mapped(descriptor: int, size: int) -> memoryview:
-    """Return an open file of ``size`` bytes as memory.
-
-    It needs no descriptor; Python's own maps keep one each, and a model can have thousands.
+    """Return an open file of ``size`` bytes as memory; the descriptor may be closed afterwards.
 
     Raises:
         OSError: the file cannot be mapped.
-        BlobstoreError: the process may not have the addresses.
+        BlobstoreError: a limit of the process does not allow that many addresses.
     """
     region = MappedRegion([size])
     region.map(0, descriptor, size)
@@ -180,7 +173,7 @@ def mapped(descriptor: int, size: int) -> memoryview:
 
 
 def is_cached(descriptor: int, size: int) -> bool:
-    """Tell whether an open file of ``size`` bytes is in the page cache, by a sample of its pages."""
+    """Return whether a sample of an open file's pages is in the page cache."""
     if not size:
         return True
     address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
@@ -197,21 +190,21 @@ def _is_cached(address: int, size: int) -> bool:
     state = ctypes.create_string_buffer(1)
     for part in range(_SAMPLES):
         page = address + last * part // (_SAMPLES - 1) * mmap.PAGESIZE
-        # Where that is not told, as of files of others, it is no error and looks like a yes.
+        # For files of other users, the system does not tell but reports success and cached pages.
         if _mincore(page, 1, state) == 0 and state.raw == b"\0":
             return False
     return True
 
 
 def _layout(sizes: Sequence[int], large_page: int) -> list[int]:
-    """Return where each file begins, and where the room for them ends."""
+    """Return the offset of each file, and the end of the last one."""
     offsets = []
     end = 0
     for size in sizes:
         begin = _rounded(end, large_page) if size >= large_page else end
         offsets.append(begin)
         end = begin + _rounded(size, mmap.PAGESIZE)
-    # Linux puts memory of whole large pages where such a page begins.
+    # Linux aligns maps of whole large pages to such a page.
     is_large = max(sizes, default=0) >= large_page
     return [*offsets, _rounded(end, large_page if is_large else mmap.PAGESIZE)]
 
@@ -221,13 +214,13 @@ def _rounded(size: int, unit: int) -> int:
 
 
 class _Buffer(ctypes.Structure):
-    """``Py_buffer`` of CPython's C interface, as far as the address; the rest is padding."""
+    """CPython's ``Py_buffer``: the address, and padding for the other fields."""
 
     _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 256))
 
 
 def _address(memory: mmap.mmap) -> int:
-    # ctypes' own from_buffer() refuses read-only memory.
+    # from_buffer() of ctypes rejects read-only memory.
     view = _Buffer()
     _get_buffer(memory, ctypes.byref(view), 0)
     try:

@@ -1,4 +1,4 @@
-"""How long work reports on itself: the library calls back, and never prints."""
+"""Progress of long operations: the library calls a function, and never prints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all, never twice at once."""
+"""Called with the current item, bytes done and total bytes; never by two threads at once."""
 
 
 class Meter:
-    """Adds up the bytes that many threads have done, for one :data:`Progress` callback."""
+    """Adds up the bytes that several threads have done, for one :data:`Progress` callback."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""Parts of tensors: what an index asks for, and where its bytes lie. Pure."""
+"""Slices of tensors: the elements that an index selects, and the offsets of their bytes."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
 
 _Item = SupportsIndex | slice | EllipsisType
 Index = _Item | tuple[_Item, ...]
-"""What is taken of a tensor: whole numbers, slices of step 1, ``...``, or a tuple of these."""
+"""An index of a tensor: integers, slices of step 1, ``...``, or a tuple of these."""
 
 
 class Selection(NamedTuple):
-    """A part of a tensor: from where to where it goes in each dimension."""
+    """A slice of a tensor: start and stop in each dimension."""
 
     ranges: tuple[tuple[int, int], ...]
     is_kept: tuple[bool, ...]
-    """False for a dimension of which one number was asked, which the part has no more."""
+    """False for a dimension that an integer index removes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
+        """The shape of the slice."""
         kept = zip(self.ranges, self.is_kept, strict=True)
         return tuple(stop - start for (start, stop), is_kept in kept if is_kept)
 
     @property
-    def taken(self) -> tuple[int | slice, ...]:
-        """What to index an array of the whole tensor with."""
+    def array_index(self) -> tuple[int | slice, ...]:
+        """The index that selects the slice from an array of the whole tensor."""
         kept = zip(self.ranges, self.is_kept, strict=True)
         return tuple(slice(*bounds) if is_kept else bounds[0] for bounds, is_kept in kept)
 
     def with_last(self, start: int, stop: int) -> Selection:
-        """Return the cut with other bounds in the last dimension."""
+        """Return the selection with other bounds in the last dimension."""
         return self._replace(ranges=(*self.ranges[:-1], (start, stop)))
 
 
 class Runs(NamedTuple):
-    """Where a part's bytes lie: runs of equal length at regular distances."""
+    """The bytes of a slice: runs of equal length at regular distances."""
 
     begin: int
     length: int
     repeats: tuple[tuple[int, int], ...]
-    """How often what lies deeper is there, and the bytes from one to the next; outermost first."""
+    """Count and stride in bytes per loop over the runs, outermost loop first."""
 
     @property
     def offsets(self) -> list[int]:
-        """Where each run begins, in the order of the part's elements."""
+        """The offset of each run, in the order of the slice's elements."""
         found = [self.begin]
         for count, stride in self.repeats:
             found = [start + number * stride for start in found for number in range(count)]
@@ -59,45 +59,45 @@ class Runs(NamedTuple):
 
 
 def select(spec: TensorSpec, index: Index) -> Selection:
-    """Return the part of a tensor that an index asks for; slices are clipped as Python does.
+    """Return the elements that an index selects; out-of-range slices are clipped as in Python.
 
     Raises:
-        UsageError: the index asks for something else than a part, or for what is not there.
+        UsageError: the index has another type, too many dimensions, or an integer out of range.
     """
     items = index if isinstance(index, tuple) else (index,)
     rank, gaps = len(spec.shape), sum(item is ... for item in items)
     if gaps > 1 or len(items) - gaps > rank:
         raise UsageError(
-            f"tensor {quote(spec.name)} has {rank} dimensions; {_shown(index)} asks for more"
+            f"tensor {quote(spec.name)} has {rank} dimensions; the index {_shown(index)} has more"
         )
-    place = next((place for place, item in enumerate(items) if item is ...), len(items))
-    rest = (slice(None),) * (rank - len(items) + gaps)
-    whole = (*items[:place], *rest, *items[place + 1 :])
-    bounds = [_bounds(spec.name, item, size) for item, size in zip(whole, spec.shape, strict=True)]
-    return Selection(tuple(bounds), tuple(isinstance(item, slice) for item in whole))
+    gap = next((position for position, item in enumerate(items) if item is ...), len(items))
+    filling = (slice(None),) * (rank - len(items) + gaps)
+    full = (*items[:gap], *filling, *items[gap + 1 :])
+    bounds = [_bounds(spec.name, item, size) for item, size in zip(full, spec.shape, strict=True)]
+    return Selection(tuple(bounds), tuple(isinstance(item, slice) for item in full))
 
 
-def byte_runs(spec: TensorSpec, part: Selection) -> Runs:
-    """Return where the bytes of a part lie in those of its tensor.
+def byte_runs(spec: TensorSpec, selection: Selection) -> Runs:
+    """Return the byte offsets of a selection within its tensor.
 
     Raises:
-        UsageError: elements of less than a byte would have to be cut apart.
+        UsageError: the selection starts or ends within a byte.
     """
     begin, length, stride = 0, spec.dtype.bits, spec.dtype.bits
     repeats: list[tuple[int, int]] = []
-    is_whole = True
-    for (start, stop), size in zip(reversed(part.ranges), reversed(spec.shape), strict=True):
+    is_contiguous = True
+    for (start, stop), size in zip(reversed(selection.ranges), reversed(spec.shape), strict=True):
         begin += start * stride
-        if is_whole:
+        if is_contiguous:
             length *= stop - start
         elif stop - start != 1:
             repeats.append((stop - start, stride))
-        is_whole = is_whole and stop - start == size
+        is_contiguous = is_contiguous and stop - start == size
         stride *= size
     if any(bits % 8 for bits in (begin, length, *(distance for _, distance in repeats))):
         raise UsageError(
-            f"tensor {quote(spec.name)} cannot be cut there: its elements have {spec.dtype.bits} "
-            "bits, and the part must begin and end at whole bytes"
+            f"tensor {quote(spec.name)} cannot be sliced there: its elements have "
+            f"{spec.dtype.bits} bits, and a slice must start and end at a whole byte"
         )
     in_bytes = tuple((count, distance // 8) for count, distance in reversed(repeats))
     return Runs(begin // 8, length // 8, in_bytes)
@@ -113,12 +113,12 @@ def _bounds(name: str, item: object, size: int) -> tuple[int, int]:
         number = None
     if number is None:
         raise UsageError(
-            f"a part of tensor {quote(name)} is asked for with whole numbers and slices of step 1, "
+            f"tensor {quote(name)} can be indexed by integers and slices of step 1, "
             f"got {_shown(item)}"
         )
     if not -size <= number < size:
         raise UsageError(
-            f"tensor {quote(name)} has {size} elements in a dimension, and no number {number}"
+            f"tensor {quote(name)} has {size} elements in a dimension; index {number} is out of range"
         )
     start = number % size
     return start, start + 1

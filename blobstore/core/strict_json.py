@@ -1,10 +1,9 @@
-"""JSON read strictly and written canonically, for headers and manifests alike.
+"""JSON for headers and manifests: a strict parser and a canonical encoder.
 
-The standard parser is lenient where these formats are not, so this module closes the gaps: bytes
-must be UTF-8 without a byte order mark, a key must not occur twice in one object, ``NaN`` and
-``Infinity`` and numbers beyond a double are refused, ``-0`` is not read as the integer 0, and lone
-surrogates are refused even in values that nobody reads. The written form is that of Go's
-``encoding/json``, because the bytes decide the digests that Ollama's store shares with ours.
+The standard parser accepts more than these formats allow. This one requires UTF-8 without a byte order
+mark, and rejects duplicate keys, ``NaN``, ``Infinity``, numbers beyond a double, and lone surrogates,
+even in values that are not used. It does not read ``-0`` as the integer 0. The encoder writes the same
+bytes as Go's ``encoding/json``, because Ollama's digests depend on them.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ def loads(data: bytes | memoryview) -> Any:
     """Parse UTF-8 JSON text.
 
     Raises:
-        ValueError: the text is not strict JSON; the message says what and, where known, at which
-            byte or character.
+        ValueError: the text is not strict JSON; the message gives the reason, and the position if
+            it is known.
     """
     try:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start}") from None
-    # A callback per integer would double the time of large headers, and "-0" is the only
-    # integer that needs one.
+    # A callback per integer would double the time for large headers, and only "-0" needs one.
     decoder = _CAREFUL if "-0" in text else _USUAL
     try:
         value = decoder.decode(text)
@@ -79,7 +77,7 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _refuse(digits[:50])
 
 
-# Made once: a header is often shorter to parse than a decoder is to make.
+# Created once, because that often takes longer than parsing a header.
 _USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 _CAREFUL = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_integer

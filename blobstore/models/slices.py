@@ -208,7 +208,9 @@ def view_part(
     contiguous or ``has_views`` is true.
     """
     if has_views and spec.dtype.bits >= _BYTE:
-        return convert(memory, offset, spec)[(*part.taken, ...)]  # without ..., numpy gives scalars
+        return convert(memory, offset, spec)[
+            (*part.array_index, ...)
+        ]  # without ..., numpy gives scalars
     runs, part_spec = byte_runs(spec, part), TensorSpec(spec.name, spec.dtype, part.shape)
     if not runs.repeats:
         return convert(memory, offset + runs.begin, part_spec)

@@ -13,7 +13,7 @@ from blobstore.errors import InvalidDigest, UsageError
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
-def test_the_digest_of_nothing() -> None:
+def test_hashes_an_empty_stream() -> None:
     digest = Digest.of(b"")
     assert str(digest) == f"sha256:{EMPTY}"
     assert digest.file_name == f"sha256-{EMPTY}"
@@ -22,14 +22,14 @@ def test_the_digest_of_nothing() -> None:
 
 
 @given(st.binary())
-def test_a_digest_survives_its_text(data: bytes) -> None:
+def test_parses_the_text_of_a_digest(data: bytes) -> None:
     digest = Digest.of(data)
     assert Digest.parse(str(digest)) == digest
     assert digest.hex == hashlib.sha256(data).hexdigest()
 
 
 @given(st.lists(st.binary()))
-def test_a_stream_has_the_digest_of_its_bytes(parts: list[bytes]) -> None:
+def test_the_digest_of_a_stream_is_that_of_its_bytes(parts: list[bytes]) -> None:
     digester = Digester()
     for part in parts:
         digester.update(memoryview(part))
@@ -37,7 +37,7 @@ def test_a_stream_has_the_digest_of_its_bytes(parts: list[bytes]) -> None:
     assert digester.size == sum(map(len, parts))
 
 
-def test_a_stream_counts_bytes_and_not_elements() -> None:
+def test_counts_bytes_instead_of_elements() -> None:
     digester = Digester()
     digester.update(memoryview(bytes(16)).cast("d"))
     assert digester.size == 16
@@ -73,7 +73,7 @@ def test_a_stream_counts_bytes_and_not_elements() -> None:
         f"../sha256:{EMPTY}",
     ],
 )
-def test_refuses_every_other_form(text: str) -> None:
+def test_rejects_every_other_form(text: str) -> None:
     with pytest.raises(InvalidDigest, match="not a digest: .*; expected sha256: and 64 lower-case"):
         Digest.parse(text)
 
@@ -85,7 +85,7 @@ def test_refuses_every_other_form(text: str) -> None:
     )
 )
 @example("sha256:" + "a" * 64)
-def test_what_is_accepted_can_only_be_a_plain_file_name(text: str) -> None:
+def test_accepts_only_what_is_safe_as_a_file_name(text: str) -> None:
     try:
         digest = Digest.parse(text)
     except InvalidDigest as error:
@@ -96,5 +96,5 @@ def test_what_is_accepted_can_only_be_a_plain_file_name(text: str) -> None:
         assert str(digest) == text
 
 
-def test_a_digest_is_a_value() -> None:
+def test_digests_compare_by_value() -> None:
     assert {Digest.of(b"a"), Digest.of(b"a"), Digest.of(b"b")} == {Digest.of(b"b"), Digest.of(b"a")}

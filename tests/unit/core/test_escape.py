@@ -8,7 +8,7 @@ from blobstore.core.escape import MAX_SHOWN, escape, quote
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
-def test_leaves_visible_text_alone(text: str) -> None:
+def test_does_not_change_printable_text(text: str) -> None:
     assert escape(text) == text
 
 
@@ -29,12 +29,12 @@ def test_leaves_visible_text_alone(text: str) -> None:
         ("\xa0\u3000", "\\xa0\\u3000"),
     ],
 )
-def test_escapes_what_a_terminal_would_act_on_or_hide(text: str, shown: str) -> None:
+def test_escapes_characters_that_a_terminal_would_interpret_or_hide(text: str, shown: str) -> None:
     assert escape(text) == shown
 
 
 @given(st.text(st.characters()), st.none() | st.integers(1, 50))
-def test_whatever_comes_out_is_printable_and_encodable(text: str, limit: int | None) -> None:
+def test_the_result_is_printable_and_encodable(text: str, limit: int | None) -> None:
     shown = escape(text, limit)
     assert shown.isprintable()
     shown.encode()
@@ -53,7 +53,7 @@ def test_shortens_to_the_limit_and_keeps_both_ends(text: str, limit: int) -> Non
         assert shown == text
 
 
-def test_keeps_two_thirds_of_the_front_and_one_of_the_end() -> None:
+def test_keeps_twice_as_much_of_the_start_as_of_the_end() -> None:
     assert escape("a" * 500 + "b" * 500, 10) == "aaaaaa\u2026bbb"
 
 
@@ -64,7 +64,7 @@ def test_quotes_and_shortens() -> None:
     assert quote(None) == "'None'"
 
 
-def test_quotes_what_is_nested_too_deeply_to_show() -> None:
+def test_quotes_a_value_that_is_nested_too_deeply_to_show() -> None:
     value: list[object] = []
     for _ in range(100_000):
         value = [value]

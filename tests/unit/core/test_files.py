@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice")
-def test_reading_ahead_brings_a_file_into_the_page_cache(tmp_path: Path) -> None:
+def test_reading_ahead_loads_a_file_into_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(os.urandom(1 << 20))
     if not dropped(path):
@@ -46,14 +46,14 @@ def test_reading_ahead_brings_a_file_into_the_page_cache(tmp_path: Path) -> None
         os.close(descriptor)
 
 
-def test_reading_ahead_leaves_alone_what_is_no_file(path: Path, tmp_path: Path) -> None:
+def test_reading_ahead_ignores_folders_and_missing_files(path: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(path)
     for name in ("missing", "pipe", "link", "."):
         read_ahead(str(tmp_path / name))
 
 
-def test_opens_regular_files_with_their_size(path: Path) -> None:
+def test_opens_regular_files_and_returns_their_size(path: Path) -> None:
     descriptor, size = open_regular(path)
     try:
         assert size == 10
@@ -66,7 +66,7 @@ def test_opens_regular_files_with_their_size(path: Path) -> None:
         os.close(descriptor)
 
 
-def test_follows_links_only_if_it_may(path: Path) -> None:
+def test_follows_links_only_if_allowed(path: Path) -> None:
     link = path.with_name("link")
     link.symlink_to(path)
     os.close(open_regular(link)[0])
@@ -74,7 +74,7 @@ def test_follows_links_only_if_it_may(path: Path) -> None:
         open_regular(link, follow=False)
 
 
-def test_refuses_what_might_never_end(tmp_path: Path) -> None:
+def test_rejects_files_that_might_never_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = os.listdir("/dev/fd")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
@@ -103,7 +103,7 @@ def test_writes_every_byte_to_a_slow_reader() -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_file_appears_whole(tmp_path: Path, durable: bool) -> None:
+def test_a_file_appears_complete(tmp_path: Path, durable: bool) -> None:
     target = tmp_path / "new"
     with replacing(target, durable=durable) as descriptor:
         write_all(descriptor, b"content")
@@ -113,7 +113,7 @@ def test_a_file_appears_whole(tmp_path: Path, durable: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_leaves_the_old_file(path: Path, error: type[BaseException]) -> None:
+def test_an_error_keeps_the_old_file(path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), replacing(path) as descriptor:
         write_all(descriptor, b"half")
         raise error
@@ -128,7 +128,7 @@ def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path: Path) -> None
     assert [item.name for item in tmp_path.iterdir()] == ["target"]
 
 
-def test_the_temporary_file_lies_where_it_is_told(tmp_path: Path) -> None:
+def test_creates_the_temporary_file_in_the_given_folder(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     with replacing(tmp_path / "target", temporary=tmp_path / "tmp"):
         assert len(list((tmp_path / "tmp").iterdir())) == 1
@@ -137,7 +137,7 @@ def test_the_temporary_file_lies_where_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077])
-def test_the_mode_is_less_the_umask(tmp_path: Path, umask: int) -> None:
+def test_the_umask_reduces_the_mode(tmp_path: Path, umask: int) -> None:
     def write() -> str:
         write_file(tmp_path / "plain", [b"x"])
         write_file(tmp_path / "readable", [b"x"], mode=0o444)
@@ -148,7 +148,7 @@ def test_the_mode_is_less_the_umask(tmp_path: Path, umask: int) -> None:
     assert stat.S_IMODE((tmp_path / "readable").stat().st_mode) == 0o444 & ~umask
 
 
-def test_replaces_a_link_and_not_its_target(path: Path) -> None:
+def test_replaces_a_link_instead_of_its_target(path: Path) -> None:
     link = path.with_name("link")
     link.symlink_to(path)
     write_file(link, [b"new"])
@@ -156,13 +156,13 @@ def test_replaces_a_link_and_not_its_target(path: Path) -> None:
     assert not link.is_symlink()
 
 
-def test_makes_missing_folders(tmp_path: Path) -> None:
+def test_creates_missing_folders(tmp_path: Path) -> None:
     make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
     make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
     assert (tmp_path / "a" / "b" / "c").is_dir()
 
 
-def test_makes_folders_by_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creates_folders_by_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_folders(Path("a/b"), Path("a"))
     make_folders(Path("c"), Path())
@@ -182,9 +182,7 @@ with replacing(Path(sys.argv[1])) as descriptor:
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_a_kill_in_between_changes_nothing_under_the_name(
-    tmp_path: Path, old: bytes | None
-) -> None:
+def test_a_kill_before_the_rename_keeps_the_old_file(tmp_path: Path, old: bytes | None) -> None:
     target = tmp_path / "target"
     if old is not None:
         target.write_bytes(old)
@@ -199,7 +197,7 @@ def test_a_kill_in_between_changes_nothing_under_the_name(
     assert all(path.name.endswith(".tmp") for path in rest)
 
 
-def test_a_write_that_is_only_half_taken_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_partial_write_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     # At the limit the system takes a part of the bytes; only the next write fails.
     outcome = sandbox.call(
         lambda: write_file(tmp_path / "target", [bytes(20)]), limits={resource.RLIMIT_FSIZE: 10}

@@ -8,7 +8,7 @@ from blobstore.core.gc_pause import gc_paused
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_garbage_collection_is_put_off_and_then_as_it_was(was_enabled: bool) -> None:
+def test_pauses_garbage_collection_and_restores_its_state(was_enabled: bool) -> None:
     try:
         (gc.enable if was_enabled else gc.disable)()
         with gc_paused():
@@ -18,13 +18,13 @@ def test_garbage_collection_is_put_off_and_then_as_it_was(was_enabled: bool) -> 
         gc.enable()
 
 
-def test_garbage_collection_goes_on_after_an_error() -> None:
+def test_enables_garbage_collection_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), gc_paused():
         _ = 1 / 0
     assert gc.isenabled()
 
 
-def test_what_a_program_has_frozen_stays_frozen() -> None:
+def test_objects_that_the_program_has_frozen_stay_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
@@ -36,7 +36,7 @@ def test_what_a_program_has_frozen_stays_frozen() -> None:
         gc.unfreeze()
 
 
-def test_objects_that_were_made_meanwhile_are_not_frozen() -> None:
+def test_objects_created_during_the_pause_are_not_frozen() -> None:
     with gc_paused():
         made: list[list[int]] = [[] for _ in range(1000)]
     assert gc.get_freeze_count() == 0

@@ -54,7 +54,7 @@ def test_a_slot_holds_zeros_until_its_file_is_mapped(tmp_path: Path) -> None:
     assert region.memory[PAGE : PAGE + 3] == b"abc"
 
 
-def test_keeps_no_descriptor(tmp_path: Path) -> None:
+def test_keeps_no_descriptor_open(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))
     region = MappedRegion([1] * 20)
     for slot in range(20):
@@ -71,7 +71,7 @@ def test_read_only_memory_cannot_be_written(tmp_path: Path) -> None:
         region.memory[0] = 1
 
 
-def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
+def test_writes_never_reach_the_file(tmp_path: Path) -> None:
     path = file(tmp_path, b"abc")
     region, other = MappedRegion([3], writable=True), MappedRegion([3])
     put(region, 0, path)
@@ -84,7 +84,7 @@ def test_what_is_written_never_reaches_the_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"abc"
 
 
-def test_a_view_keeps_the_memory(tmp_path: Path) -> None:
+def test_a_view_keeps_the_memory_alive(tmp_path: Path) -> None:
     region = MappedRegion([3])
     put(region, 0, file(tmp_path, b"abc"))
     view = memoryview(region.memory)[:3]
@@ -93,7 +93,7 @@ def test_a_view_keeps_the_memory(tmp_path: Path) -> None:
     assert bytes(view) == b"abc"
 
 
-def test_the_memory_is_given_back(tmp_path: Path) -> None:
+def test_releases_the_memory(tmp_path: Path) -> None:
     path = file(tmp_path, b"abc")
 
     def maps() -> int:
@@ -109,7 +109,7 @@ def test_the_memory_is_given_back(tmp_path: Path) -> None:
     assert maps() == 0
 
 
-def test_no_files_are_no_error() -> None:
+def test_accepts_no_files() -> None:
     assert MappedRegion([]).offsets == [0]
     assert MappedRegion([0, 0]).offsets == [0, 0, 0]
 
@@ -125,18 +125,18 @@ def test_reserves_more_than_the_machine_has(writable: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("sizes", [[2**63 - 1], [2**62, 2**62], [2**60]])
-def test_more_than_there_are_addresses_is_an_error(sizes: list[int]) -> None:
+def test_rejects_more_bytes_than_addresses(sizes: list[int]) -> None:
     with pytest.raises(BlobstoreError, match="cannot reserve .* bytes of addresses"):
         MappedRegion(sizes)
 
 
-def test_a_limit_of_memory_is_an_error() -> None:
+def test_reports_a_limit_of_memory() -> None:
     # The limit is below what the process has, so that no new map at all is allowed.
     outcome = sandbox.call(lambda: MappedRegion([2**30]), limits={resource.RLIMIT_AS: 2**20})
     assert outcome.startswith("BlobstoreError: cannot reserve 1073741824 bytes of addresses")
 
 
-def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
+def test_raises_an_os_error_for_a_file_that_cannot_be_mapped(tmp_path: Path) -> None:
     region = MappedRegion([PAGE])
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
@@ -147,17 +147,17 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error(tmp_path: Path) -> None:
     assert region.memory[:1] == b"\0"
 
 
-def test_a_filled_region_is_read_into_and_read_only_for_others() -> None:
+def test_files_are_read_into_a_filled_region_which_is_read_only_for_others() -> None:
     region = MappedRegion([3, PAGE + 1], filled=True)
-    room = region.slot_view(1, PAGE, PAGE + 1)
-    assert len(room) == PAGE
-    room[:1] = b"z"
+    view = region.slot_view(1, PAGE, PAGE + 1)
+    assert len(view) == PAGE
+    view[:1] = b"z"
     assert bytes(region.memory[region.offsets[1] + PAGE :][:1]) == b"z"
     assert memoryview(region.memory).readonly
     assert not memoryview(MappedRegion([3], filled=True, writable=True).memory).readonly
 
 
-def test_files_of_large_pages_begin_at_one(tmp_path: Path) -> None:
+def test_large_files_start_at_a_large_page(tmp_path: Path) -> None:
     region = MappedRegion([5, LARGE, PAGE + 1, LARGE + 1, 7])
     assert region.offsets == [
         *(0, LARGE, 2 * LARGE, 3 * LARGE, 4 * LARGE + PAGE, 5 * LARGE),
@@ -167,7 +167,7 @@ def test_files_of_large_pages_begin_at_one(tmp_path: Path) -> None:
     assert MappedRegion([5, LARGE], filled=True).offsets == [0, PAGE, PAGE + LARGE]
 
 
-def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
+def test_populates_mapped_files(tmp_path: Path) -> None:
     region = MappedRegion([PAGE * 3, 0])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     for slot, size in ((0, PAGE * 3), (1, 0)):
@@ -176,7 +176,7 @@ def test_populates_and_asks_for_what_is_mapped(tmp_path: Path) -> None:
     assert region.memory[: PAGE * 3] == b"x" * PAGE * 3
 
 
-def test_populates_without_the_help_of_the_system(
+def test_populates_without_support_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from blobstore.core import mmap as mapping
@@ -189,7 +189,7 @@ def test_populates_without_the_help_of_the_system(
 
 
 @pytest.mark.parametrize("size", [3, 3 * PAGE, LARGE + 5])
-def test_tells_what_is_in_the_page_cache(tmp_path: Path, size: int) -> None:
+def test_reports_whether_a_file_is_in_the_page_cache(tmp_path: Path, size: int) -> None:
     path = file(tmp_path, b"x" * size)
     region = MappedRegion([size])
     put(region, 0, path)
@@ -204,13 +204,13 @@ def test_tells_what_is_in_the_page_cache(tmp_path: Path, size: int) -> None:
     os.close(descriptor)
 
 
-def test_nothing_is_in_the_page_cache_whole(tmp_path: Path) -> None:
+def test_an_empty_file_counts_as_cached(tmp_path: Path) -> None:
     descriptor = os.open(file(tmp_path, b""), os.O_RDONLY)
     assert is_cached(descriptor, 0)
     os.close(descriptor)
 
 
-def test_populating_brings_large_pages_from_the_disk(tmp_path: Path) -> None:
+def test_populating_reads_large_pages_from_the_disk(tmp_path: Path) -> None:
     path = file(tmp_path, os.urandom(2 * LARGE))
     dropped(path)
     region = MappedRegion([2 * LARGE])
@@ -221,7 +221,7 @@ def test_populating_brings_large_pages_from_the_disk(tmp_path: Path) -> None:
     assert region.memory[: 2 * LARGE] == path.read_bytes()
 
 
-def test_populating_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+def test_populating_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = file(tmp_path, b"x" * 3 * PAGE)
     region = MappedRegion([3 * PAGE])
     put(region, 0, path)
@@ -231,7 +231,7 @@ def test_populating_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> Non
         region.populate(0, PAGE, 3 * PAGE)
 
 
-def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:
+def test_closing_keeps_memory_that_is_in_use(tmp_path: Path) -> None:
     region = MappedRegion([3])
     put(region, 0, file(tmp_path, b"abc"))
     view = memoryview(region.memory)[:3]
@@ -241,17 +241,17 @@ def test_closing_leaves_what_is_in_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_writable", [True, False])
 @pytest.mark.parametrize("is_filled", [True, False])
-def test_a_slot_can_be_made_instead_of_mapped(
+def test_a_slot_can_be_written_instead_of_mapped(
     tmp_path: Path, is_writable: bool, is_filled: bool
 ) -> None:
     sizes = [10, 3 * LARGE + 5, 0, 7]
     region = MappedRegion(sizes, writable=is_writable, filled=is_filled)
     contents = [os.urandom(size) for size in sizes]
     for slot in (1, 2, 3):
-        with region.writable_slot(slot, sizes[slot]) as room:
-            assert len(room) == sizes[slot]
-            assert bytes(room) == bytes(sizes[slot])
-            room[:] = contents[slot]
+        with region.writable_slot(slot, sizes[slot]) as view:
+            assert len(view) == sizes[slot]
+            assert bytes(view) == bytes(sizes[slot])
+            view[:] = contents[slot]
             assert slot not in region.present
     assert region.present == {1, 2, 3}
     if not is_filled:
@@ -263,51 +263,51 @@ def test_a_slot_can_be_made_instead_of_mapped(
     assert memoryview(region.memory).readonly is not is_writable
 
 
-def test_what_was_made_cannot_be_written_to_afterwards() -> None:
+def test_a_written_slot_becomes_read_only() -> None:
     def write() -> None:
         faulthandler.disable()  # pytest's would tell of it
         region = MappedRegion([PAGE])
-        with region.writable_slot(0, PAGE) as room:
-            room[0] = 1
-        room[0] = 2
+        with region.writable_slot(0, PAGE) as view:
+            view[0] = 1
+        view[0] = 2
 
     with pytest.raises(AssertionError, match=f"wait status {signal.SIGSEGV.value}"):
         sandbox.call(write)
 
 
-def test_what_was_not_made_to_its_end_is_not_there() -> None:
+def test_a_slot_whose_writing_failed_is_not_present() -> None:
     region = MappedRegion([PAGE])
     with pytest.raises(ValueError, match="half"), region.writable_slot(0, PAGE):
         raise ValueError("half")
     assert region.present == set()
 
 
-def test_what_was_made_takes_no_more_memory_than_it_has_bytes() -> None:
+def test_a_written_slot_takes_no_more_memory_than_its_bytes() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[always]" in setting.read_text():
         pytest.skip("the system decides for itself where it gives large pages")
 
     size = LARGE + PAGE
 
-    def taken() -> int:
+    def used() -> int:
         region = MappedRegion([size] * 20)
         before = anonymous_memory()
         for slot in range(20):
-            with region.writable_slot(slot, size) as room:
-                room[:] = bytes(size)
+            with region.writable_slot(slot, size) as view:
+                view[:] = bytes(size)
         return anonymous_memory() - before
 
-    assert 19 * size < int(sandbox.call(taken)) < 24 * size
+    assert 19 * size < int(sandbox.call(used)) < 24 * size
 
 
-def test_small_blobs_that_are_made_at_once_share_large_pages() -> None:
+def test_small_slots_that_are_written_together_share_large_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages")
     size = 16 * PAGE
     region = MappedRegion([size] * 100)
     with contextlib.ExitStack() as making:
-        rooms = [making.enter_context(region.writable_slot(slot, size)) for slot in range(100)]
-        first, last = (ctypes.addressof(ctypes.c_char.from_buffer(rooms[at])) for at in (0, -1))
+        views = [making.enter_context(region.writable_slot(slot, size)) for slot in range(100)]
+        first, last = (ctypes.addressof(ctypes.c_char.from_buffer(views[at])) for at in (0, -1))
         maps = Path("/proc/self/smaps").read_text()
     found = re.findall(r"^(\w+)-(\w+) .*\n(?:[A-Z].*\n)*?VmFlags: (.*)$", maps, re.MULTILINE)
     (flags,) = (

@@ -6,7 +6,7 @@ import time
 from blobstore.core.progress import Meter
 
 
-def test_adds_up_what_was_done_and_says_what() -> None:
+def test_adds_up_bytes_and_passes_the_item_on() -> None:
     steps: list[tuple[str, int, int]] = []
     meter = Meter(lambda *step: steps.append(step), 10)
     meter.add(3, "a")
@@ -18,7 +18,7 @@ def test_is_silent_without_a_callback() -> None:
     Meter(None, 10).add(3, "a")
 
 
-def test_calls_back_from_one_thread_at_a_time_and_loses_nothing() -> None:
+def test_calls_back_from_one_thread_at_a_time_and_loses_no_bytes() -> None:
     done: list[int] = []
     inside = threading.Lock()
 

@@ -41,21 +41,21 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
 
 
 @given(parts())
-def test_takes_what_numpy_takes(example: tuple[tuple[int, ...], Any]) -> None:
+def test_selects_the_same_elements_as_numpy(example: tuple[tuple[int, ...], Any]) -> None:
     shape, index = example
     array = np.arange(np.prod(shape, dtype=int), dtype=np.uint16).reshape(shape)
     expected = array[index]
     spec = spec_of(*shape)
     part = select(spec, index)
     assert part.shape == expected.shape
-    np.testing.assert_array_equal(array[(*part.taken, ...)], expected)
+    np.testing.assert_array_equal(array[(*part.array_index, ...)], expected)
     where = byte_runs(spec, part)
     data = array.tobytes()
     found = b"".join(data[start : start + where.length] for start in where.offsets)
     assert found == expected.tobytes()
 
 
-def test_what_lies_together_is_one_run() -> None:
+def test_adjacent_bytes_are_one_run() -> None:
     spec = spec_of(8, 4, 6)
     assert byte_runs(spec, select(spec, slice(2, 5))) == (96, 144, ())
     assert byte_runs(spec, select(spec, (3, slice(1, 3)))) == (156, 24, ())
@@ -64,7 +64,7 @@ def test_what_lies_together_is_one_run() -> None:
     assert byte_runs(spec, select(spec, (..., slice(0, 3)))) == (0, 6, ((8, 48), (4, 12)))
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+def test_accepts_integers_of_numpy() -> None:
     part = select(spec_of(4, 4), (np.int64(-1), slice(np.int32(1), None)))
     assert part.ranges == ((3, 4), (1, 4))
     assert part.shape == (3,)
@@ -73,10 +73,10 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 @pytest.mark.parametrize(
     ("index", "what"),
     [
-        (4, "has 4 elements in a dimension, and no number 4"),
-        (-5, "has 4 elements in a dimension, and no number -5"),
-        ((0, 0, 0), "has 2 dimensions; .* asks for more"),
-        ((..., ...), "has 2 dimensions; .* asks for more"),
+        (4, "has 4 elements in a dimension; index 4 is out"),
+        (-5, "has 4 elements in a dimension; index -5 is out"),
+        ((0, 0, 0), "has 2 dimensions; the index .* has more"),
+        ((..., ...), "has 2 dimensions; the index .* has more"),
         (slice(0, 4, 2), r"slices of step 1, got slice\(0, 4, 2\)"),
         (slice(None, None, -1), "slices of step 1"),
         (slice("a"), "slices of step 1"),
@@ -87,25 +87,25 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
         ("\n", r"slices of step 1, got '\\n'"),
     ],
 )
-def test_other_indexes_are_told(index: Any, what: str) -> None:
+def test_rejects_other_indexes(index: Any, what: str) -> None:
     with pytest.raises(UsageError, match=f"tensor 'x'.*{what}"):
         select(spec_of(4, 4), index)
 
 
-def test_a_scalar_has_only_itself() -> None:
+def test_a_scalar_can_be_selected_only_as_a_whole() -> None:
     assert select(spec_of(), ...).shape == select(spec_of(), ()).shape == ()
     assert byte_runs(spec_of(), select(spec_of(), ())) == (0, 2, ())
     with pytest.raises(UsageError, match="has 0 dimensions"):
         select(spec_of(), 0)
 
 
-def test_elements_of_half_a_byte_are_not_cut_apart() -> None:
+def test_rejects_slices_that_start_or_end_within_a_byte() -> None:
     spec = spec_of(4, 6, dtype=DType.F4)
     assert byte_runs(spec, select(spec, (slice(1, 3), slice(2, 4)))) == (4, 1, ((2, 3),))
     assert byte_runs(spec, select(spec, 1)) == (3, 3, ())
     for index in ((..., slice(1, 3)), (..., slice(0, 3)), (0, 0)):
-        with pytest.raises(UsageError, match="'x' cannot be cut there: .* 4 bits"):
+        with pytest.raises(UsageError, match="'x' cannot be sliced there: .* 4 bits"):
             byte_runs(spec, select(spec, index))
     odd = spec_of(2, 3, dtype=DType.F4)
-    with pytest.raises(UsageError, match="cannot be cut there"):
+    with pytest.raises(UsageError, match="cannot be sliced there"):
         byte_runs(odd, select(odd, 1))

@@ -23,18 +23,18 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_reads_what_it_writes(value: object) -> None:
+def test_parses_its_own_output(value: object) -> None:
     assert strictjson.loads(strictjson.dumps(value).encode()) == value
 
 
 @given(VALUES)
-def test_reads_what_the_standard_library_reads(value: object) -> None:
+def test_agrees_with_the_standard_library(value: object) -> None:
     data = json.dumps(value).encode()
     assert strictjson.loads(data) == json.loads(data)
 
 
 @given(st.binary() | TEXTS.map(str.encode))
-def test_only_value_errors_come_out(data: bytes) -> None:
+def test_raises_only_value_errors(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         strictjson.loads(data)
 
@@ -67,12 +67,12 @@ def test_only_value_errors_come_out(data: bytes) -> None:
         (b"9" * 5000, "Exceeds the limit"),
     ],
 )
-def test_refuses_what_is_not_strict_json(data: bytes, why: str) -> None:
+def test_rejects_text_that_is_not_strict_json(data: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         strictjson.loads(data)
 
 
-def test_a_key_that_occurs_twice_is_shortened_and_escaped() -> None:
+def test_shortens_and_escapes_a_duplicate_key() -> None:
     key = json.dumps("\x1b" + "x" * 70_000)
     with pytest.raises(ValueError, match="occurs twice") as caught:
         strictjson.loads(f"{{{key}:1,{key}:1}}".encode())
@@ -81,29 +81,29 @@ def test_a_key_that_occurs_twice_is_shortened_and_escaped() -> None:
 
 
 @pytest.mark.parametrize("data", [b"-0", b'[-0,"x"]', b'{"a":-0}'])
-def test_minus_zero_is_no_integer(data: bytes) -> None:
+def test_does_not_read_minus_zero_as_an_integer(data: bytes) -> None:
     value = strictjson.loads(data)
     while not isinstance(value, float):
         value = value["a"] if isinstance(value, dict) else value[0]
     assert math.copysign(1, value) == -1
 
 
-def test_minus_zero_in_a_text_or_another_number_is_nothing_special() -> None:
+def test_accepts_minus_zero_in_a_string_or_another_number() -> None:
     assert strictjson.loads(b'["-0", -07.5e-0]'.replace(b"-07", b"-7")) == ["-0", -7.5]
     value = strictjson.loads(b'["-0", -12, 7, 0]')
     assert value == ["-0", -12, 7, 0]
     assert [type(item) for item in value] == [str, int, int, int]
 
 
-def test_the_same_key_in_different_objects_is_fine() -> None:
+def test_accepts_the_same_key_in_different_objects() -> None:
     assert strictjson.loads(b'{"a":{"a":[{"a":1},{"a":2}]}}') == {"a": {"a": [{"a": 1}, {"a": 2}]}}
 
 
-def test_reads_memory_and_pairs_of_surrogates() -> None:
+def test_parses_memoryviews_and_surrogate_pairs() -> None:
     assert strictjson.loads(memoryview(b'"\\ud83d\\uDE00 \\\\ud800"')) == "\U0001f600 \\ud800"
 
 
-def test_writes_go_s_escapes() -> None:
+def test_writes_the_escapes_of_go() -> None:
     text = "<script>&\u2028\u2029é\x7f\x00\x1f\b\f\n\r\t\"\\/'"
     expected = (
         '"\\u003cscript\\u003e\\u0026\\u2028\\u2029é\x7f\\u0000\\u001f\\b\\f\\n\\r\\t\\"\\\\/\'"'
@@ -118,6 +118,6 @@ def test_writes_compactly_and_keeps_the_order() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_does_not_write_what_it_would_not_read(value: float) -> None:
+def test_rejects_writing_numbers_that_it_would_not_parse(value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         strictjson.dumps(value)

@@ -30,11 +30,11 @@ BITS = {
 }
 
 
-def test_the_table_of_types_is_the_format_s() -> None:
+def test_the_table_has_the_types_of_the_format() -> None:
     assert {name: dtype.bits for name, dtype in DTYPES.items()} == BITS
 
 
-def test_types_are_ranked_in_the_reference_library_s_order() -> None:
+def test_types_are_ranked_in_the_order_of_the_reference_library() -> None:
     assert [dtype.value for dtype in sorted(DType, key=lambda dtype: dtype.rank)] == list(BITS)
 
 
@@ -59,6 +59,6 @@ def test_counts_elements_and_bytes(
     assert spec.nbytes == nbytes
 
 
-def test_a_spec_is_a_value() -> None:
+def test_specs_compare_by_value() -> None:
     assert TensorSpec("a", DType.U8, (1,)) == TensorSpec("a", DType.U8, (1,))
     assert len({TensorSpec("a", DType.U8, (1,)), TensorSpec("a", DType.I8, (1,))}) == 2

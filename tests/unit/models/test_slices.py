@@ -247,7 +247,7 @@ def test_pairs_of_half_a_byte_are_cut_at_bytes(tmp_path: Path) -> None:
         part = model.get_slice("p")
         assert part[1].view(torch.uint8).tolist() == [0x56, 0x78]
         assert part[:, 2:].view(torch.uint8).tolist() == [[0x34], [0x78]]
-        with pytest.raises(UsageError, match="'p' cannot be cut there"):
+        with pytest.raises(UsageError, match="'p' cannot be sliced there"):
             part[:, 1:]
     with blobstore.open("m", store=store) as model, pytest.raises(UnsupportedDType):
         model.get_slice("p")[1]

@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def is_clean(store: LocalStore) -> bool:
-    """Tell whether the store has neither names nor temporary files."""
+    """Return whether the store has neither names nor temporary files."""
     return not list(store.references()) and not list(store.folder("temporary").glob("*"))
 
 
@@ -59,7 +59,7 @@ def blob_times(store: LocalStore) -> dict[str, tuple[int, int]]:
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
 
-def test_every_blob_is_a_safetensors_file_of_the_source_s_tensors(
+def test_every_blob_is_a_safetensors_file_with_tensors_of_the_source(
     folder: Path, store: LocalStore
 ) -> None:
     created = blobstore.create(folder, "m", store=store)
@@ -88,7 +88,7 @@ def test_layers_are_tensors_then_groups_then_files(folder: Path, store: LocalSto
     ]
 
 
-def test_files_are_kept_as_they_are(folder: Path, store: LocalStore) -> None:
+def test_keeps_files_unchanged(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
     with blobstore.open("m", store=store) as model:
         assert {name: model.read_file(name) for name in FILES} == FILES
@@ -104,7 +104,7 @@ def test_files_are_kept_as_they_are(folder: Path, store: LocalStore) -> None:
         (b"[", ["completion"]),
     ],
 )
-def test_the_config_blob_says_what_the_model_can(
+def test_the_config_blob_lists_the_capabilities_of_the_model(
     tmp_path: Path, store: LocalStore, config: bytes, capabilities: list[str]
 ) -> None:
     model = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": config})
@@ -122,7 +122,9 @@ def test_the_config_blob_says_what_the_model_can(
 
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_sharding_order_and_threads_change_nothing(tmp_path: Path, experts: ExpertForm) -> None:
+def test_shards_order_and_threads_do_not_change_the_result(
+    tmp_path: Path, experts: ExpertForm
+) -> None:
     backwards = dict(reversed(TENSORS.items()))
     manifests = set()
     for number, (tensors, shards, jobs) in enumerate(
@@ -135,7 +137,7 @@ def test_sharding_order_and_threads_change_nothing(tmp_path: Path, experts: Expe
     assert len(manifests) == 1
 
 
-def test_a_second_time_nothing_is_written(folder: Path, store: LocalStore) -> None:
+def test_a_second_import_writes_nothing(folder: Path, store: LocalStore) -> None:
     first = blobstore.create(folder, "m", store=store)
     times, manifest = blob_times(store), store.read_manifest(NAME)
     second = blobstore.create(folder, "m", store=store)
@@ -154,19 +156,23 @@ def test_a_second_name_shares_the_blobs(folder: Path, store: LocalStore) -> None
     assert list(map(str, store.references())) == ["m:latest", "n/other:x"]
 
 
-def test_equal_tensors_of_other_names_are_other_blobs(tmp_path: Path, store: LocalStore) -> None:
+def test_equal_tensors_with_different_names_have_different_blobs(
+    tmp_path: Path, store: LocalStore
+) -> None:
     same = np.arange(4.0)
     blobstore.create(write_folder(tmp_path / "m", {"a": same, "b": same}), "m", store=store)
     assert len({layer.digest for layer in store.resolve(NAME).layers}) == 3
 
 
-def test_no_tensors_are_a_model(tmp_path: Path, store: LocalStore) -> None:
+def test_imports_a_model_without_tensors(tmp_path: Path, store: LocalStore) -> None:
     assert blobstore.create(write_folder(tmp_path / "m", {}), "m", store=store).tensors == 0
     with blobstore.open("m", store=store) as model:
         assert model.state_dict() == {}
 
 
-def test_experts_stacked_are_the_source_s_bytes_in_order(folder: Path, store: LocalStore) -> None:
+def test_stacked_experts_are_the_bytes_of_the_source_in_order(
+    folder: Path, store: LocalStore
+) -> None:
     blobstore.create(folder, "m", store=store, experts="stacked")
     (stacks,) = store.resolve(NAME).layers_of(media_types.STACKS)
     listed = json.loads(store.read_blob(stacks.digest, stacks.size))
@@ -181,7 +187,7 @@ def test_experts_stacked_are_the_source_s_bytes_in_order(folder: Path, store: Lo
             assert bytes(model.view(name).data) == joined
 
 
-def test_unequal_experts_cannot_be_stacked(tmp_path: Path, store: LocalStore) -> None:
+def test_rejects_stacking_unequal_experts(tmp_path: Path, store: LocalStore) -> None:
     tensors = moe_tensors(3)
     tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = np.zeros((5, 4), np.float32)
     model = write_folder(tmp_path / "model", tensors)
@@ -211,7 +217,7 @@ def test_progress_ends_with_all_bytes(folder: Path, store: LocalStore) -> None:
     assert {what for what, *_ in calls} >= {"scalar", "model.layers.0.mlp.experts"}
 
 
-def test_notices_are_handed_on(folder: Path, store: LocalStore) -> None:
+def test_passes_on_the_notices_of_the_source(folder: Path, store: LocalStore) -> None:
     (folder / "pytorch_model.bin").touch()
     (notice,) = blobstore.create(folder, "m", store=store).notices
     assert "pytorch_model.bin" in notice
@@ -221,7 +227,7 @@ def test_notices_are_handed_on(folder: Path, store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("cut", ["data", "header"])
-def test_a_source_cut_short_writes_nothing(tmp_path: Path, store: LocalStore, cut: str) -> None:
+def test_a_truncated_source_writes_nothing(tmp_path: Path, store: LocalStore, cut: str) -> None:
     model = write_folder(tmp_path / "model", TENSORS, shards=3)
     shard = model / "model-00003-of-00003.safetensors"
     os.truncate(shard, shard.stat().st_size - 1 if cut == "data" else 50)
@@ -273,7 +279,7 @@ def test_a_failed_replacement_keeps_the_old_model(
     assert store.read_manifest(NAME) == manifest
 
 
-def test_a_damaged_blob_is_not_built_upon(folder: Path, store: LocalStore) -> None:
+def test_rejects_a_damaged_blob_in_the_store(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
     (layer,) = [item for item in store.resolve(NAME).layers if item.name == "scalar"]
     path = Path(store.blob_path(layer.digest))
@@ -310,7 +316,7 @@ def test_an_unreadable_small_file_is_an_error(folder: Path, store: LocalStore) -
         ({"source": "/none"}, SourceNotFound),
     ],
 )
-def test_what_means_nothing_touches_nothing(
+def test_invalid_arguments_leave_the_store_untouched(
     folder: Path, store: LocalStore, options: dict[str, Any], error: type[Exception]
 ) -> None:
     arguments: dict[str, Any] = {"source": folder, "reference": "m", "store": store} | options
@@ -319,15 +325,15 @@ def test_what_means_nothing_touches_nothing(
     assert not store.root.exists()
 
 
-def test_a_name_that_differs_in_case_only_is_refused_first(folder: Path, store: LocalStore) -> None:
+def test_rejects_a_name_that_differs_only_in_case_before_opening_the_source(
+    folder: Path, store: LocalStore
+) -> None:
     blobstore.create(folder, "m", store=store)
     with pytest.raises(NameConflict):
         blobstore.create("/none", "M", store=store)
 
 
-def test_a_source_whose_quantization_is_unclear_is_refused(
-    tmp_path: Path, store: LocalStore
-) -> None:
+def test_rejects_a_source_with_unclear_quantization(tmp_path: Path, store: LocalStore) -> None:
     tensors: Arrays = {
         "a.weight": np.zeros((4, 4), np.uint32),
         "a.scales": np.zeros((4, 1), np.float16),
@@ -351,7 +357,7 @@ def test_tensor_names_never_become_paths(tmp_path: Path, name: str) -> None:
     assert all(len(path.name) < 100 for path in files)
 
 
-def test_the_order_of_tensors_in_the_file_changes_nothing(tmp_path: Path) -> None:
+def test_the_order_of_tensors_in_the_file_does_not_change_the_result(tmp_path: Path) -> None:
     tensors = [(f"t{number}", "U8", (number,), bytes([number] * number)) for number in range(12)]
     tensors += [
         (f"model.layers.0.mlp.experts.{number}.w.weight", "U8", (1,), bytes([number]))
@@ -367,7 +373,7 @@ def test_the_order_of_tensors_in_the_file_changes_nothing(tmp_path: Path) -> Non
     assert len(manifests) == 1
 
 
-def test_the_usual_store_is_that_of_the_environment(
+def test_the_default_store_is_that_of_the_environment(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "usual"))
@@ -377,10 +383,10 @@ def test_the_usual_store_is_that_of_the_environment(
         assert set(model) == set(TENSORS)
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_the_source_is_closed(folder: Path, store: LocalStore, is_whole: bool) -> None:
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_the_source_is_closed(folder: Path, store: LocalStore, is_valid: bool) -> None:
     before = len(os.listdir("/dev/fd"))
-    if is_whole:
+    if is_valid:
         blobstore.create(folder, "m", store=store)
     else:
         with pytest.raises(UsageError):
@@ -388,10 +394,10 @@ def test_the_source_is_closed(folder: Path, store: LocalStore, is_whole: bool) -
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
+def test_progress_never_decreases_for_a_blob_that_is_read_twice(
     tmp_path: Path, store: LocalStore
 ) -> None:
-    for number in range(2):  # of one size, so that the second is hashed before it is written
+    for number in range(2):  # of equal size, so that the second one is hashed before it is written
         calls: list[tuple[str, int, int]] = []
         model = write_folder(tmp_path / str(number), {"a": np.full(9, number)})
         blobstore.create(model, "m", store=store, progress=lambda *call: calls.append(call))  # noqa: B023 - called in this round only
@@ -400,7 +406,7 @@ def test_progress_never_goes_back_for_a_blob_that_is_read_twice(
     assert done[-1] == calls[-1][2]
 
 
-# Blobs that are there already, and damaged
+# Damaged blobs in the store
 
 
 def damage_of(store: LocalStore, name: str) -> Path:
@@ -430,13 +436,13 @@ def test_a_paranoid_import_finds_a_damaged_blob(
     assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
 
 
-def test_a_paranoid_import_takes_whole_blobs(folder: Path, store: LocalStore) -> None:
+def test_a_paranoid_import_accepts_intact_blobs(folder: Path, store: LocalStore) -> None:
     before = blobstore.create(folder, "m", store=store)
     again = blobstore.create(folder, "m", store=store, paranoid=True)
     assert (again.bytes_written, again.bytes_present) == (0, before.bytes_written)
 
 
-def test_a_damaged_blob_that_no_model_uses_is_to_be_removed(
+def test_advises_to_remove_a_damaged_blob_that_no_model_uses(
     folder: Path, store: LocalStore
 ) -> None:
     blobstore.create(folder, "m", store=store)
