@@ -265,7 +265,7 @@ def test_a_slot_can_be_written_instead_of_mapped(
 
 def test_a_written_slot_becomes_read_only() -> None:
     def write() -> None:
-        faulthandler.disable()  # pytest's would tell of it
+        faulthandler.disable()  # pytest's would print it
         region = MappedRegion([PAGE])
         with region.writable_slot(0, PAGE) as view:
             view[0] = 1
