@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blobstore.compression import estimate
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobMissing
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, layer, tuned, weights
 from tests.support.models import add_blobs, blob
@@ -124,6 +126,24 @@ def test_a_base_that_is_gone_is_none(store: LocalStore) -> None:
 def test_a_blob_that_is_gone_is_missing(store: LocalStore) -> None:
     with pytest.raises(BlobMissing):
         BlobEncoder(store, BlobId(Digest.of(b"gone"), 4), "fast")
+
+
+def test_freezing_estimates_each_blob_against_a_base_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated: list[tuple[object, ...]] = []
+    real = estimate.estimate_size
+
+    def counted(data: memoryview, spans: Any, base: Any, level: Any, known: Any) -> int:
+        estimated.append((Digest.of(data), base and base.identity, level))
+        return real(data, spans, base, level, known)
+
+    monkeypatch.setattr(estimate, "estimate_size", counted)
+    add_blobs(store, "base", {"x": layer("x", weights(1)), "tied": layer("tied", weights(1))})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1)), "tied": layer("tied", tuned(10, 1))})
+    frozen = freeze_models(["child"], store=store)
+    assert frozen.bases
+    assert len(estimated) == len(set(estimated)) >= 4
 
 
 def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +12,18 @@ import pytest
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError, UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze import batches
 from blobstore.operations.freeze import thaw as thawing
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, forms_of, layer, layers, put, weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 @pytest.fixture
@@ -155,3 +159,39 @@ def test_rejects_what_means_nothing(store: LocalStore) -> None:
         thaw_models(["a"], store=store, jobs=0)
     with pytest.raises(ModelNotFound):
         thaw_models([Reference.parse("b")], store=store)
+
+
+def test_no_cold_blob_is_opened_under_the_exclusive_lock(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes wait for that lock, so each file is opened before it is taken, and only once."""
+    put(store, "b", {f"y{number}": number for number in range(10, 16)})
+    caller = threading.get_ident()
+    is_locked = False
+    opened: list[tuple[str, bool]] = []
+    exclusive_lock, open_file = LocalStore.exclusive_lock, ColdFile.__init__
+
+    @contextlib.contextmanager
+    def locked(self: LocalStore) -> Iterator[None]:
+        nonlocal is_locked
+        with exclusive_lock(self):
+            is_locked = True
+            yield
+            is_locked = False
+
+    def count(self: ColdFile, path: str) -> None:
+        if threading.get_ident() == caller:  # the other threads encode and decode
+            opened.append((path, is_locked))
+        open_file(self, path)
+
+    monkeypatch.setattr(batches, "_BATCH", 2)
+    monkeypatch.setattr(LocalStore, "exclusive_lock", locked)
+    monkeypatch.setattr(ColdFile, "__init__", count)
+    freeze_models(["b"], store=LocalStore(store.root), find_base=False)
+    assert {path for path, _ in opened} >= {
+        store.cold_path(item.digest) for item in layers(store, "a").values()
+    }
+    thaw_models(["a", "b"], store=LocalStore(store.root))
+    assert not any(is_under_lock for _, is_under_lock in opened)
+    assert len(opened) <= 6 + 8  # freezing reads a and all batches but the last; thawing reads all
+    assert set(forms_of(store, "b").values()) == {"hot"}
