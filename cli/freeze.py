@@ -1,4 +1,4 @@
-"""``blobstore freeze``: keep models in less room until they are used again."""
+"""``blobstore freeze``: compress models losslessly."""
 
 from __future__ import annotations
 
@@ -27,53 +27,52 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.store.local import LocalStore
 
-_KEPT = {
-    "shared": "that models which are not frozen need",
-    "in use": "that other processes use",
-    "no gain": "that would not take less room",
+_REASONS = {
+    "shared": "models that are not frozen need them",
+    "in use": "other processes use them",
+    "no gain": "compression saves no space",
 }
 
 
 def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the seconds that ``30d`` spells; a callback of click."""
+    """Return the seconds of a duration such as ``30d``; a callback of click."""
     return None if value is None else parse_duration(ctx, param, value)
 
 
 def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) -> Reference | None:
-    """Return the reference that an option spells; a callback of click."""
+    """Return the reference of an option; a callback of click."""
     return None if value is None else parse_name(ctx, param, value)
 
 
-@click.command("freeze", short_help="Keep models in less room, without loss.")
+@click.command("freeze", short_help="Compress models losslessly.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
 @click.option(
     "--level",
     type=click.Choice(["fast", "small"]),
     default="fast",
     show_default=True,
-    help="Fast to code and to decode, or as small as can be.",
+    help="Fast to compress and decompress, or as small as possible.",
 )
 @click.option(
     "--base",
     metavar="NAME",
     callback=parse_base,
-    help="The model by which the others are coded; by default it is found, if there is one.",
+    help="Encode the other models as deltas against NAME; by default a base is searched for.",
 )
 @click.option(
     "--no-base",
     is_flag=True,
-    help="Code every blob by itself, also one that has the tensors of another.",
+    help="Compress every blob on its own, even one that repeats tensors of another.",
 )
-@click.option(
-    "--keep-hot", is_flag=True, help="Leave the files that are there beside what is coded."
-)
+@click.option("--keep-hot", is_flag=True, help="Keep the uncompressed files too.")
 @click.option(
     "--older-than",
     metavar="TIME",
     callback=parse_age,
-    help="Only models that were created, copied and thawed longer ago; 12h, 30d. Without NAMEs, all.",
+    help="Freeze only models not created, copied or thawed within TIME (12h, 30d). "
+    "With no NAME, applies to every model.",
 )
-@click.option("--dry-run", is_flag=True, help="Write nothing, and estimate the gain from samples.")
+@click.option("--dry-run", is_flag=True, help="Write nothing; estimate the savings from samples.")
 @store_option
 @jobs_option
 @wait_option
@@ -92,11 +91,11 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Code the tensors of the models NAME, and remove the files that they were in.
+    """Compress the tensors of the models NAME losslessly, and remove the uncompressed files.
 
-    Frozen models are used as before: what reads them decodes them. Each blob is decoded again and
-    compared before its file goes. Blobs that a model shares with one that is not frozen stay.
-    Tensors that are equal under different names are stored once, unless --no-base is given.
+    Frozen models are used as before: reading decompresses them. Each compressed blob is verified
+    before the original file is removed. Blobs that a model shares with one that is not frozen stay
+    uncompressed. Equal tensors with different names are stored once, unless --no-base is given.
     """
     from blobstore.operations.freeze.freeze import freeze_models
 
@@ -151,24 +150,29 @@ def _as_json(frozen: Frozen, *, dry_run: bool) -> dict[str, Any]:
 def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
     fresh = [blob for blob in frozen.blobs if blob.outcome == "frozen"]
     before, after = sum(blob.size for blob in fresh), sum(blob.stored for blob in fresh)
-    done, about = ("would freeze", "about ") if dry_run else ("froze", "")
-    share = f" ({1 - after / before:.1%} less)" if before else ""
+    result = "nothing to do"
+    if before:
+        verb = "would compress to about" if dry_run else "compressed to"
+        saved = f"{1 - after / before:.1%} less"
+        result = f"{render.human_bytes(before)} {verb} {render.human_bytes(after)} ({saved})"
     yield (
-        f"{done} {render.count_of(len(fresh), 'blob')} of "
-        f"{render.count_of(len(frozen.references), 'model')}: {render.human_bytes(before)} "
-        f"{'would take' if dry_run else 'take'} {about}{render.human_bytes(after)}{share}; "
+        f"{'would freeze' if dry_run else 'froze'} {render.count_of(len(fresh), 'blob')} of "
+        f"{render.count_of(len(frozen.references), 'model')}: {result}; "
         f"{render.human_seconds(frozen.seconds)}"
     )
     for name, base in frozen.bases:
         if any(blob.base is not None for blob in fresh):
-            yield f"  {render.cell(name)} is coded by {render.cell(base)}, whose blobs stay for it"
+            deltas = "would be stored as deltas" if dry_run else "stored as deltas"
+            yield (
+                f"  {render.cell(name)}: {deltas} against {render.cell(base)}, whose blobs are kept"
+            )
     if count := frozen.count("cold"):
-        yield f"  {render.count_of(count, 'blob')} {'was' if count == 1 else 'were'} frozen already"
-    for outcome, meaning in _KEPT.items():
+        yield f"  {render.count_of(count, 'blob')} {'was' if count == 1 else 'were'} already frozen"
+    for outcome, reason in _REASONS.items():
         kept = [blob for blob in frozen.blobs if blob.outcome == outcome]
         if kept:
             size = render.human_bytes(sum(blob.size for blob in kept))
             yield (
-                f"  {'would leave' if dry_run else 'left'} {render.count_of(len(kept), 'blob')}, "
-                f"{size}, {meaning}"
+                f"  {'would keep' if dry_run else 'kept'} {render.count_of(len(kept), 'blob')} "
+                f"({size}) uncompressed: {reason}"
             )

@@ -1,4 +1,4 @@
-"""``blobstore thaw``: make frozen models files again."""
+"""``blobstore thaw``: decompress frozen models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("thaw", short_help="Make frozen models files again.")
+@click.command("thaw", short_help="Decompress frozen models.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
-@click.option("--keep-cold", is_flag=True, help="Leave what is coded beside the files.")
+@click.option("--keep-cold", is_flag=True, help="Keep the compressed form too.")
 @store_option
 @jobs_option
 @wait_option
@@ -39,9 +39,9 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Decode the blobs of the models NAME into files, as Ollama and "blobstore link" need them.
+    """Decompress the models NAME into files, as Ollama and "blobstore link" need them.
 
-    Each file has its digest and is safe on disk before what it was decoded from goes.
+    Each file is verified and synced before its compressed form is removed.
     """
     from blobstore.operations.freeze.thaw import thaw_models
 
@@ -59,11 +59,13 @@ def command(
             }
         )
     else:
+        sizes = (
+            f"{render.human_bytes(thawed.stored)} decompressed to {render.human_bytes(thawed.size)}"
+        )
         render.show(
             f"thawed {render.count_of(thawed.blobs, 'blob')} of "
             f"{render.count_of(len(thawed.references), 'model')}: "
-            f"{render.human_bytes(thawed.stored)} became {render.human_bytes(thawed.size)}; "
-            f"{render.human_seconds(thawed.seconds)}"
+            f"{sizes if thawed.blobs else 'nothing to do'}; {render.human_seconds(thawed.seconds)}"
         )
     for fault in thawed.faults:
         render.show_error(str(fault))
@@ -75,7 +77,7 @@ def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) ->
     """Thaw a model for a command that needs its files.
 
     Raises:
-        BlobMissing, BlobDamaged: one of its blobs cannot be had.
+        BlobMissing, BlobDamaged: a blob of the model is missing or damaged.
     """
     from blobstore.operations.freeze.thaw import thaw_models
 

@@ -20,7 +20,6 @@ PENDING: tuple[str, ...] = (
     "blobstore/integrations/",
     "blobstore/models/",
     "blobstore/operations/export/",
-    "blobstore/operations/freeze/",
     "blobstore/operations/maintenance/",
     "blobstore/operations/open.py",
     "blobstore/operations/ui/",

@@ -39,7 +39,7 @@ _CHUNK: Final = 16 << 20
 
 
 class Estimate(NamedTuple):
-    """About how many bytes a blob compresses to, seldom too few."""
+    """The approximate compressed size of a blob, seldom too small."""
 
     size: int
     has_base: bool

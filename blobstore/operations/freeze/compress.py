@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BLOCK: Final = 4096
 """Bytes that file systems allocate at least."""
 _ATTEMPTS: Final = 3
-"""How often a delta is decoded if its base is frozen or thawed meanwhile."""
+"""How often a delta is decoded if its base is frozen or thawed at the same time."""
 
 
 class EncodedBlob(NamedTuple):

@@ -42,7 +42,7 @@ _MAX_BASES: Final = 16
 _MAX_REMAINDER: Final = 0.02
 """The share of the equal bytes that the estimate of a real duplicate may keep."""
 _COLD_OVERHEAD: Final = 4096
-"""Bytes of a cold blob beside its data."""
+"""Bytes of a cold blob in addition to its data."""
 
 
 class _TensorPrints(NamedTuple):

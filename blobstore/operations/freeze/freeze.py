@@ -221,7 +221,7 @@ class _Run:
             try:
                 cold = self._store.open_cold(*blob.id)
                 self._add(blob, "cold", cold.stored, cold.base)
-            except BlobMissing:  # thawed by another process meanwhile
+            except BlobMissing:  # another process has just thawed it
                 self._add(blob, "in use")
             except BlobDamaged as error:
                 self._add_fault(blob, error)

@@ -24,24 +24,24 @@ def pair(store: LocalStore) -> LocalStore:
     return store
 
 
-def test_tells_what_it_froze_and_what_it_left(pair: LocalStore) -> None:
+def test_reports_the_frozen_blobs_and_the_kept_ones(pair: LocalStore) -> None:
     result = run("freeze", "a")
     assert (result.exit_code, result.stderr) == (0, "")
     first, second = result.stdout.splitlines()
-    assert first.startswith("froze 1 blob of 1 model: 80.1 kB take 5")
+    assert first.startswith("froze 1 blob of 1 model: 80.1 kB compressed to 5")
     assert "% less); " in first
-    assert second == "  left 1 blob, 80.1 kB, that models which are not frozen need"
+    assert second == "  kept 1 blob (80.1 kB) uncompressed: models that are not frozen need them"
     assert forms_of(pair, "a") == {"x": "hot", "y": "cold"}
 
 
-def test_says_what_was_frozen_already(pair: LocalStore) -> None:
+def test_reports_blobs_that_were_already_frozen(pair: LocalStore) -> None:
     run("freeze", "a", "b")
     result = run("freeze", "a", "b")
-    assert result.stdout.splitlines()[0].startswith("froze 0 blobs of 2 models: 0 B take 0 B; ")
-    assert result.stdout.splitlines()[1] == "  3 blobs were frozen already"
+    assert result.stdout.splitlines()[0].startswith("froze 0 blobs of 2 models: nothing to do; ")
+    assert result.stdout.splitlines()[1] == "  3 blobs were already frozen"
 
 
-def test_json_tells_every_blob(pair: LocalStore) -> None:
+def test_json_lists_every_blob(pair: LocalStore) -> None:
     found = run_json("freeze", "a", "b", "--level", "small")
     size = len(layer("x", weights(1)))
     assert found["names"] == ["a:latest", "b:latest"]
@@ -56,8 +56,8 @@ def test_json_tells_every_blob(pair: LocalStore) -> None:
 def test_a_dry_run_estimates(pair: LocalStore) -> None:
     result = run("freeze", "a", "--dry-run")
     first, second = result.stdout.splitlines()
-    assert first.startswith("would freeze 1 blob of 1 model: 80.1 kB would take about 5")
-    assert second.startswith("  would leave 1 blob, 80.1 kB, that models")
+    assert first.startswith("would freeze 1 blob of 1 model: 80.1 kB would compress to about 5")
+    assert second.startswith("  would keep 1 blob (80.1 kB) uncompressed: models")
     dry = run_json("freeze", "a", "--dry-run")
     real = run_json("freeze", "a")
     assert dry["dry_run"] is True
@@ -65,12 +65,12 @@ def test_a_dry_run_estimates(pair: LocalStore) -> None:
     assert [blob["outcome"] for blob in dry["blobs"]] == ["frozen", "shared"][::-1]
 
 
-def test_keeps_hot_files_if_asked(pair: LocalStore) -> None:
+def test_keep_hot_keeps_the_uncompressed_files(pair: LocalStore) -> None:
     assert run("freeze", "a", "--keep-hot").exit_code == 0
     assert forms_of(pair, "a") == {"x": "both", "y": "both"}
 
 
-def test_freezes_what_is_old(pair: LocalStore) -> None:
+def test_older_than_freezes_only_old_models(pair: LocalStore) -> None:
     then = time.time() - 40 * 86400
     for path in (
         str(pair.manifest_path(Reference.parse("a"))),
@@ -83,13 +83,13 @@ def test_freezes_what_is_old(pair: LocalStore) -> None:
     assert run("freeze", "--older-than", "30").exit_code == 2
 
 
-def test_tells_of_the_base_and_how_long_it_stays(store: LocalStore) -> None:
+def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
     put(store, "base", {"x": 1})
     put(store, "stays", {"z": 9})
     add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
     result = run("freeze", "child")
     assert (
-        "  child:latest is coded by base:latest, whose blobs stay for it"
+        "  child:latest: stored as deltas against base:latest, whose blobs are kept"
         in result.stdout.splitlines()
     )
     result = run("rm", "base")
@@ -112,7 +112,7 @@ def test_tells_of_the_base_and_how_long_it_stays(store: LocalStore) -> None:
     assert run("verify").exit_code == 0
 
 
-def test_a_base_can_be_named_or_not(store: LocalStore) -> None:
+def test_a_base_can_be_given_or_turned_off(store: LocalStore) -> None:
     put(store, "base", {"x": 1})
     add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
     named = run_json("freeze", "child", "--base", "base", "--dry-run")
@@ -122,7 +122,7 @@ def test_a_base_can_be_named_or_not(store: LocalStore) -> None:
     assert run("freeze", "child", "--base", "none").exit_code == 3
 
 
-def test_damage_is_told_and_is_exit_code_4(pair: LocalStore) -> None:
+def test_damage_is_reported_with_exit_code_4(pair: LocalStore) -> None:
     flip(pair.blob_path(layers(pair, "a")["y"].digest))
     result = run("freeze", "a")
     assert result.exit_code == 4
@@ -130,14 +130,14 @@ def test_damage_is_told_and_is_exit_code_4(pair: LocalStore) -> None:
     assert run_json("freeze", "a", exit_code=4)["faults"]
 
 
-def test_names_that_are_nearly_right_are_suggested(pair: LocalStore) -> None:
+def test_suggests_the_name_of_an_existing_model(pair: LocalStore) -> None:
     put(pair, "model", {"x": 1})
     result = run("freeze", "modle")
     assert result.exit_code == 3
     assert "did you mean 'model'?" in result.stderr
 
 
-def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path) -> None:
+def test_other_commands_work_on_frozen_models(pair: LocalStore, tmp_path: Path) -> None:
     before = {
         what: run(*what).stdout for what in (("show", "a", "--manifest"), ("compare", "a", "b"))
     }
@@ -156,7 +156,7 @@ def test_other_commands_work_on_a_frozen_model(pair: LocalStore, tmp_path: Path)
     assert run("rm", "d").exit_code == 0
 
 
-def test_du_tells_what_is_saved(pair: LocalStore) -> None:
+def test_du_reports_the_saved_space(pair: LocalStore) -> None:
     run("freeze", "a", "b")
     found = run_json("du")
     cold = sum(path.stat().st_size for path in pair.folder("cold").iterdir())
@@ -173,7 +173,7 @@ def test_du_tells_what_is_saved(pair: LocalStore) -> None:
     assert " cold in 3 blobs; " in line
 
 
-def test_du_and_verify_tell_of_damage(pair: LocalStore) -> None:
+def test_du_and_verify_report_damage(pair: LocalStore) -> None:
     run("freeze", "a", "b")
     flip(pair.cold_path(layers(pair, "a")["y"].digest), -1)
     result = run("du")
@@ -186,7 +186,7 @@ def test_du_and_verify_tell_of_damage(pair: LocalStore) -> None:
     assert tensor in {"y", ""}
 
 
-def test_verify_finds_every_bit_of_data(pair: LocalStore) -> None:
+def test_verify_finds_a_flipped_bit(pair: LocalStore) -> None:
     run("freeze", "a")
     flip(pair.cold_path(layers(pair, "a")["y"].digest), 30_000)
     assert run("verify", "--quick").exit_code == 0
@@ -195,7 +195,7 @@ def test_verify_finds_every_bit_of_data(pair: LocalStore) -> None:
     assert (fault["layer"], fault["tensor"]) == ("y", "y")
 
 
-def test_verify_looks_at_both_forms(pair: LocalStore) -> None:
+def test_verify_checks_both_forms_of_a_blob(pair: LocalStore) -> None:
     run("freeze", "a", "--keep-hot")
     flip(pair.cold_path(layers(pair, "a")["y"].digest), 30_000)
     (fault,) = run_json("verify", exit_code=4)["faults"]
@@ -224,7 +224,7 @@ def test_an_interrupt_is_exit_code_130(store: LocalStore) -> None:
     assert "neither" not in forms_of(store, "a").values()
 
 
-def test_list_and_show_mark_what_is_frozen(pair: LocalStore) -> None:
+def test_list_and_show_mark_frozen_blobs(pair: LocalStore) -> None:
     assert "FROZEN" not in run("list").stdout
     run("freeze", "a")
     size = len(layer("x", weights(1)))
@@ -235,7 +235,7 @@ def test_list_and_show_mark_what_is_frozen(pair: LocalStore) -> None:
     assert frozen[:end].endswith("  80.1 kB")
     assert other[:end].endswith("  0 B")
     assert run("show", "a").stdout.splitlines()[-1].endswith(", 1 of 2 blobs frozen")
-    assert run("show", "a", "y").stdout.splitlines()[-1].endswith(" bits a weight, frozen")
+    assert run("show", "a", "y").stdout.splitlines()[-1].endswith(" bits per weight, frozen")
     assert "frozen" not in run("show", "b").stdout
     shown = run_json("show", "a", "--layers")
     assert shown["frozen_bytes"] == size

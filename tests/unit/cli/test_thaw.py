@@ -20,13 +20,13 @@ def frozen(store: LocalStore) -> LocalStore:
     return store
 
 
-def test_tells_what_became_of_it(frozen: LocalStore) -> None:
+def test_reports_the_thawed_blobs(frozen: LocalStore) -> None:
     result = run("thaw", "a")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("thawed 2 blobs of 1 model: 10")
-    assert " became 160 kB; " in result.stdout
+    assert " decompressed to 160 kB; " in result.stdout
     assert forms_of(frozen, "a") == {"x": "hot", "y": "hot"}
-    assert run("thaw", "a").stdout.startswith("thawed 0 blobs of 1 model: 0 B became 0 B; ")
+    assert run("thaw", "a").stdout.startswith("thawed 0 blobs of 1 model: nothing to do; ")
 
 
 def test_json_has_exact_numbers(frozen: LocalStore) -> None:
@@ -44,7 +44,7 @@ def test_json_has_exact_numbers(frozen: LocalStore) -> None:
     assert forms_of(frozen, "a") == {"x": "both", "y": "both"}
 
 
-def test_damage_is_told_and_is_exit_code_4(frozen: LocalStore) -> None:
+def test_damage_is_reported_with_exit_code_4(frozen: LocalStore) -> None:
     flip(frozen.cold_path(layers(frozen, "a")["x"].digest), 500)
     result = run("thaw", "a")
     assert result.exit_code == 4
@@ -52,12 +52,12 @@ def test_damage_is_told_and_is_exit_code_4(frozen: LocalStore) -> None:
     assert "blobstore: error: layer 'x': cold blob" in result.stderr
 
 
-def test_names_are_needed(frozen: LocalStore) -> None:
+def test_requires_names_of_models(frozen: LocalStore) -> None:
     assert run("thaw").exit_code == 2
     assert run("thaw", "b").exit_code == 3
 
 
-def test_links_need_files(frozen: LocalStore, tmp_path: Path) -> None:
+def test_link_requires_thawed_blobs(frozen: LocalStore, tmp_path: Path) -> None:
     result = run("link", "a", tmp_path / "links")
     assert result.exit_code == 1
     assert (
@@ -70,12 +70,12 @@ def test_links_need_files(frozen: LocalStore, tmp_path: Path) -> None:
     assert all(path.exists() for path in (tmp_path / "links").iterdir())
 
 
-def test_links_tell_what_cannot_be_thawed(frozen: LocalStore, tmp_path: Path) -> None:
+def test_link_reports_blobs_that_cannot_be_thawed(frozen: LocalStore, tmp_path: Path) -> None:
     flip(frozen.cold_path(layers(frozen, "a")["x"].digest), 500)
     assert run("link", "a", tmp_path / "links", "--thaw").exit_code == 4
 
 
-def test_a_frozen_model_is_repaired(frozen: LocalStore, tmp_path: Path) -> None:
+def test_repairs_a_frozen_model(frozen: LocalStore, tmp_path: Path) -> None:
     digest = layers(frozen, "a")["x"].digest
     run("thaw", "a", "--keep-cold")
     run("export", "a", tmp_path / "source")
@@ -91,7 +91,7 @@ def test_a_frozen_model_is_repaired(frozen: LocalStore, tmp_path: Path) -> None:
     assert run("verify").exit_code == 0
 
 
-def test_a_damaged_cold_form_is_put_aside_whatever_the_source_has(
+def test_repair_quarantines_a_damaged_cold_blob_that_the_source_lacks(
     frozen: LocalStore, tmp_path: Path
 ) -> None:
     run("thaw", "a", "--keep-cold")
@@ -103,7 +103,7 @@ def test_a_damaged_cold_form_is_put_aside_whatever_the_source_has(
     assert run("verify").exit_code == 0
 
 
-def test_a_damaged_file_is_repaired_from_its_cold_form(frozen: LocalStore, tmp_path: Path) -> None:
+def test_repairs_a_damaged_file_from_its_cold_form(frozen: LocalStore, tmp_path: Path) -> None:
     run("thaw", "a", "--keep-cold")
     (tmp_path / "other" / "blobs").mkdir(parents=True)
     (tmp_path / "other" / "manifests").mkdir()
