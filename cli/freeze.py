@@ -22,8 +22,8 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from blobstore.compression.level import Level
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import Level
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.store.local import LocalStore
 

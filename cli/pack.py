@@ -18,8 +18,8 @@ from blobstore.cli.options import (
 from blobstore.core.escape import escape, quote
 
 if TYPE_CHECKING:
+    from blobstore.compression.level import Level
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import Level
     from blobstore.store.local import LocalStore
 
 SUFFIX = ".bsar"

@@ -1,5 +1,6 @@
-"""The cold-blob format: lossless codecs for weights, and deltas against a base.
+"""Lossless compression of weights: the cold-blob format, and deltas against a base blob.
 
-Pure functions and readers over buffers; nothing here knows where a store keeps its files. The format
-is in ``docs/cold-format.md``. ``decoder`` and ``encoder`` are the way in.
+The package contains pure functions and readers over buffers. It opens no files, starts no threads and
+knows no store; it imports only ``core``, ``safetensors`` and ``errors``. ``encoder`` and ``decoder`` are
+the entry points. The format is specified in ``docs/cold-format.md``.
 """

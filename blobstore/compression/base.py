@@ -1,4 +1,4 @@
-"""What a delta starts from: another blob, hot or cold, or what is predicted from it."""
+"""The base of a delta: another blob, hot or cold, or a prediction made from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from blobstore.compression.delta.codec import as_elements
-from blobstore.compression.delta.low_rank import Prediction
+from blobstore.compression.delta.low_rank import LowRankPredictor
 from blobstore.compression.scratch import scratch
 from blobstore.core.digest import BlobId, Digest
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 class BaseBlob(NamedTuple):
-    """A base and its bytes."""
+    """A base and a way to read its bytes."""
 
     identity: BlobId
     read_into: Callable[[Buffer, int], object]
-    """Writes its bytes from an offset on into all of a buffer."""
+    """Fills a buffer with the bytes from an offset on."""
 
     @classmethod
     def hot(cls, data: Buffer, digest: Digest | None = None) -> BaseBlob:
-        """Return a base whose bytes are at hand.
+        """Return a base whose bytes are in memory.
 
         Args:
             data: all of its bytes.
-            digest: of bytes that the caller has checked; they are hashed if it is not given.
+            digest: the digest that the caller has verified; by default the bytes are hashed.
         """
         view = memoryview(data).cast("B")
         return cls(BlobId(digest or Digest.of(view), len(view)), partial(_copy, view))
 
     def read(self, begin: int, size: int) -> Bytes:
-        """Return bytes of it, aligned, which are good until the thread asks again."""
+        """Return a range of its bytes, aligned, valid until this thread's next call."""
         out = scratch("base", size)
         self.read_into(out.data, begin)
         return out
@@ -53,26 +53,25 @@ def _copy(data: memoryview, out: Buffer, begin: int) -> None:
     target[:] = data[begin : begin + len(target)]
 
 
-class Start:
-    """What a part's chunks start from: bytes of the base, or what factors predict from them."""
+class Prediction:
+    """The bytes that a part is encoded against: those of the base, corrected by factors if any."""
 
     def __init__(
         self, base: BaseBlob, begin: int, factors: Factors | None, dtype: DType | None
     ) -> None:
-        """Begin at offset ``begin`` of the base; ``dtype`` is that of the elements to predict."""
+        """Start at offset ``begin`` of the base; ``dtype`` is the type of the elements."""
         self._base = base
         self._begin = begin
         self._dtype = dtype
-        self._prediction = Prediction(factors, dtype) if factors and dtype else None
+        self._predictor = LowRankPredictor(factors, dtype) if factors and dtype else None
 
     def read(self, offset: int, size: int) -> Bytes:
-        """Return what the bytes from ``offset`` of the part on start from, aligned.
+        """Return the prediction for ``size`` bytes from ``offset`` of the part on.
 
-        They are good until the thread asks again.
+        The result is aligned, and valid until this thread's next call.
         """
-        start = self._base.read(self._begin + offset, size)
-        if self._prediction is None or self._dtype is None:
-            return start
-        elements = as_elements(start, self._dtype)
-        first = offset // elements.itemsize
-        return self._prediction.predict(elements, first).view(np.uint8)
+        base = self._base.read(self._begin + offset, size)
+        if self._predictor is None or self._dtype is None:
+            return base
+        elements = as_elements(base, self._dtype)
+        return self._predictor.predict(elements, offset // elements.itemsize).view(np.uint8)

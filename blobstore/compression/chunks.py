@@ -1,16 +1,16 @@
-"""One chunk: its bytes to stored planes and back."""
+"""Encoding and decoding of one chunk: bytes to stored planes and back."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32  # at tens of gigabytes a second, and other threads run meanwhile
+from zlib_ng.zlib_ng import crc32  # tens of gigabytes per second, and it releases the GIL
 
 from blobstore.compression.entropy import Coder, Method, declared_size, decode_plane, encode_plane
 from blobstore.compression.scratch import scratch
-from blobstore.compression.table import Chunk, Stored
-from blobstore.compression.transforms import WHOLE
+from blobstore.compression.table import Chunk, StoredPlane
+from blobstore.compression.transforms import IDENTITY
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
@@ -24,61 +24,59 @@ if TYPE_CHECKING:
 
 
 _PROBE: Final = 1 << 13
-"""Bytes of a plane that tell whether it is noise."""
+"""Bytes of a plane that are tested for whether it can be compressed."""
 
 
-class Way(NamedTuple):
-    """How chunks are made: a layout, and the coders to try on each of its planes."""
+class Pipeline(NamedTuple):
+    """One way to encode chunks: a transform, and the coders to try on each of its planes."""
 
-    layout: Transform
+    transform: Transform
     coders: Sequence[Sequence[Coder]]
 
 
 def encode_chunk(
-    chunk: Bytes, base: Bytes | None, ways: Sequence[Way]
+    chunk: Bytes, base: Bytes | None, pipelines: Sequence[Pipeline]
 ) -> tuple[Chunk, list[Plane]]:
-    """Return a chunk as the first way makes it that suits it, or raw if that is not smaller.
+    """Encode a chunk with the first applicable pipeline, or store it raw if that is not smaller.
 
-    The planes are good until the thread encodes again.
+    The planes are valid until this thread encodes again.
 
     Args:
         chunk: aligned bytes.
         base: as many bytes of the base.
-        ways: the best first.
+        pipelines: the best first.
     """
-    for layout, coders in ways:
-        split = layout.split(chunk, base)
+    for transform, coders in pipelines:
+        split = transform.encode(chunk, base)
         if split is None:
             continue
         planes = [
-            encode_plane(plane.data, tried or _probed(plane))
+            encode_plane(plane.data, tried or _coders_after_probe(plane))
             for plane, tried in zip(split, coders, strict=True)
         ]
         if sum(plane.size for plane in planes) < len(chunk):
-            sizes = layout.sizes(len(chunk) // layout.width)
-            return _entry(chunk, layout, sizes, planes), planes
+            return _entry(chunk, transform, planes), planes
         break
-    layout = WHOLE[1]
     planes = [encode_plane(chunk.data, ())]
-    return _entry(chunk, layout, (len(chunk),), planes), planes
+    return _entry(chunk, IDENTITY[1], planes), planes
 
 
 def decode_chunk(
-    entry: Chunk, layout: Transform, stored: memoryview, out: Bytes, base: Bytes | None
+    entry: Chunk, transform: Transform, stored: memoryview, out: Bytes, base: Bytes | None
 ) -> None:
-    """Write the chunk whose planes are ``stored``, and check it.
+    """Decode a chunk into ``out`` and verify it.
 
     Args:
-        entry: what the table says of it.
-        layout: the one that the entry names.
+        entry: its entry in the table.
+        transform: the transform that the entry names.
         stored: its planes, one after the other.
-        out: as many bytes as the chunk has, aligned.
-        base: as many bytes of the base, where the layout needs one.
+        out: aligned memory of the chunk's size.
+        base: as many bytes of the base, if the transform needs one.
 
     Raises:
-        ColdDamaged: the planes cannot be decoded, or are not those of this chunk.
+        ColdDamaged: the planes cannot be decoded, or do not match the checksum.
     """
-    sizes = layout.sizes(len(out) // layout.width)
+    sizes = transform.sizes(len(out) // transform.width)
     planes: list[Bytes] = []
     checked = []
     at = 0
@@ -87,20 +85,20 @@ def decode_chunk(
         at += size
         if _is_checked(method, limit):
             checked.append(plane)
-        # A chunk that is its own plane needs no memory in between.
+        # A plane that is the chunk itself needs no intermediate memory.
         target = out if limit == len(out) else None
-        planes.append(_decoded(number, method, plane, limit, target))
+        planes.append(_decode_plane(number, method, plane, limit, target))
     if planes[0] is not out:
-        layout.merge(planes, out, base)
-    check = crc32(out)
+        transform.decode(planes, out, base)
+    checksum = crc32(out)
     for plane in checked:
-        check = crc32(plane, check)
-    if check != entry.check:
-        raise ColdDamaged("a chunk is not what its check sum says: the file or the base is altered")
+        checksum = crc32(plane, checksum)
+    if checksum != entry.checksum:
+        raise ColdDamaged("a chunk does not match its checksum: the file or the base is altered")
 
 
-def _probed(plane: Bytes) -> Sequence[Coder]:
-    """Return what to try on a plane that was noise in the sample: chunks of a tensor may differ."""
+def _coders_after_probe(plane: Bytes) -> Sequence[Coder]:
+    """Return coders for a plane that was noise in the sample; chunks of one tensor may differ."""
     if len(plane) < 2 * _PROBE:
         return ()
     middle = len(plane) // 2
@@ -108,24 +106,25 @@ def _probed(plane: Bytes) -> Sequence[Coder]:
     return (Coder.HUFFMAN,) if probe.method else ()
 
 
-def _entry(chunk: Bytes, layout: Transform, sizes: Sequence[int], planes: Sequence[Plane]) -> Chunk:
-    check = crc32(chunk)
+def _entry(chunk: Bytes, transform: Transform, planes: Sequence[Plane]) -> Chunk:
+    checksum = crc32(chunk)
+    sizes = transform.sizes(len(chunk) // transform.width)
     for plane, limit in zip(planes, sizes, strict=True):
         if _is_checked(plane.method, limit):
-            check = crc32(plane.data, check)
-    stored = tuple(Stored(plane.method, plane.size) for plane in planes)
-    return Chunk(check, layout.number, stored)
+            checksum = crc32(plane.data, checksum)
+    stored = tuple(StoredPlane(plane.method, plane.size) for plane in planes)
+    return Chunk(checksum, transform.number, stored)
 
 
 def _is_checked(method: int, limit: int) -> bool:
-    """Tell whether a plane's own bytes count: those that the chunk's bytes do not determine."""
+    """Return whether the checksum covers a stored plane: the chunk's bytes do not determine it."""
     return method != Method.RAW or limit < 0
 
 
-def _decoded(
+def _decode_plane(
     number: int, method: int, plane: memoryview, limit: int, target: Bytes | None
 ) -> Bytes:
-    """Return a plane, raw ones where they lie, others in ``target`` or in memory of the thread."""
+    """Return a plane: raw ones in place, others in ``target`` or in scratch memory."""
     if method == Method.RAW:
         return np.frombuffer(plane, np.uint8)
     size = limit if limit >= 0 else declared_size(plane)

@@ -1,9 +1,9 @@
-"""One plane of a chunk, stored as the smallest of raw bytes, Huffman codes and ordinary zstd.
+"""Entropy coding of planes: each is stored as the smallest of raw bytes, Huffman codes and zstd.
 
-Both codes are plain zstd frames, and a decoder need not know which it is given. The Huffman coder
-is zstd with a match finder that is too weak to find anything: what remains are literals, which for
-the bytes of weights are smaller and several times faster than what the stock levels make of them.
-Planes hold at most :data:`MAX_PLANE` bytes; up to 128 KiB are one block with one table of codes.
+Both codes are plain zstd frames, so a decoder need not distinguish them. The Huffman coder is zstd
+with a match finder that is too weak to find anything. Only literals remain; for the bytes of weights
+they are smaller, and several times faster, than the output of the standard levels. Planes have at most
+:data:`MAX_PLANE` bytes; up to 128 KiB share one block with one Huffman table.
 """
 
 from __future__ import annotations
@@ -25,72 +25,74 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_PLANE: Final = 1 << 20
-"""Bytes of the largest plane that is written or read."""
-_LEAST_GAIN: Final = 1 << 7
-"""A coded plane must save this part of its bytes, for raw ones cost nothing to decode."""
+"""Maximum size of a plane in bytes."""
+_MIN_GAIN: Final = 1 << 7
+"""A coder must save one byte in so many, because raw planes cost nothing to decode."""
 _OVERHEAD: Final = 12
-"""Bytes of the smallest frame: shorter planes stay raw."""
+"""Size of the smallest frame in bytes: shorter planes stay raw."""
 
 
 class Method(enum.IntEnum):
-    """How a plane is stored; the value is the one in the file."""
+    """How a plane is stored, as numbered in the file."""
 
     RAW = 0
     ZSTD = 1
     BITS = 2
-    """Two bytes, and then a bit for each byte of the plane that says which, the first uppermost."""
+    """Two values, then one bit per byte of the plane that selects one, the highest bit first."""
 
 
 class Coder(enum.Enum):
-    """What may be tried on a plane; from 0 on it is the level of zstd, 0 its coder of literals alone."""
+    """A coder to try on a plane. Values above 0 are zstd levels; 0 is zstd without matches."""
 
     BITS = -1
-    """A Huffman code has a bit for each of two values too, but false matches make it longer."""
+    """A Huffman code spends one bit per value too, but accidental matches make it longer."""
     HUFFMAN = 0
     ZSTD = 3
     ZSTD_SMALL = 19
 
 
 class Plane(NamedTuple):
-    """A plane as it is stored. Raw ones are views of what was given."""
+    """A plane in stored form. A raw plane is a view of the original."""
 
     method: Method
     data: bytes | memoryview
     size: int
-    """Bytes of ``data``."""
+    """Size of ``data`` in bytes."""
 
 
 def encode_plane(
     plane: Buffer,
     coders: Iterable[Coder] = (Coder.HUFFMAN,),
     *,
-    least_gain: int = _LEAST_GAIN,
-    cuts: Sequence[int] = (),
+    block_starts: Sequence[int] = (),
 ) -> Plane:
-    """Return the smallest form of a plane, raw unless a coder saves one byte in ``least_gain``.
+    """Return the smallest form of a plane, raw unless a coder saves enough.
 
     Args:
         plane: contiguous bytes.
-        coders: what to try.
-        least_gain: how many bytes of the plane must let a coder save one.
-        cuts: where in the plane blocks with codes of their own begin, in order.
+        coders: the coders to try.
+        block_starts: ascending offsets in the plane where blocks with their own Huffman table begin.
     """
     view = memoryview(plane).cast("B")
     size = len(view)
     best = Plane(Method.RAW, view, size)
     if size <= _OVERHEAD:
         return best
-    limit = size - max(size // least_gain, 1)
+    limit = size - max(size // _MIN_GAIN, 1)
     for coder in coders:
         method = Method.BITS if coder is Coder.BITS else Method.ZSTD
-        data = _bits(view) if coder is Coder.BITS else _compress(_compressor(coder), view, cuts)
+        data = (
+            _bits(view)
+            if coder is Coder.BITS
+            else _compress(_compressor(coder), view, block_starts)
+        )
         if data is not None and len(data) <= limit and len(data) < best.size:
             best = Plane(method, data, len(data))
     return best
 
 
 def _bits(view: memoryview) -> bytes | None:
-    """Return a plane of two values as bits, None if it has more."""
+    """Return a plane of two values as bits, or None if it has more values."""
     plane = np.frombuffer(view, np.uint8)
     low, high = plane.min(), plane.max()
     is_high = plane == high
@@ -99,45 +101,45 @@ def _bits(view: memoryview) -> bytes | None:
     return bytes([low, high]) + np.packbits(is_high).tobytes()
 
 
-def _compress(compressor: zstandard.ZstdCompressor, view: memoryview, cuts: Sequence[int]) -> bytes:
-    if not cuts:
+def _compress(
+    compressor: zstandard.ZstdCompressor, view: memoryview, block_starts: Sequence[int]
+) -> bytes:
+    if not block_starts:
         return compressor.compress(view)
     frame = compressor.compressobj(size=len(view))
     parts = []
-    for start, end in pairwise((0, *cuts, len(view))):
+    for start, end in pairwise((0, *block_starts, len(view))):
         parts += [frame.compress(view[start:end]), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
     return b"".join([*parts, frame.flush()])
 
 
 def decode_plane(method: int, stored: Buffer, out: Buffer) -> None:
-    """Write the plane that ``stored`` is into all of ``out``.
+    """Decode a plane into ``out``, which it must fill exactly.
 
-    Nothing is allocated but what ``out`` has: a frame that declares another size is refused unread.
+    A frame that declares another size is rejected before it is decoded, so no memory is allocated.
 
     Raises:
-        ColdDamaged: it is no such plane.
+        ColdDamaged: the plane cannot be decoded, or has another size.
     """
     target = memoryview(out).cast("B")
     if method == Method.RAW:
         source = memoryview(stored).cast("B")
         if len(source) != len(target):
-            raise ColdDamaged(
-                f"a raw plane of {len(source)} bytes where {len(target)} are expected"
-            )
+            raise ColdDamaged(f"a raw plane has {len(source)} bytes, expected {len(target)}")
         target[:] = source
     elif method == Method.ZSTD:
         _decompress(stored, target)
     elif method == Method.BITS:
         _unpack_bits(stored, target)
     else:
-        raise ColdDamaged(f"a plane is stored by method {method}, which is unknown")
+        raise ColdDamaged(f"a plane has the unknown method {method}")
 
 
 def declared_size(stored: Buffer) -> int:
-    """Return how many bytes a frame says that it holds, which may be any number.
+    """Return the content size that a frame declares; it is not verified.
 
     Raises:
-        ColdDamaged: it is no frame.
+        ColdDamaged: the bytes are not a frame.
     """
     try:
         return zstandard.get_frame_parameters(memoryview(stored).cast("B")).content_size
@@ -161,9 +163,9 @@ def _decompress(stored: Buffer, target: memoryview) -> None:
         facts = zstandard.get_frame_parameters(source)
         if facts.content_size != len(target):
             raise ColdDamaged(
-                f"a frame declares {facts.content_size} bytes where {len(target)} are expected"
+                f"a frame declares {facts.content_size} bytes, expected {len(target)}"
             )
-        # With the whole frame and the whole target at hand, zstd decodes straight into the target.
+        # Given the complete frame and target, zstd decodes directly into the target.
         count = _local.decompressor.stream_reader(source).readinto(target)
     except zstandard.ZstdError as error:
         raise ColdDamaged(f"a frame cannot be decoded: {error}") from None
@@ -172,7 +174,7 @@ def _decompress(stored: Buffer, target: memoryview) -> None:
 
 
 class _Local(threading.local):
-    """Contexts of a thread, which take longer to make than a plane to code."""
+    """The zstd contexts of a thread: creating one takes longer than coding a plane."""
 
     def __init__(self) -> None:
         self.compressors: dict[Coder, zstandard.ZstdCompressor] = {}
@@ -200,7 +202,7 @@ def _parameters(coder: Coder) -> zstandard.ZstdCompressionParameters:
         hash_log=6,
         chain_log=6,
         search_log=1,
-        target_length=0,  # above 0, this strategy stops coding literals
+        target_length=0,  # above 0, this strategy leaves literals uncompressed
         window_log=17,
         **frame,
     )

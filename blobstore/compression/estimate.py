@@ -1,7 +1,7 @@
-"""What the runs of a blob come to, from samples, and factors for those that get smaller by them.
+"""Estimates compressed sizes from samples, and fits low-rank factors where they save space.
 
-The base of a run is held in memory if it is small, and read by some rows at a time if not; the factors
-of a thread take little beside (`delta_fit`). Where a base is cold that costs decoding it some times.
+The base of a small span is kept in memory; that of a large one is read a few rows at a time. If the base
+is cold, each pass decodes it again. Fitting needs little memory otherwise (`delta.low_rank_fit`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Span, split
+from blobstore.compression.spans import Span, split_rows
 from blobstore.compression.table import MAX_FACTORS
 from blobstore.compression.transforms import width_of
-from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
 
 if TYPE_CHECKING:
@@ -29,81 +28,85 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.delta.low_rank import Factors
+    from blobstore.compression.level import Level
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Array = np.ndarray[Any, Any]
 
 _SLICES: Final = 4
 _SLICE: Final = 256 << 10
-_HELD: Final = 64 << 20
-"""Bytes of a base tensor that are held at most."""
-_LEAST_COLUMNS: Final = 32
-"""Elements in the last dimension of matrices; of fewer, the first dimension is against all others."""
-_TRIED_OF_KIND: Final = 16
-"""Runs of one type and shape, such as experts, that tell what all of them come to."""
-_OF_STACK: Final = 3
-"""Dimensions of a stack of matrices."""
-_TRIED_OF_STACK: Final = 4
-"""Slices that tell whether any of a stack has factors."""
-_LEAST_GAIN: Final = {Level.FAST: 0.15, Level.SMALL: 0.01}
-"""The part of a run that factors must save: it takes longer to decode."""
+_MAX_IN_MEMORY: Final = 64 << 20
+"""Bytes of a base tensor that are kept in memory at most."""
+_MIN_COLUMNS: Final = 32
+"""Tensors with a smaller last dimension are matrices of the first dimension by all others."""
+_SAMPLED_SPANS: Final = 16
+"""Spans of one type and shape, such as experts, that represent all of them."""
+_STACK_DIMENSIONS: Final = 3
+_SAMPLED_SLICES: Final = 4
+"""Matrices of a stack that are tried before all of them are."""
+_MIN_GAIN: Final[dict[Level, float]] = {"fast": 0.15, "small": 0.01}
+"""The fraction of a span that factors must save, because they slow decoding down."""
 _ANY_DIGEST: Final = Digest("0" * 64)
 
 
-Known = dict[int, "bytes | None"]
-"""Which factors runs have, by where they begin, if that is known already."""
+KnownFactors = dict[int, "bytes | None"]
+"""Packed factors of spans by their offset in the blob; None if a span has none."""
 
 
 def estimate_size(
-    data: memoryview, runs: Sequence[Span], base: BaseBlob | None, level: Level, known: Known
+    data: memoryview,
+    spans: Sequence[Span],
+    base: BaseBlob | None,
+    level: Level,
+    known: KnownFactors,
 ) -> int:
-    """Return about how many bytes a blob comes to, from some slices of runs of each kind.
+    """Estimate the compressed size of a blob from slices of spans of each kind.
 
-    Factors that a run may get are looked for in the slices, where they save less than in the whole, and
-    for a stack of matrices in all together, where they may save nothing: so it is seldom too few.
+    The result is seldom too small: factors are fitted to the slices, where they save less than in the
+    complete span, and to a stack of matrices as one, where they may save nothing.
 
     Args:
         data: the blob.
-        runs: what it is made of, with factors or not.
-        base: what some runs are compared with.
-        level: what is sought.
-        known: gets the factors that are found for whole runs.
+        spans: its spans, with factors or without.
+        base: the base of some spans.
+        level: the level of compression.
+        known: receives the factors that were fitted to complete spans.
     """
-    begins = accumulate((run.size for run in runs), initial=0)
-    alike: dict[object, list[tuple[int, Span]]] = defaultdict(list)
-    for begin, run in zip(begins, runs, strict=False):
-        alike[run.size, run.dtype, run.shape, run.base_begin is None].append((begin, run))
+    begins = accumulate((span.size for span in spans), initial=0)
+    kinds: dict[object, list[tuple[int, Span]]] = defaultdict(list)
+    for begin, span in zip(begins, spans, strict=False):
+        kinds[span.size, span.dtype, span.shape, span.base_begin is None].append((begin, span))
     total = 0.0
-    for all_of_kind in alike.values():
-        tried = all_of_kind[:: -(-len(all_of_kind) // _TRIED_OF_KIND)]
+    for same_kind in kinds.values():
+        tried = same_kind[:: -(-len(same_kind) // _SAMPLED_SPANS)]
         size = 0.0
-        for begin, run in tried:
-            sample = _Sample.of(data, begin, run, base)
-            share, factors = sample.predicted(level)
-            size += share * sample.coded(level)
-            if len(sample.data) == run.size and not _is_stack(run):
+        for begin, span in tried:
+            sample = _Sample.of(data, begin, span, base)
+            ratio, factors = sample.fit(level)
+            size += ratio * sample.encoded_size(level)
+            if len(sample.data) == span.size and not _is_stack(span):
                 known[begin] = factors
-        total += size * len(all_of_kind) / len(tried)
+        total += size * len(same_kind) / len(tried)
     return int(total)
 
 
 def fit_low_rank(
-    data: memoryview, runs: Sequence[Span], base: BaseBlob, level: Level, known: Known
+    data: memoryview, spans: Sequence[Span], base: BaseBlob, level: Level, known: KnownFactors
 ) -> Iterator[Span]:
-    """Yield the runs, with factors where those make them smaller; stacks of matrices by slices then."""
-    begins = accumulate((run.size for run in runs), initial=0)
-    for run, begin in zip(runs, begins, strict=False):
+    """Yield the spans, with factors where those save space; stacks with factors are split by rows."""
+    begins = accumulate((span.size for span in spans), initial=0)
+    for span, begin in zip(spans, begins, strict=False):
         if begin in known:
-            yield run._replace(factors=known[begin])
+            yield span._replace(factors=known[begin])
         else:
-            yield from _fitted(data[begin : begin + run.size], run, base, level)
+            yield from _fitted(data[begin : begin + span.size], span, base, level)
 
 
-def _fitted(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Sequence[Span]:
-    if run.base_begin is None or run.dtype is None:
-        return [run]
-    slices = split(run) if _is_stack(run) else [run]
-    step = -(-len(slices) // _TRIED_OF_STACK)
+def _fitted(data: memoryview, span: Span, base: BaseBlob, level: Level) -> Sequence[Span]:
+    if span.base_begin is None or span.dtype is None:
+        return [span]
+    slices = split_rows(span) if _is_stack(span) else [span]
+    step = -(-len(slices) // _SAMPLED_SLICES)
     size = slices[0].size
     for number in range(0, len(slices), step):
         tried = _with_factors(
@@ -112,7 +115,7 @@ def _fitted(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Sequen
         if tried.factors is not None:
             break
     else:
-        return [run]
+        return [span]
     if len(slices) == 1:
         return [tried]
     return [
@@ -121,51 +124,51 @@ def _fitted(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Sequen
     ]
 
 
-def _with_factors(data: memoryview, run: Span, base: BaseBlob, level: Level) -> Span:
-    columns = _columns(run)
-    if run.dtype is None or not can_fit(run.size // width_of(run.dtype), run.dtype, columns):
-        return run
-    reader = _Reader(run, base)
-    elements = as_elements(data, run.dtype)
-    if level is Level.FAST and not is_promising(elements, reader, run.dtype, columns):
-        return run
+def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) -> Span:
+    columns = _columns(span)
+    if span.dtype is None or not can_fit(span.size // width_of(span.dtype), span.dtype, columns):
+        return span
+    reader = _Reader(span, base)
+    elements = as_elements(data, span.dtype)
+    if level == "fast" and not is_promising(elements, reader, span.dtype, columns):
+        return span
     if reader.are_equal(elements):
-        return run
-    factors = fit(elements, reader, run.dtype, columns)
+        return span
+    factors = fit(elements, reader, span.dtype, columns)
     if factors is None:
-        return run
-    sample = _Sample.of(data, 0, run, base)
+        return span
+    sample = _Sample.of(data, 0, span, base)
     packed = pack(factors)
-    if sample.share(sample.of_rows(factors), len(packed)) > 1 - _LEAST_GAIN[level]:
-        return run
-    return run._replace(factors=packed) if len(packed) < min(MAX_FACTORS, run.size) else run
+    if sample.ratio(sample.of_rows(factors), len(packed)) > 1 - _MIN_GAIN[level]:
+        return span
+    return span._replace(factors=packed) if len(packed) < min(MAX_FACTORS, span.size) else span
 
 
 class _Reader:
-    """The elements of a run's base, held if they are few."""
+    """Reads elements of a span's base, from memory if they are few."""
 
-    def __init__(self, run: Span, base: BaseBlob) -> None:
-        if run.base_begin is None or run.dtype is None:
-            raise ValueError("a run without a base has no such elements")
+    def __init__(self, span: Span, base: BaseBlob) -> None:
+        if span.base_begin is None or span.dtype is None:
+            raise ValueError("the span has no base")
         self._base = base
-        self._begin = run.base_begin
-        self._dtype = run.dtype
-        self._width = width_of(run.dtype)
-        self._held: Array | None = None
-        if run.size <= _HELD:
-            held = np.empty(run.size, np.uint8)
-            base.read_into(held.data, run.base_begin)
-            self._held = as_elements(held, run.dtype)
+        self._begin = span.base_begin
+        self._dtype = span.dtype
+        self._width = width_of(span.dtype)
+        self._elements: Array | None = None
+        if span.size <= _MAX_IN_MEMORY:
+            memory = np.empty(span.size, np.uint8)
+            base.read_into(memory.data, span.base_begin)
+            self._elements = as_elements(memory, span.dtype)
 
     def __call__(self, begin: int, end: int) -> Array:
-        if self._held is not None:
-            return self._held[begin:end]
+        if self._elements is not None:
+            return self._elements[begin:end]
         first, size = self._begin + begin * self._width, (end - begin) * self._width
         return as_elements(self._base.read(first, size), self._dtype)
 
     def are_equal(self, elements: Array) -> bool:
-        """Tell whether these are the base's, with which nothing need be predicted."""
-        step = _HELD // self._width
+        """Return whether these elements equal those of the base."""
+        step = _MAX_IN_MEMORY // self._width
         return all(
             np.array_equal(elements[begin : begin + step], self(begin, begin + step))
             for begin in range(0, len(elements), step)
@@ -173,85 +176,92 @@ class _Reader:
 
 
 class _Sample(NamedTuple):
-    """Some slices of a run, and of what it is compared with, by whole rows if it has such."""
+    """Slices of a span and of its base, in complete rows if it has rows."""
 
-    run: Span
+    span: Span
     data: Bytes
     base: Bytes | None
     rows: Array
 
     @classmethod
-    def of(cls, data: memoryview, begin: int, run: Span, base: BaseBlob | None) -> _Sample:
-        columns = max(_columns(run), 1)
-        width = columns * width_of(run.dtype)
-        slices = list(_slices(run.size, width if run.size % width == 0 else 1))
+    def of(cls, data: memoryview, begin: int, span: Span, base: BaseBlob | None) -> _Sample:
+        columns = max(_columns(span), 1)
+        width = columns * width_of(span.dtype)
+        slices = list(_slices(span.size, width if span.size % width == 0 else 1))
         taken = np.concatenate(
             [np.frombuffer(data[begin + one : begin + end], np.uint8) for one, end in slices]
         )
         rows = [np.arange(one // width, end // width) for one, end in slices]
         theirs = None
-        if base is not None and run.base_begin is not None:
+        if base is not None and span.base_begin is not None:
             theirs = np.concatenate(
-                [base.read(run.base_begin + one, end - one).copy() for one, end in slices]
+                [base.read(span.base_begin + one, end - one).copy() for one, end in slices]
             )
-        return cls(run, taken, theirs, np.concatenate(rows))
+        return cls(span, taken, theirs, np.concatenate(rows))
 
     def of_rows(self, factors: Factors) -> bytes:
-        """Return what factors of the run are for the rows of the sample."""
+        """Return the packed factors of the span for the rows of the sample only."""
         return pack(factors._replace(left=np.ascontiguousarray(factors.left[:, self.rows])))
 
-    def coded(self, level: Level, factors: bytes | None = None) -> float:
-        """Return about what the run comes to, with factors of the sample's rows, but without these."""
+    def encoded_size(self, level: Level, factors: bytes | None = None) -> float:
+        """Estimate the encoded size of the span, predicted by factors of the sample's rows if given.
+
+        The size of the factors is not included.
+        """
         begin = None if self.base is None else 0
-        run = Span(len(self.data), self.run.dtype, None, begin, factors)
+        span = Span(len(self.data), self.span.dtype, None, begin, factors)
         base = None if self.base is None else BaseBlob.hot(self.base.data, _ANY_DIGEST)
         table = encode(
-            [self.data.data], [run], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
+            [self.data.data], [span], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
         )
-        stored = sum(plane.size for chunk in table.chunks for plane in chunk.planes)
-        return stored * self.run.size / len(self.data)
+        stored = sum(chunk.stored_size for chunk in table.chunks)
+        return stored * self.span.size / len(self.data)
 
-    def share(self, factors: bytes, size: float) -> float:
-        """Return to what part of its bytes factors bring a run that takes ``size`` bytes for them.
+    def ratio(self, factors: bytes, size: float) -> float:
+        """Return the ratio of the encoded size with factors of ``size`` bytes to the size without.
 
-        The level "fast" is as good a judge of that as any.
+        Both are measured at level ``fast``, which is representative.
         """
-        return (self.coded(Level.FAST, factors) + size) / max(self.coded(Level.FAST), 1)
+        return (self.encoded_size("fast", factors) + size) / max(self.encoded_size("fast"), 1)
 
-    def predicted(self, level: Level) -> tuple[float, bytes | None]:
-        """Return to what part of its bytes such factors bring the run as the sample has, and these."""
-        run, columns = self.run, _columns(self.run)
-        if self.base is None or run.dtype is None:
+    def fit(self, level: Level) -> tuple[float, bytes | None]:
+        """Fit factors to the sample; return the ratio that they save, and the factors."""
+        span, columns = self.span, _columns(self.span)
+        if self.base is None or span.dtype is None:
             return 1, None
-        mine, theirs = as_elements(self.data, run.dtype), as_elements(self.base, run.dtype)
-        if not can_fit(len(mine), run.dtype, columns) or np.array_equal(mine, theirs):
+        mine, theirs = as_elements(self.data, span.dtype), as_elements(self.base, span.dtype)
+        if not can_fit(len(mine), span.dtype, columns) or np.array_equal(mine, theirs):
             return 1, None
-        if level is Level.FAST and not is_promising(mine, theirs, run.dtype, columns):
+        if level == "fast" and not is_promising(mine, theirs, span.dtype, columns):
             return 1, None
-        factors = fit(mine, theirs, run.dtype, columns)
+        factors = fit(mine, theirs, span.dtype, columns)
         if factors is None:
             return 1, None
         packed = pack(factors)
-        sides = len(self.rows) + columns, run.size // width_of(run.dtype) // columns + columns
-        share = self.share(packed, len(packed) * sides[1] / sides[0])
-        return (share, packed) if share <= 1 - _LEAST_GAIN[level] else (1, None)
+        sides = len(self.rows) + columns, span.size // width_of(span.dtype) // columns + columns
+        ratio = self.ratio(packed, len(packed) * sides[1] / sides[0])
+        return (ratio, packed) if ratio <= 1 - _MIN_GAIN[level] else (1, None)
 
 
-def _is_stack(run: Span) -> bool:
-    """Tell whether a run is matrices one after the other, and not one of small windows."""
-    return len(run.shape) == _OF_STACK and run.shape[0] > 1 and run.shape[-1] >= _LEAST_COLUMNS
+def _is_stack(span: Span) -> bool:
+    """Return whether a span is a stack of matrices, as opposed to convolution kernels."""
+    return (
+        len(span.shape) == _STACK_DIMENSIONS
+        and span.shape[0] > 1
+        and span.shape[-1] >= _MIN_COLUMNS
+    )
 
 
-def _columns(run: Span) -> int:
-    """Return the elements of what is a row of a tensor, if it has rows."""
-    if len(run.shape) <= 1:
+def _columns(span: Span) -> int:
+    """Return the number of elements per row, or 0 if the tensor has no rows."""
+    if len(span.shape) <= 1:
         return 0
-    is_wide = run.shape[-1] >= _LEAST_COLUMNS
-    return run.shape[-1] if is_wide else math.prod(run.shape[1:])
+    is_wide = span.shape[-1] >= _MIN_COLUMNS
+    return span.shape[-1] if is_wide else math.prod(span.shape[1:])
 
 
 def _slices(size: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Yield the slices of a run that are tried, of whole rows; a short one is tried whole."""
+    """Yield the ranges of a span to sample, in complete rows; a short span is one range."""
     if size <= 2 * _SLICES * _SLICE:
         yield 0, size
         return

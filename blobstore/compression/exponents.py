@@ -1,8 +1,8 @@
-"""A plane of exponents, two to a byte, where nearly all lie in a window of sixteen.
+"""Planes of exponents stored as pairs: two per byte, if nearly all lie in a window of sixteen.
 
 Half the symbols take half the time to decode. A plane ``e`` of ``n`` exponents becomes ``n / 2`` bytes:
-byte ``k`` holds ``e[k] - base`` in its lower half and ``e[k + n / 2] - base`` in its upper half. Those
-outside the window ``base .. base + 15`` are listed beside it, in the order of their places.
+byte ``k`` holds ``e[k] - base`` in its lower half and ``e[k + n / 2] - base`` in its upper half. Exponents
+outside the window ``base .. base + 15`` are listed separately, in order of position.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from typing import Final
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    Places = np.ndarray[Any, np.dtype[np.int64]]
+    Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _WINDOW: Final = 16
 _RARE: Final = 1 << 9
-"""The first window that is tried may leave out one exponent in so many before a better is sought."""
+"""The first window may miss one exponent in so many before a better one is searched."""
 _LIMIT: Final = 1 << 6
-"""Any window may leave out one exponent in so many; more make pairs too large."""
+"""A window may miss at most one exponent in so many; with more, pairs would be too large."""
 _FAR: Final = 0xFFFF
 _ENTRY: Final = 3
 _LOWER: Final = np.uint8(_WINDOW - 1)
 _UPPER: Final = np.uint8(4)
 _ABOVE: Final = np.uint64(0xF0F0F0F0F0F0F0F0)
-"""The bits of eight exponents less their base that are 0 inside the window."""
+"""The bits of eight exponents, minus their base, that are 0 inside the window."""
 
 
 def list_limit(elements: int) -> int:
-    """Return how many bytes the list of a window and what lies outside may have at most."""
+    """Return the maximum size of the list in bytes."""
     return 1 + _ENTRY * (elements // _LIMIT + elements // _FAR + 1)
 
 
 def pack(exponents: Bytes) -> tuple[Bytes, Bytes] | None:
-    """Return the list of what lies outside the window and the pairs, None if that is too much.
+    """Return the list and the pairs, or None if too many exponents lie outside of any window.
 
-    The number of exponents is even.
+    The number of exponents must be even.
     """
     count = len(exponents)
     shifted = scratch("shifted", count)
@@ -62,59 +62,61 @@ def pack(exponents: Bytes) -> tuple[Bytes, Bytes] | None:
 
 
 def unpack(listed: Bytes, pairs: Bytes, exponents: Bytes) -> None:
-    """Write the exponents that a list and pairs stand for.
+    """Write the exponents of a list and pairs.
 
     Raises:
-        ColdDamaged: the list names places that are not there.
+        ColdDamaged: the list is malformed, or has positions out of range.
     """
     half = len(pairs)
     np.bitwise_and(pairs, _LOWER, out=exponents[:half])
     np.right_shift(pairs, _UPPER, out=exponents[half:])
     if not len(listed) or len(listed) % _ENTRY != 1:
-        raise ColdDamaged(f"a list of exponents has {len(listed)} bytes, which no list has")
+        raise ColdDamaged(f"a list of exponents cannot have {len(listed)} bytes")
     np.add(exponents, listed[0], out=exponents)
     count = len(listed) // _ENTRY
     if count:
         gaps = listed[1 : 1 + 2 * count].tobytes()
-        places = np.cumsum(np.frombuffer(gaps, "<u2"), dtype=np.int64)
-        if places[-1] >= len(exponents):
-            raise ColdDamaged(f"a list of exponents names the {places[-1]}th of {len(exponents)}")
-        exponents[places] = listed[1 + 2 * count :]
+        positions = np.cumsum(np.frombuffer(gaps, "<u2"), dtype=np.int64)
+        if positions[-1] >= len(exponents):
+            raise ColdDamaged(
+                f"a list of exponents has position {positions[-1]} of {len(exponents)}"
+            )
+        exponents[positions] = listed[1 + 2 * count :]
 
 
-def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Places:
-    """Write exponents less their base, and return the places of those outside the window."""
-    np.subtract(exponents, np.uint8(base), out=shifted)  # those below become large
+def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Positions:
+    """Write the exponents minus ``base``, and return the positions of those outside the window."""
+    np.subtract(exponents, np.uint8(base), out=shifted)  # those below wrap around to large values
     whole = len(shifted) & ~7
-    # Eight at a time, for there are few: a search of single bytes takes longer than the coder.
+    # Test eight at a time, because there are few: searching single bytes is slower than the coder.
     eights = shifted[:whole].view(np.uint64)
     work = scratch("words", whole).view(np.uint64)
     np.bitwise_and(eights, _ABOVE, out=work)
     found = np.flatnonzero(work != 0)[:, None] * 8 + np.arange(8)
-    places: Places = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
-    outside: Places = places[shifted[places] >= _WINDOW]
+    positions: Positions = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
+    outside: Positions = positions[shifted[positions] >= _WINDOW]
     return outside
 
 
 def _best_base(exponents: Bytes) -> int:
-    """Return the base of the window that leaves out the fewest."""
+    """Return the base of the window that misses the fewest."""
     counts = np.cumsum(np.bincount(exponents, minlength=256))
     inside = counts[_WINDOW - 1 :].copy()
     inside[1:] -= counts[:-_WINDOW]
     return int(inside.argmax())
 
 
-def _list(base: int, outside: Places, exponents: Bytes) -> Bytes:
-    """Return the base, the gaps between places as 16 bits each, and the exponents there."""
+def _list(base: int, outside: Positions, exponents: Bytes) -> Bytes:
+    """Return the base, the gaps between positions as 16 bits each, and the exponents there."""
     gaps = _gaps(outside)
-    if len(gaps) and int(gaps.max()) > _FAR:  # places in between are listed too, as they are
+    if len(gaps) and int(gaps.max()) > _FAR:  # bridge wide gaps with exponents inside the window
         outside = np.union1d(outside, np.arange(0, len(exponents), _FAR))
         gaps = _gaps(outside)
     start = np.array([base], np.uint8)
     return np.concatenate([start, gaps.astype("<u2").view(np.uint8), exponents[outside]])
 
 
-def _gaps(places: Places) -> Places:
-    gaps = places.copy()
-    gaps[1:] -= places[:-1]
+def _gaps(positions: Positions) -> Positions:
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1]
     return gaps

@@ -1,4 +1,4 @@
-"""A file that is mapped, parts of which were read into other memory too."""
+"""A mapped file of which some ranges are also in other memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """A part of a file in memory."""
+    """A range of a file, read into memory."""
 
     begin: int
     """Its offset in the file."""
@@ -14,7 +14,7 @@ class Window(NamedTuple):
 
 
 class FileView:
-    """The bytes of a file, taken from windows where one has all that is wanted at once."""
+    """The bytes of a file; a slice comes from a window if one contains it completely."""
 
     def __init__(self, data: memoryview, *windows: Window) -> None:
         self._data = data

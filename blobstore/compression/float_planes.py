@@ -1,14 +1,13 @@
-"""Planes of floating-point numbers: the exponents, which are few, apart from bits like noise.
+"""Transforms of floating-point values: exponents, which repeat, apart from bits that are noise.
 
-A number of 16 bits, ``s eeeeeeee mmmmmmm``, becomes the byte ``e`` in one plane and the byte ``s m``
-in another. Numbers of 32 bits are such numbers with 16 more bits of noise below. All is done with
-casts, masks and products of whole arrays, which processors do on many elements at once; slices with
-steps take five times as long.
+A 16-bit value ``s eeeeeeee mmmmmmm`` becomes the byte ``e`` in one plane and the byte ``s m`` in another.
+A 32-bit value is such a value with 16 more bits of noise below. The code uses casts, masks and products
+of whole arrays, which compile to vector instructions; strided slices take five times as long.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,126 +21,77 @@ if TYPE_CHECKING:
     Words = np.ndarray[Any, np.dtype[np.uint16]]
 
 _U2, _I2, _U4 = np.dtype("<u2"), np.dtype("<i2"), np.dtype("<u4")
-# Made once, for making them takes as long as a short loop.
+# Constants, because creating one takes as long as a short loop.
 _NOISE = np.uint16(0x807F)
 _SHIFT_7 = np.uint16(1 << 7)
 _SHIFT_8 = np.uint16(1 << 8)
 _SHIFT_16 = np.uint32(1 << 16)
 
 
-def bf16_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: exponents, and signs with mantissas."""
-    return elements, elements
+class FloatTransform(NamedTuple):
+    """Splits bfloat16 or float32 values into planes.
 
+    The planes are the exponents, then the noise (signs and mantissas), then the lower 16 bits of
+    32-bit values. Paired exponents are two planes: a list of exceptions and the pairs.
+    """
 
-def split_bf16(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
-    """Return the exponents, and signs with mantissas."""
-    return _split_words(chunk.view(_U2))
+    width: int
+    """Bytes of a value: 2 or 4."""
+    paired: bool
+    """Whether exponents are stored two per byte, which needs an even number of values."""
+    split_low: bool = False
+    """Whether the lower 16 bits are two planes of bytes instead of one of words."""
 
+    def sizes(self, elements: int) -> tuple[int, ...]:
+        """Return the sizes of the planes; none if this number of values does not suit."""
+        if self.paired and elements % 2:
+            return ()
+        upper: tuple[int, ...] = (elements,)
+        if self.paired:
+            upper = -exponents.list_limit(elements), elements // 2
+        if self.width == _U2.itemsize:
+            return *upper, elements
+        lower = (elements, elements) if self.split_low else (elements * 2,)
+        return *upper, elements, *lower
 
-def merge_bf16(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    _merge_words(planes[0], planes[1], out.view(_U2))
+    def encode(self, chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
+        """Return the planes, or None if the exponents do not suit pairs."""
+        if self.paired and len(chunk) % (2 * self.width):
+            return None
+        is_wide = self.width != _U2.itemsize
+        upper, lower = _split_halves(chunk) if is_wide else (chunk.view(_U2), None)
+        powers, noise = _split_words(upper)
+        upper_planes: tuple[Bytes, ...] = (powers,)
+        if self.paired:
+            packed = exponents.pack(powers)
+            if packed is None:
+                return None
+            upper_planes = packed
+        if lower is None:
+            return *upper_planes, noise
+        lower_planes = _split_bytes(lower) if self.split_low else (lower.view(np.uint8),)
+        return *upper_planes, noise, *lower_planes
 
-
-def bf16_pair_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: a list, pairs of exponents, and signs with mantissas."""
-    if elements % 2:
-        return ()
-    return -exponents.list_limit(elements), elements // 2, elements
-
-
-def split_bf16_pairs(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
-    """Return the list, pairs of exponents, and signs with mantissas."""
-    return _split_pairs(chunk.view(_U2))
-
-
-def merge_bf16_pairs(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    _merge_pairs(planes, out.view(_U2))
-
-
-def f32_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: as those of the upper halves, and the lower halves."""
-    return elements, elements, elements * 2
-
-
-def split_f32(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
-    """Return the planes of the upper halves, and the lower halves as they are."""
-    upper, lower = _halves(chunk)
-    return *_split_words(upper), lower.view(np.uint8)
-
-
-def merge_f32(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    upper = scratch("upper", len(out) // 2).view(_U2)
-    _merge_words(planes[0], planes[1], upper)
-    _join(upper, planes[2], out)
-
-
-def f32_pair_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: as the pairs of the upper halves, and the lower halves."""
-    return () if elements % 2 else (*bf16_pair_sizes(elements), elements * 2)
-
-
-def split_f32_pairs(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
-    """Return the planes of the upper halves, exponents as pairs, and the lower halves."""
-    upper, lower = _halves(chunk)
-    planes = _split_pairs(upper)
-    return None if planes is None else (*planes, lower.view(np.uint8))
-
-
-def merge_f32_pairs(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    upper = scratch("upper", len(out) // 2).view(_U2)
-    _merge_pairs(planes, upper)
-    _join(upper, planes[3], out)
-
-
-def f32_byte_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: as those of the upper halves, and two of bytes."""
-    return (elements,) * 4
-
-
-def split_f32_bytes(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
-    """Return the planes of the upper halves, the higher of the lower bytes, and the lowest."""
-    upper, lower = _halves(chunk)
-    return *_split_words(upper), *_split_bytes(lower)
-
-
-def merge_f32_bytes(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    upper = scratch("upper", len(out) // 2).view(_U2)
-    _merge_words(planes[0], planes[1], upper)
-    _join(upper, _merge_bytes(planes[2], planes[3]), out)
-
-
-def f32_byte_pair_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: as the pairs of the upper halves, and two of bytes."""
-    return () if elements % 2 else (*bf16_pair_sizes(elements), elements, elements)
-
-
-def split_f32_byte_pairs(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
-    """Return the planes of the upper halves, exponents as pairs, and two of bytes as above."""
-    upper, lower = _halves(chunk)
-    planes = _split_pairs(upper)
-    return None if planes is None else (*planes, *_split_bytes(lower))
-
-
-def merge_f32_byte_pairs(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
-    upper = scratch("upper", len(out) // 2).view(_U2)
-    _merge_pairs(planes, upper)
-    _join(upper, _merge_bytes(planes[3], planes[4]), out)
+    def decode(self, planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
+        """Write the values."""
+        is_wide = self.width != _U2.itemsize
+        upper = (scratch("upper", len(out) // 2) if is_wide else out).view(_U2)
+        powers, rest = planes[0], planes[1:]
+        if self.paired:
+            powers, rest = scratch("powers", len(upper)), planes[2:]
+            exponents.unpack(planes[0], planes[1], powers)
+        _join_words(powers, rest[0], upper)
+        if is_wide:
+            _join_halves(upper, _join_bytes(*rest[1:]) if self.split_low else rest[1], out)
 
 
 def e4m3_sizes(elements: int) -> tuple[int, ...]:
-    """Return the sizes of the planes: pairs of exponents, and pairs of signs with mantissas."""
+    """Return the sizes of the planes: pairs of exponents, and pairs of signs and mantissas."""
     return () if elements % 2 else (elements // 2, elements // 2)
 
 
-def split_e4m3(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
-    """Return the exponents of two numbers to a byte, and so signs with mantissas."""
+def encode_e4m3(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
+    """Return a plane of exponents and one of signs and mantissas, each with two values per byte."""
     if len(chunk) % 2:
         return None
     half = len(chunk) // 2
@@ -152,7 +102,7 @@ def split_e4m3(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
     np.multiply(second, np.uint8(2), out=work)
     np.bitwise_and(work, np.uint8(0xF0), out=work)
     np.bitwise_or(pairs, work, out=pairs)
-    # The second number's bits lie where the first one's exponent was: the mantissa at 3, the sign at 6.
+    # The second value takes the bits of the first one's exponent: its mantissa at 3, its sign at 6.
     np.bitwise_and(first, np.uint8(0x87), out=rest)
     np.right_shift(second, np.uint8(1), out=work)
     np.bitwise_and(work, np.uint8(0x40), out=work)
@@ -163,8 +113,8 @@ def split_e4m3(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
     return pairs, rest
 
 
-def merge_e4m3(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    """Write numbers."""
+def decode_e4m3(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
+    """Write the values."""
     pairs, rest = planes
     half = len(pairs)
     work = scratch("shifted", half)
@@ -184,22 +134,22 @@ def merge_e4m3(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None
 
 
 def _split_words(words: Words) -> tuple[Bytes, Bytes]:
-    """Return exponents, and signs with mantissas."""
+    """Return the exponents, and the signs with the mantissas."""
     count = len(words)
     work, noise = (scratch(name, count * 2).view(_U2) for name in ("words", "noise"))
     powers, rest = scratch("powers", count), scratch("rest", count)
     np.right_shift(words, np.uint16(7), out=work)
     np.copyto(powers, work, casting="unsafe")
     np.bitwise_and(words, _NOISE, out=noise)
-    np.right_shift(noise, np.uint16(8), out=work)  # the sign alone, to where it belongs
+    np.right_shift(noise, np.uint16(8), out=work)  # leaves only the sign, in its place
     np.bitwise_or(noise, work, out=noise)
     np.copyto(rest, noise, casting="unsafe")
     return powers, rest
 
 
-def _merge_words(powers: Bytes, rest: Bytes, words: Words) -> None:
+def _join_words(powers: Bytes, rest: Bytes, words: Words) -> None:
     work = scratch("words", len(words) * 2).view(_U2)
-    # Signed, so that the sign is at the top afterwards too, and in between, from where it goes.
+    # Extending the sign copies it to the top bit; the mask clears the copies in between.
     np.copyto(words.view(_I2), rest.view(np.int8))
     np.bitwise_and(words, _NOISE, out=words)
     np.copyto(work, powers)
@@ -207,22 +157,8 @@ def _merge_words(powers: Bytes, rest: Bytes, words: Words) -> None:
     np.bitwise_or(words, work, out=words)
 
 
-def _split_pairs(words: Words) -> Sequence[Bytes] | None:
-    if len(words) % 2:
-        return None
-    powers, rest = _split_words(words)
-    packed = exponents.pack(powers)
-    return None if packed is None else (*packed, rest)
-
-
-def _merge_pairs(planes: Sequence[Bytes], words: Words) -> None:
-    powers = scratch("powers", len(words))
-    exponents.unpack(planes[0], planes[1], powers)
-    _merge_words(powers, planes[2], words)
-
-
 def _split_bytes(words: Words) -> tuple[Bytes, Bytes]:
-    """Return the upper bytes and the lower bytes of words, which are used up."""
+    """Return the upper and the lower bytes of words, which are overwritten."""
     upper, lower = scratch("higher", len(words)), scratch("lowest", len(words))
     np.copyto(lower, words, casting="unsafe")
     np.right_shift(words, np.uint16(8), out=words)
@@ -230,8 +166,8 @@ def _split_bytes(words: Words) -> tuple[Bytes, Bytes]:
     return upper, lower
 
 
-def _merge_bytes(upper: Bytes, lower: Bytes) -> Bytes:
-    """Return the words that have these bytes, as bytes."""
+def _join_bytes(upper: Bytes, lower: Bytes) -> Bytes:
+    """Return the words with these bytes, as an array of bytes."""
     words = scratch("lower", len(upper) * 2).view(_U2)
     work = scratch("words", len(upper) * 2).view(_U2)
     np.copyto(words, upper)
@@ -241,8 +177,8 @@ def _merge_bytes(upper: Bytes, lower: Bytes) -> Bytes:
     return words.view(np.uint8)
 
 
-def _halves(chunk: Bytes) -> tuple[Words, Words]:
-    """Return the upper and the lower halves of numbers of 32 bits."""
+def _split_halves(chunk: Bytes) -> tuple[Words, Words]:
+    """Return the upper and the lower halves of 32-bit values."""
     values = chunk.view(_U4)
     upper, lower = (scratch(name, len(chunk) // 2).view(_U2) for name in ("upper", "lower"))
     wide = scratch("wide", len(chunk)).view(_U4)
@@ -252,7 +188,7 @@ def _halves(chunk: Bytes) -> tuple[Words, Words]:
     return upper, lower
 
 
-def _join(upper: Words, lower: Bytes, out: Bytes) -> None:
+def _join_halves(upper: Words, lower: Bytes, out: Bytes) -> None:
     values = out.view(_U4)
     wide = scratch("wide", len(out)).view(_U4)
     np.copyto(values, upper)

@@ -1,4 +1,4 @@
-"""Memory that a thread uses again and again, for the first touch of new pages costs more than a codec."""
+"""Reusable memory per thread: touching new pages for the first time costs more than a codec."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ _STEP = 1 << 16
 _PAGE = 1 << 12
 
 
-class _Held(threading.local):
+class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
         self.arrays: dict[str, Bytes] = {}
 
 
-_held = _Held()
+_buffers = _ThreadBuffers()
 
 
 def scratch(name: str, size: int) -> Bytes:
-    """Return ``size`` bytes of this thread, where a page begins; what they hold is undefined.
+    """Return ``size`` page-aligned bytes of this thread with undefined content.
 
-    They are the same bytes at every call with the same ``name``: whoever needs two at once gives
-    them two names, and nobody returns them to a caller.
+    Every call with the same ``name`` returns the same memory. A caller that needs two buffers at once
+    must use two names.
     """
-    array = _held.arrays.get(name)
+    array = _buffers.arrays.get(name)
     if array is None or len(array) < size:
-        array = _aligned(-(-size // _STEP) * _STEP)
-        _held.arrays[name] = array
+        capacity = -(-size // _STEP) * _STEP
+        memory = np.empty(capacity + _PAGE, np.uint8)
+        skipped = -memory.ctypes.data % _PAGE
+        array = memory[skipped : skipped + capacity]
+        _buffers.arrays[name] = array
     return array[:size]
-
-
-def _aligned(size: int) -> Bytes:
-    memory = np.empty(size + _PAGE, np.uint8)
-    skipped = -memory.ctypes.data % _PAGE
-    return memory[skipped : skipped + size]

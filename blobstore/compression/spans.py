@@ -1,4 +1,4 @@
-"""What a blob is made of: the runs of bytes that are coded apart, found from its first bytes."""
+"""Spans: the ranges of a blob that are compressed separately, found from its header."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Bytes of a blob that have one type."""
+    """Consecutive bytes of a blob that have one type."""
 
     size: int
     dtype: DType | None = None
-    """None where nothing is known of them."""
+    """None if the type is unknown."""
     same_as: int | None = None
-    """The number of an earlier run of the same bytes and the same type."""
+    """Index of an earlier span with the same bytes and type."""
     base_begin: int | None = None
-    """Where what they are to be compared with begins in the base blob."""
+    """Offset in the base of the bytes that the span is encoded against."""
     factors: bytes | None = None
-    """What predicts them from that, packed, with the run's type."""
+    """Packed low-rank factors that improve the prediction from those bytes."""
     shape: tuple[int, ...] = ()
-    """Of the tensor that they are; nothing is written of it."""
+    """Shape of the tensor; it is not stored."""
 
 
 def spans_of(start: Buffer, size: int) -> list[Span]:
-    """Return the runs of a blob of ``size`` bytes: a header and tensors, or one run of bytes.
+    """Return the spans of a blob: a header and tensors, or one span if there is no header.
 
     Args:
-        start: the first bytes of the blob, with all of its header, if it has one.
-        size: of the blob.
+        start: the first bytes of the blob, including its complete header if it has one.
+        size: size of the blob.
     """
     view = memoryview(start).cast("B")
     try:
@@ -59,31 +59,31 @@ def spans_of(start: Buffer, size: int) -> list[Span]:
     ]
 
 
-def split(run: Span) -> list[Span]:
-    """Return the runs of the slices of a tensor along its first dimension."""
-    count, *shape = run.shape
-    size = run.size // count
-    part = run._replace(size=size, shape=tuple(shape))
-    if run.base_begin is None:
-        return [part] * count
-    begin = run.base_begin
-    return [part._replace(base_begin=begin + number * size) for number in range(count)]
+def split_rows(span: Span) -> list[Span]:
+    """Return the spans of a tensor's slices along its first dimension."""
+    count, *shape = span.shape
+    size = span.size // count
+    row = span._replace(size=size, shape=tuple(shape))
+    if span.base_begin is None:
+        return [row] * count
+    begin = span.base_begin
+    return [row._replace(base_begin=begin + number * size) for number in range(count)]
 
 
-def with_equals(runs: Sequence[Span], blob: Buffer) -> list[Span]:
-    """Return the runs with those marked that have the bytes of an earlier one."""
+def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
+    """Return the spans with ``same_as`` set where an earlier one has the same bytes."""
     data = np.frombuffer(memoryview(blob), np.uint8)
-    ends = list(accumulate(run.size for run in runs))
-    counts = Counter(run[:2] for run in runs)
+    ends = list(accumulate(span.size for span in spans))
+    counts = Counter(span[:2] for span in spans)
     earlier: dict[tuple[object, ...], int] = {}
     marked = []
-    for number, (run, end) in enumerate(zip(runs, ends, strict=True)):
+    for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
         same = None
-        if counts[run[:2]] > 1:
-            mine = data[end - run.size : end]
-            # A sum that is equal by chance, or by design, costs one comparison and no harm.
-            other = earlier.setdefault((*run[:2], crc32(mine)), number)
-            theirs = data[ends[other] - run.size : ends[other]]
+        if counts[span[:2]] > 1:
+            mine = data[end - span.size : end]
+            # A collision, accidental or deliberate, costs one comparison and does no harm.
+            other = earlier.setdefault((*span[:2], crc32(mine)), number)
+            theirs = data[ends[other] - span.size : ends[other]]
             same = other if other != number and np.array_equal(mine, theirs) else None
-        marked.append(run._replace(same_as=same))
+        marked.append(span._replace(same_as=same))
     return marked

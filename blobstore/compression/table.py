@@ -1,8 +1,7 @@
-"""The table of a cold blob: its bytes to values and back, checked. Pure: no plane is touched here.
+"""The table of a cold blob: encoding, and checked decoding. Planes are not read here.
 
-docs/cold-format.md is the text that this follows. Planes lie in the file in the order in which the
-table lists them, without gaps, so the table states their sizes and no offsets: none can overlap,
-and together they must fill the file.
+The format is specified in docs/cold-format.md. Planes lie in the file in the order of the table, without
+gaps. The table has their sizes but no offsets, so planes cannot overlap and must fill the file.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
-from blobstore.compression.transforms import WIDTHS, layout_of
+from blobstore.compression.transforms import WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ColdDamaged
 
@@ -26,7 +25,7 @@ MAGIC: Final = b"\x8fBSCOLD"
 VERSION: Final = 1
 PREFIX: Final = MAGIC + bytes([VERSION])
 MAX_CHUNK: Final = 1 << 20
-"""Bytes of the largest chunk."""
+"""Maximum size of a chunk in bytes."""
 _END: Final = b"BSCOLDE\x8f"
 _FOOTER: Final = struct.Struct("<Q32s8s")
 _HEAD: Final = struct.Struct("<Q32sBI")
@@ -36,41 +35,41 @@ _CHUNK: Final = struct.Struct("<IBB")
 _SIZE: Final = struct.Struct("<I")
 _METHOD_BITS: Final = 2
 FOOTER_SIZE: Final = _FOOTER.size
-LEAST_SIZE: Final = len(PREFIX) + _HEAD.size + FOOTER_SIZE
+MIN_SIZE: Final = len(PREFIX) + _HEAD.size + FOOTER_SIZE
 _FACTORS: Final = struct.Struct("<II")
-_CODED, _SAME, _DELTA, _PREDICTED = range(4)
+_PLAIN, _SAME, _DELTA, _PREDICTED = range(4)
 MAX_FACTORS: Final = 1 << 27
-"""Bytes of the factors of a part, at most, as they are stored."""
+"""Limit for the stored size of a part's factors in bytes."""
 
 
 class StoredFactors(NamedTuple):
-    """Factors in the file."""
+    """Low-rank factors in the file."""
 
-    check: int
-    """CRC-32 of them as they are stored."""
+    checksum: int
+    """CRC-32 of their stored bytes."""
     size: int
 
 
 class Part(NamedTuple):
-    """A run of the blob's bytes, made of elements of one width, cut into chunks of one size."""
+    """Consecutive bytes of the blob with elements of one width, divided into chunks of one size."""
 
     size: int
     width: int = 1
     chunk_size: int = MAX_CHUNK >> 2
     same_as: int | None = None
-    """The number of an earlier part that has the same bytes; this one has no chunks then."""
+    """Index of an earlier part with the same bytes; this part then has no chunks of its own."""
     base_begin: int | None = None
-    """Where its base begins in the base blob, for chunks with layouts of deltas."""
+    """Offset in the base of the bytes that its delta chunks are encoded against."""
     factors: StoredFactors | None = None
-    """What its chunks are predicted by; they lie before its planes."""
+    """Factors that correct the prediction; they are stored before its planes."""
 
     @property
     def chunks(self) -> int:
-        """How many chunks the file has of it."""
+        """Number of chunks that the file has for it."""
         return 0 if self.same_as is not None else -(-self.size // self.chunk_size)
 
 
-class Stored(NamedTuple):
+class StoredPlane(NamedTuple):
     """A plane in the file."""
 
     method: int
@@ -78,28 +77,31 @@ class Stored(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What the table says of a chunk."""
+    """The table's entry for a chunk."""
 
-    check: int
-    """CRC-32 of its bytes, and after them of all planes but the raw ones, as they are stored."""
-    layout: int
-    planes: Sequence[Stored]
+    checksum: int
+    """CRC-32 of its bytes, followed by its stored planes except raw ones of a fixed size."""
+    transform: int
+    planes: Sequence[StoredPlane]
+
+    @property
+    def stored_size(self) -> int:
+        """Size of its stored planes in bytes."""
+        return sum(plane.size for plane in self.planes)
 
 
 class Table(NamedTuple):
-    """All that a file says but its planes."""
+    """The content of a file apart from its planes; digest and size are those of the blob."""
 
     digest: Digest
-    """Of the blob."""
     size: int
-    """Of the blob."""
     base: BlobId | None
     parts: Sequence[Part]
     chunks: Sequence[Chunk]
 
 
 def encode_table(table: Table) -> bytes:
-    """Return the bytes that end a file: the table, and the footer by which it is found."""
+    """Return the bytes that end a file: the table, and the footer that locates it."""
     head = _HEAD.pack(
         table.size, bytes.fromhex(table.digest.hex), table.base is not None, len(table.parts)
     )
@@ -109,23 +111,23 @@ def encode_table(table: Table) -> bytes:
     pieces += map(_encode_part, table.parts)
     pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
     for chunk in table.chunks:
-        pieces.append(_CHUNK.pack(chunk.check, chunk.layout, len(chunk.planes)))
+        pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
     content = b"".join(pieces)
-    return content + _FOOTER.pack(len(content), _seal(content), _END)
+    return content + _FOOTER.pack(len(content), _digest_of(content), _END)
 
 
 def decode_table(data: FileBytes) -> Table:
     """Return the table of a file.
 
     Raises:
-        ColdDamaged: the file is cut short, altered, or breaks the format.
+        ColdDamaged: the file is truncated or altered, or violates the format.
     """
     content, begin = _content(data)
     reader = _Reader(content)
     size, digest, has_base, count = reader.take(_HEAD)
     if has_base > 1:
-        raise ColdDamaged(f"the table states a base by {has_base}, which is neither 0 nor 1")
+        raise ColdDamaged(f"the table has {has_base} where 0 or 1 is expected")
     base = None
     if has_base:
         base_size, base_digest = reader.take(_BASE)
@@ -137,7 +139,7 @@ def decode_table(data: FileBytes) -> Table:
         parts.append(_decode_part(reader.take(_PART), parts, base))
     parts = [_with_factors(part, reader) for part in parts]
     if sum(part.size for part in parts) != size:
-        raise ColdDamaged(f"the parts do not make up the {size} bytes of the blob")
+        raise ColdDamaged(f"the sizes of the parts do not add up to the {size} bytes of the blob")
     least = sum(part.chunks for part in parts) * (_CHUNK.size + _SIZE.size)
     if least > len(content):
         raise ColdDamaged(f"the chunks of {size} bytes do not fit in the table")
@@ -146,49 +148,53 @@ def decode_table(data: FileBytes) -> Table:
     ]
     if reader.rest:
         raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")
-    stored = sum(plane.size for chunk in chunks for plane in chunk.planes)
+    stored = sum(chunk.stored_size for chunk in chunks)
     stored += sum(part.factors.size for part in parts if part.factors is not None)
     if len(PREFIX) + stored != begin:
-        raise ColdDamaged(f"planes of {stored} bytes are listed, and {begin - len(PREFIX)} stored")
+        raise ColdDamaged(
+            f"the table lists {stored} bytes of planes, the file has {begin - len(PREFIX)}"
+        )
     return Table(Digest(digest.hex()), size, base, parts, chunks)
 
 
 def chunk_elements(part: Part, number: int) -> int:
-    """Return how many elements a part's chunk has; the last one may have fewer than the others."""
+    """Return the number of elements in a part's chunk; the last chunk may be shorter."""
     return min(part.chunk_size, part.size - number * part.chunk_size) // part.width
 
 
 def _content(data: FileBytes) -> tuple[memoryview, int]:
-    """Return the table without its footer, and where it begins."""
+    """Return the table without its footer, and its offset."""
     start = bytes(data[: len(PREFIX)])
     if start[: len(MAGIC)] != MAGIC[: len(start)]:
-        raise ColdDamaged("not a cold blob: it does not begin like one")
-    if len(data) < LEAST_SIZE:
-        raise ColdDamaged(f"a cold blob of {len(data)} bytes is cut short: none has so few")
+        raise ColdDamaged("not a cold blob: the prefix is different")
+    if len(data) < MIN_SIZE:
+        raise ColdDamaged(
+            f"a cold blob of {len(data)} bytes is truncated: it needs at least {MIN_SIZE}"
+        )
     if start != PREFIX:
         raise ColdDamaged(
             f"a cold blob of version {start[-1]}; this program reads version {VERSION}"
         )
-    size, seal, end = _FOOTER.unpack(data[-FOOTER_SIZE:])
+    size, digest, end = _FOOTER.unpack(data[-FOOTER_SIZE:])
     if end != _END:
-        raise ColdDamaged("a cold blob does not end like one: it is cut short or altered")
+        raise ColdDamaged("a cold blob has no footer: it is truncated or altered")
     begin = len(data) - FOOTER_SIZE - size
     if begin < len(PREFIX):
-        raise ColdDamaged(f"a cold blob of {len(data)} bytes states a table of {size} bytes")
+        raise ColdDamaged(f"a cold blob of {len(data)} bytes cannot have a table of {size} bytes")
     content = data[begin : begin + size]
-    if _seal(content) != seal:
-        raise ColdDamaged("the table of a cold blob does not have its digest: it is altered")
+    if _digest_of(content) != digest:
+        raise ColdDamaged("the table of a cold blob does not match its digest: it is altered")
     return content, begin
 
 
-def _seal(content: bytes | memoryview) -> bytes:
-    seal = hashlib.sha256(PREFIX)
-    seal.update(content)
-    return seal.digest()
+def _digest_of(content: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(PREFIX)
+    digest.update(content)
+    return digest.digest()
 
 
 def _encode_part(part: Part) -> bytes:
-    kind, argument = _CODED, 0
+    kind, argument = _PLAIN, 0
     if part.same_as is not None:
         kind, argument = _SAME, part.same_as
     elif part.base_begin is not None:
@@ -214,10 +220,10 @@ def _decode_part(
         if same.same_as is None and same[:3] == part[:3]:
             return part._replace(same_as=argument)
     elif kind in {_DELTA, _PREDICTED} and base is not None and argument + size <= base.size:
-        # What the factors are is told behind the parts.
+        # The sizes of the factors follow after all parts.
         factors = StoredFactors(0, 0) if kind == _PREDICTED else None
         return part._replace(base_begin=argument, factors=factors)
-    elif kind == _CODED and not argument:
+    elif kind == _PLAIN and not argument:
         return part
     raise ColdDamaged(f"{where}: kind {kind} with {argument} is not possible")
 
@@ -232,19 +238,19 @@ def _with_factors(part: Part, reader: _Reader) -> Part:
 
 
 def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:
-    check, code, count = reader.take(_CHUNK)
-    layout = layout_of(code, part.width)
-    if layout is None:
-        raise ColdDamaged(f"layout {code} of elements of {part.width} bytes is unknown")
-    if layout.needs_base and part.base_begin is None:
-        raise ColdDamaged(f"layout {code} needs a base, and its part has none")
-    sizes = layout.sizes(chunk_elements(part, number))
+    checksum, code, count = reader.take(_CHUNK)
+    transform = transform_of(code, part.width)
+    if transform is None:
+        raise ColdDamaged(f"transform {code} of elements of {part.width} bytes is unknown")
+    if transform.needs_base and part.base_begin is None:
+        raise ColdDamaged(f"transform {code} needs a base, but its part has none")
+    sizes = transform.sizes(chunk_elements(part, number))
     if count != len(sizes) or not sizes:
-        raise ColdDamaged(f"a chunk of layout {code} cannot have {count} planes")
-    return Chunk(check, code, tuple(_decode_size(reader, size) for size in sizes))
+        raise ColdDamaged(f"a chunk of transform {code} cannot have {count} planes")
+    return Chunk(checksum, code, tuple(_decode_size(reader, size) for size in sizes))
 
 
-def _decode_size(reader: _Reader, limit: int) -> Stored:
+def _decode_size(reader: _Reader, limit: int) -> StoredPlane:
     (value,) = reader.take(_SIZE)
     size, method = value >> _METHOD_BITS, value & ((1 << _METHOD_BITS) - 1)
     is_fixed = limit >= 0
@@ -252,14 +258,14 @@ def _decode_size(reader: _Reader, limit: int) -> Stored:
     if method == Method.RAW:
         fits = size == limit if is_fixed else size <= -limit
     elif method != Method.ZSTD and (method != Method.BITS or not is_fixed):
-        raise ColdDamaged(f"a plane is stored by method {method}, which is unknown")
+        raise ColdDamaged(f"a plane has the unknown method {method}")
     if not fits:
         raise ColdDamaged(f"a plane of {abs(limit)} bytes cannot be stored in {size}")
-    return Stored(method, size)
+    return StoredPlane(method, size)
 
 
 class _Reader:
-    """Takes structures from bytes, one after the other."""
+    """Reads structures from bytes, one after the other."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -271,7 +277,7 @@ class _Reader:
 
     def take(self, form: struct.Struct) -> tuple[Any, ...]:
         if self.rest < form.size:
-            raise ColdDamaged(f"the table ends after {len(self._content)} bytes, amid an entry")
+            raise ColdDamaged(f"the table ends after {len(self._content)} bytes, within an entry")
         values = form.unpack_from(self._content, self._at)
         self._at += form.size
         return values

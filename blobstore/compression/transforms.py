@@ -1,14 +1,18 @@
-"""Every layout by its number, and which of them suit elements of a type."""
+"""The registry of transforms: how a chunk is split into planes, and which transforms suit a type."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression import float_planes
 from blobstore.compression.delta import codec as delta
+from blobstore.compression.float_planes import (
+    FloatTransform,
+    decode_e4m3,
+    e4m3_sizes,
+    encode_e4m3,
+)
 from blobstore.compression.scratch import scratch
 from blobstore.core.tensor import DType
 
@@ -18,125 +22,106 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Sizes = Callable[[int], tuple[int, ...]]
-    Split = Callable[[Bytes, Bytes | None], Sequence[Bytes] | None]
-    Merge = Callable[[Sequence[Bytes], Bytes, Bytes | None], None]
+    Encode = Callable[[Bytes, Bytes | None], Sequence[Bytes] | None]
+    Decode = Callable[[Sequence[Bytes], Bytes, Bytes | None], None]
 
 
 class Transform(NamedTuple):
-    """One way to split chunks."""
+    """A reversible way to split chunks into planes."""
 
     number: int
-    """What a file states."""
+    """Its number in files."""
     width: int
-    """Bytes of an element."""
+    """Bytes per element."""
     sizes: Sizes
-    """Bytes of each plane of so many elements; ``-n`` means any number up to n.
+    """Returns the size of each plane for a number of elements; ``-n`` means at most ``n`` bytes.
 
-    None at all if the layout does not suit so many.
+    Returns no sizes if the transform is not applicable.
     """
-    split: Split
-    merge: Merge
+    encode: Encode
+    """Takes a chunk and the base's bytes; returns the planes, or None if it is not applicable."""
+    decode: Decode
+    """Takes the planes, the memory for the chunk and the base's bytes."""
     needs_base: bool = False
-    worth: int = 1 << 8
-    """Where speed counts it is taken unless a later one saves one byte in so many."""
+    min_gain: int = 1 << 8
+    """At level ``fast``, a later transform replaces this one only if it saves one byte in so many."""
 
 
-_UINTS: Final[dict[int, np.dtype[Any]]] = {width: np.dtype(f"<u{width}") for width in (2, 4, 8)}
+def _identity(width: int) -> Transform:
+    """Return the transform whose only plane is the chunk itself."""
+
+    def encode(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
+        return (chunk,)
+
+    def decode(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
+        np.copyto(out, planes[0])
+
+    return Transform(0, width, lambda elements: (elements * width,), encode, decode)
 
 
-def whole(number: int, width: int) -> Transform:
-    """Return the layout of one plane that is the chunk as it is."""
-    return Transform(number, width, lambda elements: (elements * width,), _same, _copy)
+def _bytewise(number: int, width: int) -> Transform:
+    """Return the transform with one plane per byte of an element, the lowest byte first."""
+    dtype = np.dtype(f"<u{width}")
+
+    def encode(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
+        values = chunk.view(dtype)
+        wide = scratch("bytewise", len(chunk)).view(dtype)
+        planes = [scratch(f"byte {place}", len(values)) for place in range(width)]
+        for place, plane in enumerate(planes):
+            np.right_shift(values, place * 8, out=wide)
+            np.copyto(plane, wide, casting="unsafe")
+        return planes
+
+    def decode(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
+        values = out.view(dtype)
+        wide = scratch("bytewise", len(out)).view(dtype)
+        np.copyto(values, planes[0])
+        for place in range(1, width):
+            np.copyto(wide, planes[place])
+            np.multiply(wide, dtype.type(1 << place * 8), out=wide)  # faster than numpy's shift
+            np.bitwise_or(values, wide, out=values)
+
+    return Transform(number, width, lambda elements: (elements,) * width, encode, decode)
 
 
-def bytewise(number: int, width: int) -> Transform:
-    """Return the layout of a plane for each byte of an element, the lowest byte first."""
-    dtype = _UINTS[width]
-    return Transform(
-        number,
-        width,
-        lambda elements: (elements,) * width,
-        partial(_split, dtype),
-        partial(_merge, dtype),
-    )
-
-
-def _same(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
-    return (chunk,)
-
-
-def _copy(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    np.copyto(out, planes[0])
-
-
-def _split(dtype: np.dtype[Any], chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes]:
-    values = chunk.view(dtype)
-    wide = scratch("bytewise", len(chunk)).view(dtype)
-    planes = [scratch(f"byte {place}", len(values)) for place in range(dtype.itemsize)]
-    for place, plane in enumerate(planes):
-        np.right_shift(values, place * 8, out=wide)
-        np.copyto(plane, wide, casting="unsafe")
-    return planes
-
-
-def _merge(dtype: np.dtype[Any], planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> None:
-    values = out.view(dtype)
-    wide = scratch("bytewise", len(out)).view(dtype)
-    np.copyto(values, planes[0])
-    for place in range(1, dtype.itemsize):
-        np.copyto(wide, planes[place])
-        np.multiply(wide, dtype.type(1 << place * 8), out=wide)  # faster than numpy's shift
-        np.bitwise_or(values, wide, out=values)
+def _float(number: int, width: int, *, paired: bool, split_low: bool = False) -> Transform:
+    planes = FloatTransform(width, paired, split_low)
+    return Transform(number, width, planes.sizes, planes.encode, planes.decode)
 
 
 WIDTHS: Final = (1, 2, 4, 8)
-"""Bytes that an element may have."""
-WHOLE: Final = {width: whole(0, width) for width in WIDTHS}
-"""The layout of chunks as they are, for every width; its number is 0."""
-BYTES_2: Final = bytewise(1, 2)
-BYTES_4: Final = bytewise(2, 4)
-BYTES_8: Final = bytewise(3, 8)
-BF16: Final = Transform(
-    4, 2, float_planes.bf16_sizes, float_planes.split_bf16, float_planes.merge_bf16
-)
-BF16_PAIRS: Final = Transform(
-    5, 2, float_planes.bf16_pair_sizes, float_planes.split_bf16_pairs, float_planes.merge_bf16_pairs
-)
-F32: Final = Transform(6, 4, float_planes.f32_sizes, float_planes.split_f32, float_planes.merge_f32)
-F32_PAIRS: Final = Transform(
-    7, 4, float_planes.f32_pair_sizes, float_planes.split_f32_pairs, float_planes.merge_f32_pairs
-)
-F32_BYTES: Final = Transform(
-    8, 4, float_planes.f32_byte_sizes, float_planes.split_f32_bytes, float_planes.merge_f32_bytes
-)
-E4M3: Final = Transform(
-    9, 1, float_planes.e4m3_sizes, float_planes.split_e4m3, float_planes.merge_e4m3, worth=1 << 6
-)
-F32_BYTE_PAIRS: Final = Transform(
-    10,
-    4,
-    float_planes.f32_byte_pair_sizes,
-    float_planes.split_f32_byte_pairs,
-    float_planes.merge_f32_byte_pairs,
-)
-_F32: Final = ((F32_PAIRS, F32), (F32_BYTE_PAIRS, F32_BYTES), (BYTES_4,), (WHOLE[4],))
-_SUITABLE: Final = {
-    DType.BF16: ((BF16_PAIRS, BF16), (WHOLE[2],)),
-    DType.F16: ((BYTES_2,), (WHOLE[2],)),
+"""Possible widths of an element in bytes."""
+IDENTITY: Final = {width: _identity(width) for width in WIDTHS}
+"""The transform that changes nothing, by width; its number is 0."""
+BYTES_2: Final = _bytewise(1, 2)
+BYTES_4: Final = _bytewise(2, 4)
+BYTES_8: Final = _bytewise(3, 8)
+BF16: Final = _float(4, 2, paired=False)
+BF16_PAIRS: Final = _float(5, 2, paired=True)
+F32: Final = _float(6, 4, paired=False)
+F32_PAIRS: Final = _float(7, 4, paired=True)
+F32_BYTES: Final = _float(8, 4, paired=False, split_low=True)
+E4M3: Final = Transform(9, 1, e4m3_sizes, encode_e4m3, decode_e4m3, min_gain=1 << 6)
+F32_BYTE_PAIRS: Final = _float(10, 4, paired=True, split_low=True)
+
+_F32: Final = ((F32_PAIRS, F32), (F32_BYTE_PAIRS, F32_BYTES), (BYTES_4,), (IDENTITY[4],))
+_BY_TYPE: Final = {
+    DType.BF16: ((BF16_PAIRS, BF16), (IDENTITY[2],)),
+    DType.F16: ((BYTES_2,), (IDENTITY[2],)),
     DType.F32: _F32,
     DType.C64: _F32,
-    DType.F64: ((BYTES_8,), (WHOLE[8],)),
-    DType.F8_E4M3: ((E4M3,), (WHOLE[1],)),
-    DType.F8_E4M3FNUZ: ((E4M3,), (WHOLE[1],)),
-    DType.I16: ((WHOLE[2],), (BYTES_2,)),
-    DType.U16: ((WHOLE[2],), (BYTES_2,)),
-    DType.I32: ((WHOLE[4],), (BYTES_4,)),
-    DType.U32: ((WHOLE[4],), (BYTES_4,)),
-    DType.I64: ((WHOLE[8],), (BYTES_8,)),
-    DType.U64: ((WHOLE[8],), (BYTES_8,)),
+    DType.F64: ((BYTES_8,), (IDENTITY[8],)),
+    DType.F8_E4M3: ((E4M3,), (IDENTITY[1],)),
+    DType.F8_E4M3FNUZ: ((E4M3,), (IDENTITY[1],)),
+    DType.I16: ((IDENTITY[2],), (BYTES_2,)),
+    DType.U16: ((IDENTITY[2],), (BYTES_2,)),
+    DType.I32: ((IDENTITY[4],), (BYTES_4,)),
+    DType.U32: ((IDENTITY[4],), (BYTES_4,)),
+    DType.I64: ((IDENTITY[8],), (BYTES_8,)),
+    DType.U64: ((IDENTITY[8],), (BYTES_8,)),
 }
-_BYTES: Final = ((WHOLE[1],),)
-_DELTAS: Final = {
+_UNTYPED: Final = ((IDENTITY[1],),)
+_DELTA_NUMBERS: Final = {
     DType.U8: 32,
     DType.F8_E4M3: 33,
     DType.F8_E5M2: 34,
@@ -147,8 +132,8 @@ _DELTAS: Final = {
     DType.F32: 39,
     DType.U64: 40,
 }
-"""Numbers of the layouts that are differences from a base, by what they take elements for."""
-_LIKE: Final = {
+"""Numbers of the delta transforms, by the type as which they treat the elements."""
+_TREATED_AS: Final = {
     DType.F8_E4M3FNUZ: DType.F8_E4M3,
     DType.F8_E5M2FNUZ: DType.F8_E5M2,
     DType.I16: DType.U16,
@@ -157,89 +142,81 @@ _LIKE: Final = {
     DType.F64: DType.U64,
     DType.I64: DType.U64,
 }
-"""Types whose differences are those of another; all others of 8 bits are like U8."""
+"""Types whose deltas are those of another type; all other types are treated as U8."""
 
 
 def width_of(dtype: DType | None) -> int:
-    """Return how many bytes an element has that is coded; None is for bytes without a type."""
-    return _plain(dtype).bits // 8
+    """Return the bytes per element as which a type is compressed; None is untyped bytes."""
+    return _delta_type(dtype).bits // 8
 
 
-def suitable(dtype: DType | None) -> tuple[tuple[Transform, ...], ...]:
-    """Return the layouts that may make elements of a type small, those to prefer first.
+def transforms_for(dtype: DType | None) -> tuple[tuple[Transform, ...], ...]:
+    """Return groups of transforms that may compress a type, the preferred ones first.
 
-    Of several in one tuple only the first is thought of that suits.
+    Only the first applicable transform of each group is worth trying.
     """
-    return _SUITABLE.get(dtype, _BYTES) if dtype is not None else _BYTES
+    return _BY_TYPE.get(dtype, _UNTYPED) if dtype is not None else _UNTYPED
 
 
-def difference(dtype: DType | None, effort: delta.Effort) -> Transform:
-    """Return the layout of differences between elements of a type."""
-    return _difference(_plain(dtype), effort)
+def delta_transform(dtype: DType | None, settings: delta.DeltaSettings) -> Transform:
+    """Return the transform to differences from the base for elements of a type."""
+    return _delta(_delta_type(dtype), settings)
 
 
-def layout_of(number: int, width: int) -> Transform | None:
-    """Return the layout of a number for elements of ``width`` bytes, None if there is none."""
-    layout = _BY_NUMBER.get(number) if number else WHOLE.get(width)
-    return layout if layout is not None and layout.width == width else None
+def transform_of(number: int, width: int) -> Transform | None:
+    """Return the transform with a number for elements of ``width`` bytes, or None."""
+    transform = _BY_NUMBER.get(number) if number else IDENTITY.get(width)
+    return transform if transform is not None and transform.width == width else None
 
 
 def predicted_type(number: int) -> DType | None:
-    """Return the type of elements that a layout is the differences of, None if it is none."""
-    return next((dtype for dtype, known in _DELTAS.items() if known == number), None)
+    """Return the type of a delta transform's elements, or None for other transforms."""
+    return next((dtype for dtype, known in _DELTA_NUMBERS.items() if known == number), None)
 
 
-def _plain(dtype: DType | None) -> DType:
+def _delta_type(dtype: DType | None) -> DType:
     if dtype is None:
         return DType.U8
-    like = _LIKE.get(dtype, dtype)
-    return like if like in _DELTAS else DType.U8
+    treated_as = _TREATED_AS.get(dtype, dtype)
+    return treated_as if treated_as in _DELTA_NUMBERS else DType.U8
 
 
-def _difference(dtype: DType, effort: delta.Effort) -> Transform:
+def _delta(dtype: DType, settings: delta.DeltaSettings) -> Transform:
     width = dtype.bits // 8
-    split = partial(_split_difference, dtype, effort)
+
+    def encode(chunk: Bytes, base: Bytes | None) -> Sequence[Bytes] | None:
+        if base is None:
+            return None
+        elements = delta.as_elements(chunk, dtype), delta.as_elements(base, dtype)
+        return (np.frombuffer(delta.encode_chunk(*elements, dtype, settings), np.uint8),)
+
+    def decode(planes: Sequence[Bytes], out: Bytes, base: Bytes | None) -> None:
+        predicted = delta.as_elements(base, dtype)
+        delta.decode_chunk(planes[0].data, predicted, dtype, out.view(predicted.dtype))
+
     return Transform(
-        _DELTAS[dtype],
+        _DELTA_NUMBERS[dtype],
         width,
         lambda elements: (-elements * width,),
-        split,
-        partial(_merge_difference, dtype),
+        encode,
+        decode,
         needs_base=True,
     )
 
 
-def _split_difference(
-    dtype: DType, effort: delta.Effort, chunk: Bytes, base: Bytes | None
-) -> Sequence[Bytes] | None:
-    if base is None:
-        return None
-    elements = delta.as_elements(chunk, dtype), delta.as_elements(base, dtype)
-    return (np.frombuffer(delta.encode_chunk(*elements, dtype, effort), np.uint8),)
-
-
-def _merge_difference(
-    dtype: DType, planes: Sequence[Bytes], out: Bytes, base: Bytes | None
-) -> None:
-    start = delta.as_elements(base, dtype)
-    delta.decode_chunk(planes[0].data, start, dtype, out.view(start.dtype))
-
-
 _BY_NUMBER: Final = {
-    layout.number: layout
-    for layout in (
-        *(
-            BYTES_2,
-            BYTES_4,
-            BYTES_8,
-            BF16,
-            BF16_PAIRS,
-            F32,
-            F32_PAIRS,
-            F32_BYTES,
-            F32_BYTE_PAIRS,
-            E4M3,
-        ),
-        *(_difference(dtype, delta.Effort.FAST) for dtype in _DELTAS),
+    transform.number: transform
+    for transform in (
+        BYTES_2,
+        BYTES_4,
+        BYTES_8,
+        BF16,
+        BF16_PAIRS,
+        F32,
+        F32_PAIRS,
+        F32_BYTES,
+        E4M3,
+        F32_BYTE_PAIRS,
+        *(_delta(dtype, delta.FAST) for dtype in _DELTA_NUMBERS),
     )
 }

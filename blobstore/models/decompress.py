@@ -228,7 +228,7 @@ class ParallelDecoder:
         if opened.source is not None:
             yield decoders.submit(self._decode, blob, 0, view, opened.source, opened.buffer)
             return
-        for cut in blob.container.cuts(_DECODED, _REQUEST):
+        for cut in blob.container.chunk_ranges(_DECODED, _REQUEST):
             part = view[cut.begin : cut.end]
             if opened.is_cached or cut.stored_end - cut.stored_begin > _REQUEST:
                 yield decoders.submit(self._decode, blob, cut.begin, part)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
     from blobstore.compression.base import BaseBlob
+    from blobstore.compression.decoder import ChunkRange
     from blobstore.compression.decoder import ColdBlobDecoder as Container
-    from blobstore.compression.decoder import Cut
     from blobstore.compression.file_view import FileBytes
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
@@ -105,7 +105,7 @@ class ColdBlob:
         """What other forms there are; None if nobody has asked yet."""
         self._lock = Lock()
 
-    def fetch(self, cut: Cut, memory: memoryview) -> FileBytes:
+    def fetch(self, chunks: ChunkRange, memory: memoryview) -> FileBytes:
         """Read what a cut of the container is decoded from; see :meth:`ColdFile.read`.
 
         Raises:
@@ -113,7 +113,7 @@ class ColdBlob:
             StoreError: it cannot be read.
         """
         with self._explained():
-            return self._file.read(cut.stored_begin, cut.stored_end, memory)
+            return self._file.read(chunks.stored_begin, chunks.stored_end, memory)
 
     def read_into(self, begin: int, buffer: memoryview, source: FileBytes | None = None) -> None:
         """Fill ``buffer`` with bytes of the blob from ``begin`` on.

@@ -19,7 +19,7 @@ import zstandard
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.table import PREFIX as COLD_PREFIX
-from blobstore.compression.table import Chunk, Part, Stored, StoredFactors, Table, encode_table
+from blobstore.compression.table import Chunk, Part, StoredFactors, StoredPlane, Table, encode_table
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
 from blobstore.manifests import media_types
@@ -381,7 +381,7 @@ def test_rejects_damaged_cold_blobs_with_valid_stored_digests(
 
 
 def test_rejects_planes_with_a_wrong_checksum(target: LocalStore) -> None:
-    chunk = Chunk(0, 0, (Stored(0, 4),))
+    chunk = Chunk(0, 0, (StoredPlane(0, 4),))
     digest = Digest.of(b"blob")
     data = COLD_PREFIX + b"blob" + encode_table(Table(digest, 4, None, [Part(4)], [chunk]))
     assert "the file or the base is altered" in refused(
@@ -445,7 +445,7 @@ def test_factors_that_expand_far_beyond_their_parts_take_little_memory(tmp_path:
     base = bytes(2 * rows * columns)
     blob = base * count
     plane = struct.pack("<BBBBBI", 0, 1, 1, 1, 0, 0)  # no element differs
-    chunk = Chunk(zlib.crc32(base + plane), 37, (Stored(Method.RAW, len(plane)),))
+    chunk = Chunk(zlib.crc32(base + plane), 37, (StoredPlane(Method.RAW, len(plane)),))
     stored = StoredFactors(zlib.crc32(factors), len(factors))
     parts = [Part(len(base), 2, len(base), base_begin=0, factors=stored)] * count
     identity = BlobId(Digest.of(base), len(base))

@@ -14,12 +14,11 @@ import numpy as np
 import zstandard
 
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.delta.codec import Effort, decode_chunk, encode_chunk
-from blobstore.compression.delta.low_rank import Prediction, pack, unpack
+from blobstore.compression.delta.codec import FAST, SMALL, DeltaSettings, decode_chunk, encode_chunk
+from blobstore.compression.delta.low_rank import LowRankPredictor, pack, unpack
 from blobstore.compression.delta.low_rank_fit import fit
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import Span
-from blobstore.compression.tuning import Level
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes
@@ -94,12 +93,12 @@ class BitX(Zstd):
 class Differences:
     """Ours: differences in classes of the base's exponents."""
 
-    def __init__(self, effort: Effort) -> None:
-        self._effort = effort
+    def __init__(self, settings: DeltaSettings) -> None:
+        self._settings = settings
 
     def encode(self, pair: Pair) -> list[bytes]:
         return [
-            encode_chunk(pair.tensor[part], pair.base[part], DType.BF16, self._effort)
+            encode_chunk(pair.tensor[part], pair.base[part], DType.BF16, self._settings)
             for part in _parts(pair)
         ]
 
@@ -115,11 +114,11 @@ class Predicted(Differences):
         factors = fit(pair.tensor, pair.base, DType.BF16, pair.columns)
         if factors is None:
             return [b"", *super().encode(pair)]
-        prediction = Prediction(factors, DType.BF16)
+        prediction = LowRankPredictor(factors, DType.BF16)
         chunks = []
         for part in _parts(pair):
             start = prediction.predict(pair.base[part], part.start)
-            chunks.append(encode_chunk(pair.tensor[part], start, DType.BF16, self._effort))
+            chunks.append(encode_chunk(pair.tensor[part], start, DType.BF16, self._settings))
         return [pack(factors), *chunks]
 
     def decode(self, stored: list[bytes], pair: Pair, out: Array) -> None:
@@ -127,7 +126,7 @@ class Predicted(Differences):
             super().decode(stored[1:], pair, out)
             return
         factors = unpack(memoryview(stored[0]), len(pair.base))
-        prediction = Prediction(factors, DType.BF16)
+        prediction = LowRankPredictor(factors, DType.BF16)
         for part, chunk in zip(_parts(pair), stored[1:], strict=True):
             start = prediction.predict(pair.base[part], part.start)
             decode_chunk(memoryview(chunk), start, DType.BF16, out[part])
@@ -139,12 +138,12 @@ class Solo:
     def encode(self, pair: Pair) -> list[bytes]:
         written: list[bytes] = []
         data = pair.tensor.view(np.uint8).data
-        run = Span(len(data), DType.BF16)
+        span = Span(len(data), DType.BF16)
         encode(
             [data],
-            [run],
+            [span],
             lambda piece: written.append(bytes(piece)),
-            level=Level.SMALL,
+            level="small",
             digest=_ANY_DIGEST,
         )
         return [b"".join(written)]
@@ -162,10 +161,10 @@ CODECS: Mapping[str, Codec] = {
     "zstd 3, no base": Zstd(),
     "planes, no base": Solo(),
     "BitX-like": BitX(),
-    "differences, fast": Differences(Effort.FAST),
-    "differences, small": Differences(Effort.SMALL),
-    "predicted, fast": Predicted(Effort.FAST),
-    "predicted, small": Predicted(Effort.SMALL),
+    "differences, fast": Differences(FAST),
+    "differences, small": Differences(SMALL),
+    "predicted, fast": Predicted(FAST),
+    "predicted, small": Predicted(SMALL),
 }
 _PEERS = (CODECS["zstd 3, no base"], CODECS["BitX-like"])
 _PEER, _ALONE, _BEST = "BitX-like", "planes, no base", "predicted, small"

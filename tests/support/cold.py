@@ -1,4 +1,4 @@
-"""Blobs for the tests of cold storage: elements of every type with the values that weights have."""
+"""Blobs for tests of compression: elements of every type, with values like those of weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from blobstore.safetensors.header import encode_header
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from blobstore.compression.decoder import ColdBlobDecoder
     from blobstore.compression.table import Table
 
 _FLOATS: dict[DType, Any] = {
@@ -30,7 +31,7 @@ TYPES = tuple(DType)
 
 
 def weights(dtype: DType, count: int, seed: int = 0) -> bytes:
-    """Return so many elements that look like weights, or like what stands for them in integers."""
+    """Return elements that resemble weights, or quantized weights for integer types."""
     random = np.random.default_rng(seed)
     size = count * dtype.bits // 8
     if dtype in _FLOATS:
@@ -41,12 +42,12 @@ def weights(dtype: DType, count: int, seed: int = 0) -> bytes:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """Return bytes that nothing makes smaller."""
+    """Return incompressible bytes."""
     return np.random.default_rng(seed).bytes(size)
 
 
 def text(layers: int) -> bytes:
-    """Return the header of a file of many tensors."""
+    """Return the header of a file with many tensors, which compresses well."""
     shapes = {"mlp.up_proj": (11008, 4096), "self_attn.q_proj": (4096, 4096), "norm": (4096,)}
     specs = [
         TensorSpec(f"model.layers.{layer}.{name}.weight", DType.BF16, shape)
@@ -57,7 +58,7 @@ def text(layers: int) -> bytes:
 
 
 def safetensors(tensors: Mapping[str, tuple[DType, bytes]]) -> bytes:
-    """Return a file of tensors of one dimension."""
+    """Return a safetensors file of one-dimensional tensors."""
     specs = [
         TensorSpec(name, dtype, (len(data) * 8 // dtype.bits,))
         for name, (dtype, data) in tensors.items()
@@ -66,13 +67,18 @@ def safetensors(tensors: Mapping[str, tuple[DType, bytes]]) -> bytes:
 
 
 def cold(blob: bytes, **options: Any) -> bytes:
-    """Return the cold form of a blob."""
+    """Return a blob in the cold-blob format."""
     return cold_with_table(blob, **options)[0]
 
 
+def decoded(blob: ColdBlobDecoder) -> bytes:
+    """Return the bytes of a cold blob, verified against its digest."""
+    return b"".join(map(bytes, blob.pieces()))
+
+
 def cold_with_table(blob: bytes, **options: Any) -> tuple[bytes, Table]:
-    """Return the cold form of a blob, and its table."""
+    """Return a blob in the cold-blob format, and its table."""
     written = io.BytesIO()
-    runs = options.pop("runs", None) or spans_of(blob, len(blob))
-    table = encode(options.pop("pieces", [blob]), runs, written.write, **options)
+    spans = options.pop("spans", None) or spans_of(blob, len(blob))
+    table = encode(options.pop("pieces", [blob]), spans, written.write, **options)
     return written.getvalue(), table

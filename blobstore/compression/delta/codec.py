@@ -10,9 +10,8 @@ base, or what is predicted from them (`delta_prediction`). docs/cold-format.md h
 
 from __future__ import annotations
 
-import enum
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -52,21 +51,19 @@ _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
 
 
-class Effort(enum.Enum):
-    """How many classes are told apart, where that is worth the time, and what is tried on each plane."""
-
-    FAST = (6, 0.17, (Coder.HUFFMAN,))
-    SMALL = (8, 0.0, (Coder.HUFFMAN, Coder.ZSTD))
+class DeltaSettings(NamedTuple):
+    """How much work to put into encoding a delta."""
 
     classes: int
-    least_gain: float
-    """The part of its bytes that a chunk must save by classes: they take twice the time to decode."""
+    """Exponent classes at most."""
+    min_gain: float
+    """The fraction of a chunk that classes must save, because they double the decoding time."""
     coders: Sequence[Coder]
+    """Coders to try on each plane."""
 
-    def __init__(self, classes: int, least_gain: float, coders: Sequence[Coder]) -> None:
-        self.classes = classes
-        self.least_gain = least_gain
-        self.coders = coders
+
+FAST: Final = DeltaSettings(6, 0.17, (Coder.HUFFMAN,))
+SMALL: Final = DeltaSettings(8, 0.0, (Coder.HUFFMAN, Coder.ZSTD))
 
 
 def as_elements(data: Any, dtype: DType) -> Array:
@@ -75,20 +72,20 @@ def as_elements(data: Any, dtype: DType) -> Array:
     return np.frombuffer(data, np.dtype(f"<u{width}"))
 
 
-def encode_chunk(chunk: Array, start: Array, dtype: DType, effort: Effort) -> bytes:
+def encode_chunk(chunk: Array, start: Array, dtype: DType, settings: DeltaSettings) -> bytes:
     """Return what tells ``chunk`` from ``start``.
 
     Args:
         chunk: elements, as :func:`as_elements` gives them.
         start: as many elements that the decoder has too.
         dtype: the type of both.
-        effort: what to try.
+        settings: what to try.
     """
     changed = _changed(chunk, start)
     if changed is None:
-        return _encode_all(chunk, start, dtype, effort)
-    inner = _encode_all(_blocks(chunk, changed), _blocks(start, changed), dtype, effort)
-    coded = encode_plane(np.packbits(changed).data, effort.coders)
+        return _encode_all(chunk, start, dtype, settings)
+    inner = _encode_all(_blocks(chunk, changed), _blocks(start, changed), dtype, settings)
+    coded = encode_plane(np.packbits(changed).data, settings.coders)
     head = _HEAD.pack(0, 0, 0) + _PLANE.pack(coded.method, coded.size)
     return b"".join([head, coded.data, inner])
 
@@ -144,10 +141,10 @@ def _unpacked(method: int, stored: memoryview, size: int) -> Array:
     return np.unpackbits(packed, count=size).view(np.bool)
 
 
-def _encode_all(chunk: Array, start: Array, dtype: DType, effort: Effort) -> bytes:
+def _encode_all(chunk: Array, start: Array, dtype: DType, settings: DeltaSettings) -> bytes:
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
     np.subtract(chunk, start, out=difference)
-    classes = _chosen(difference, start, dtype, effort)
+    classes = _chosen(difference, start, dtype, settings)
     stream, sizes = difference, [len(chunk)]
     if classes.many > 1:
         even = len(chunk) & ~1
@@ -156,23 +153,23 @@ def _encode_all(chunk: Array, start: Array, dtype: DType, effort: Effort) -> byt
         gather(difference[:even], groups, stream[:even])
         stream[even:] = difference[even:]
         sizes = _with_rest(groups, len(chunk) - even)
-    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, effort)
+    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, settings)
 
 
-def _chosen(difference: Array, start: Array, dtype: DType, effort: Effort) -> Classes:
+def _chosen(difference: Array, start: Array, dtype: DType, settings: DeltaSettings) -> Classes:
     """Return the classes that are worth their time."""
     one = Classes(0, 1)
     if not has_classes(dtype) or len(start) < _LEAST_GROUPED:
         return one
-    classes = choose_classes(start, dtype, effort.classes)
-    if not effort.least_gain:
+    classes = choose_classes(start, dtype, settings.classes)
+    if not settings.min_gain:
         return classes
     step = max(len(start) // _SAMPLE, 1)
     numbers = classes_of(start[::step], dtype, classes)
     sample = difference[::step][numbers.argsort(kind="stable")].view(f"<i{difference.itemsize}")
     apart = segments.bits_of(sample, np.bincount(numbers, minlength=classes.many).tolist())
     together = segments.bits_of(sample, [len(sample)])
-    return classes if apart <= (1 - effort.least_gain) * together else one
+    return classes if apart <= (1 - settings.min_gain) * together else one
 
 
 def _decode_all(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
@@ -198,14 +195,16 @@ def _with_rest(groups: Groups, rest: int) -> list[int]:
     return [*groups.sizes[:-1], groups.sizes[-1] + rest]
 
 
-def _encode_stream(stream: Array, sizes: list[int], classes: Classes, effort: Effort) -> bytes:
+def _encode_stream(
+    stream: Array, sizes: list[int], classes: Classes, settings: DeltaSettings
+) -> bytes:
     heads, tables, bodies = [], [], []
     at = number = 0
     for count, form in segments.choose(stream, sizes):
         within = sizes[number : number + count]
         number += count
         end = at + sum(within)
-        segment = segments.encode(stream[at:end], within, form, effort.coders)
+        segment = segments.encode(stream[at:end], within, form, settings.coders)
         at = end
         escapes = len(segment.escaped) // stream.itemsize
         heads.append(_SEGMENT.pack(count, segment.form, escapes))

@@ -119,7 +119,7 @@ def _check(factors: Factors) -> None:
         raise ColdDamaged("factors whose product is not exact")
 
 
-class Prediction:
+class LowRankPredictor:
     """Factors made ready to predict chunks of one tensor, in any thread."""
 
     def __init__(self, factors: Factors, dtype: DType) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta.codec import Effort, encode_chunk
+from blobstore.compression.delta.codec import SMALL, encode_chunk
 from blobstore.compression.delta.low_rank import (
     MAX_SIDE,
     Factors,
-    Prediction,
+    LowRankPredictor,
     can_predict,
     pack,
     quantized,
@@ -179,7 +179,7 @@ class _Best:
     def _size(self, factors: Factors | None) -> float:
         """Return the bytes of the tensor and its factors, from some blocks of rows."""
         dtype = self._pair.dtype
-        prediction = None if factors is None else Prediction(factors, dtype)
+        prediction = None if factors is None else LowRankPredictor(factors, dtype)
         chunk = np.concatenate([tensor for _, tensor, _ in self._samples])
         start = np.concatenate(
             [
@@ -187,7 +187,7 @@ class _Best:
                 for first, _, base in self._samples
             ]
         )
-        size = len(encode_chunk(chunk, start, dtype, Effort.SMALL))
+        size = len(encode_chunk(chunk, start, dtype, SMALL))
         whole = size * (len(self._pair.tensor) / len(chunk))
         return whole + (0 if factors is None else len(pack(factors)))
 

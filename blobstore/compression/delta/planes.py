@@ -216,8 +216,8 @@ def _cuts(sizes: Sequence[int], bits: int) -> list[int]:
     return cuts
 
 
-def _coded(plane: Array, cuts: Sequence[int], coders: Sequence[Coder]) -> Plane:
-    coded = encode_plane(plane.data, coders[:1], cuts=cuts)
+def _coded(plane: Array, starts: Sequence[int], coders: Sequence[Coder]) -> Plane:
+    coded = encode_plane(plane.data, coders[:1], block_starts=starts)
     if len(coders) > 1 and coded.size < len(plane) // 3:  # runs, perhaps
         coded = min(coded, encode_plane(plane.data, coders[1:]), key=lambda one: one.size)
     return coded._replace(data=bytes(coded.data))

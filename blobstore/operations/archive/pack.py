@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import spans_of, with_equals
-from blobstore.compression.tuning import Level as TuningLevel
+from blobstore.compression.level import Level
+from blobstore.compression.spans import mark_duplicates, spans_of
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
@@ -38,7 +38,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import MAX_UNCOMPRESSED, plan_members, read_models
-from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
+from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -261,9 +261,9 @@ class _ArchiveWriter:
             data = mapped(file.fileno(), planned.blob.size)
             encode(
                 self._chunks(data, planned.label),
-                with_equals(spans_of(data, planned.blob.size), data),
+                mark_duplicates(spans_of(data, planned.blob.size), data),
                 slot.write,
-                level=TuningLevel(self._level),
+                level=self._level,
                 digest=planned.blob.digest,
             )
 

@@ -7,8 +7,9 @@ the searches for bases and the compression do not sample the same pair twice.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.compression.level import Level
 from blobstore.errors import Damaged, InvalidHeader, StoreError
 from blobstore.operations.freeze.fingerprints import (
     MIN_PIECE,
@@ -24,14 +25,12 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.compression.estimate import Known
+    from blobstore.compression.estimate import KnownFactors
     from blobstore.compression.spans import Span
     from blobstore.core.digest import BlobId
     from blobstore.operations.freeze.fingerprints import Piece
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
-
-Level = Literal["fast", "small"]
 
 MIN_GAIN: Final = 0.05
 """The share of the compressed size that a base must save."""
@@ -44,7 +43,7 @@ class Estimate(NamedTuple):
     size: int
     has_base: bool
     """False if the base has no similar tensors: the blob would be compressed alone."""
-    factors: Known
+    factors: KnownFactors
     """The low-rank factors that the samples gave."""
 
 
@@ -105,11 +104,9 @@ class BlobEncoder:
         estimates: dict[_Key, Estimate] | None = None,
     ) -> None:
         from blobstore.compression.spans import spans_of  # imports numpy
-        from blobstore.compression.tuning import Level as TuningLevel
 
         self._blob = blob
         self._level: Level = level
-        self._tuning = TuningLevel(level)
         self._estimates = {} if estimates is None else estimates
         self._data = store.mmap_hot(*blob)
         self._spans = spans_of(self._data, blob.size)
@@ -144,8 +141,8 @@ class BlobEncoder:
         from blobstore.compression.estimate import estimate_size
 
         if self._key not in self._estimates:
-            factors: Known = {}
-            size = estimate_size(self._data, self._aligned, self._base, self._tuning, factors)
+            factors: KnownFactors = {}
+            size = estimate_size(self._data, self._aligned, self._base, self._level, factors)
             self._estimates[self._key] = Estimate(size, self.has_base, factors)
         return self._estimates[self._key]
 
@@ -153,22 +150,22 @@ class BlobEncoder:
         """Compress the blob into ``write``; ``report`` gets the number of bytes of each chunk read."""
         from blobstore.compression.encoder import encode
         from blobstore.compression.estimate import fit_low_rank
-        from blobstore.compression.spans import with_equals
+        from blobstore.compression.spans import mark_duplicates
 
         spans: Sequence[Span] = self._aligned
         if self._base is not None:
             known = self._estimates.pop(self._key, None)  # written once, so that it is not kept
             factors = {} if known is None else known.factors
-            spans = list(fit_low_rank(self._data, spans, self._base, self._tuning, factors))
+            spans = list(fit_low_rank(self._data, spans, self._base, self._level, factors))
         spans = [
             span if span.same_as is None else span._replace(base_begin=None, factors=None)
-            for span in with_equals(spans, self._data)
+            for span in mark_duplicates(spans, self._data)
         ]
         encode(
             self._chunks(report),
             spans,
             write,
-            level=self._tuning,
+            level=self._level,
             digest=self._blob.digest,
             base=self._base,
         )
@@ -217,7 +214,7 @@ class _BaseAligner:
             yield from self._align_tensor(span, name, entry)
 
     def _align_tensor(self, span: Span, name: str, entry: TensorEntry) -> Sequence[Span]:
-        from blobstore.compression.spans import split
+        from blobstore.compression.spans import split_rows
 
         named = self._find_named(name, entry)
         equal = self._find_equal(whole_of(entry, self._header.data_start), named)
@@ -228,7 +225,8 @@ class _BaseAligner:
         if all(begin is None for begin in begins):
             return [span]
         return [
-            part._replace(base_begin=begin) for part, begin in zip(split(span), begins, strict=True)
+            part._replace(base_begin=begin)
+            for part, begin in zip(split_rows(span), begins, strict=True)
         ]
 
     def _find_named(self, name: str, entry: TensorEntry) -> int | None:

@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from blobstore.compression.level import Level
 from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
-from blobstore.operations.freeze.blob_encoder import Level, SizeEstimator
+from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, count_blocks
 from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin

@@ -29,7 +29,7 @@ def test_takes_a_caller_s_word_for_a_digest() -> None:
 
 def test_rejects_a_base_that_is_a_delta() -> None:
     base = BaseBlob.hot(DATA)
-    delta = cold(DATA[:-2] + b"xy", runs=[Span(len(DATA), DType.BF16, base_begin=0)], base=base)
+    delta = cold(DATA[:-2] + b"xy", spans=[Span(len(DATA), DType.BF16, base_begin=0)], base=base)
 
     with pytest.raises(ColdDamaged, match="is itself a delta"):
         ColdBlobDecoder(delta).as_base()

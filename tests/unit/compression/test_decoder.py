@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -16,16 +15,12 @@ from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import fit
 from blobstore.compression.file_view import FileView, Window
-from blobstore.compression.spans import Span, spans_of, with_equals
+from blobstore.compression.spans import Span, mark_duplicates, spans_of
 from blobstore.compression.table import encode_table
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged, UsageError
-from tests.support.cold import cold, cold_with_table, noise, safetensors, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Executor
+from tests.support.cold import cold, cold_with_table, decoded, noise, safetensors, weights
 
 COUNT = 300_001
 TENSORS = {
@@ -37,31 +32,22 @@ TENSORS = {
 BLOB = safetensors(TENSORS)
 COLD = cold(BLOB)
 FINE = BLOB[:-2] + b"xy"
-"""As after a very short training."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(3) as executor:
-        yield executor
+"""The blob after a very short training."""
 
 
 def delta() -> bytes:
     runs = spans_of(BLOB, len(BLOB))
     begins = [sum(run.size for run in runs[:number]) for number in range(len(runs))]
     marked = [run._replace(base_begin=begin) for run, begin in zip(runs, begins, strict=True)]
-    return cold(FINE, runs=marked, base=BaseBlob.hot(BLOB))
+    return cold(FINE, spans=marked, base=BaseBlob.hot(BLOB))
 
 
-def test_is_smaller_and_comes_back(pool: Executor) -> None:
+def test_a_cold_blob_is_smaller_and_decodes_to_the_original() -> None:
     assert len(COLD) < 0.85 * len(BLOB)
-    for executor in (None, pool):
-        out = bytearray(len(BLOB))
-        ColdBlobDecoder(COLD).decode_into(out, executor=executor)
-        assert out == BLOB
+    assert decoded(ColdBlobDecoder(COLD)) == BLOB
 
 
-def test_tells_what_it_stands_for() -> None:
+def test_the_decoder_knows_size_and_digest_of_the_blob() -> None:
     blob = ColdBlobDecoder(COLD)
 
     assert blob.size == len(BLOB)
@@ -69,26 +55,25 @@ def test_tells_what_it_stands_for() -> None:
     assert blob.table.base is None
 
 
-@pytest.mark.parametrize("threads", [0, 3])
-def test_gives_the_blob_out_in_pieces(threads: int, pool: Executor) -> None:
+def test_yields_the_blob_in_pieces() -> None:
     big = BLOB * 5
-    blob = ColdBlobDecoder(cold(big, runs=[Span(len(big))]))
+    blob = ColdBlobDecoder(cold(big, spans=[Span(len(big))]))
 
-    pieces = [bytes(piece) for piece in blob.pieces(executor=pool if threads else None)]
+    pieces = [bytes(piece) for piece in blob.pieces()]
 
     assert len(pieces) > 1
     assert b"".join(pieces) == big
 
 
-def test_an_empty_blob_comes_back() -> None:
-    blob = ColdBlobDecoder(cold(b"", runs=[]))
+def test_an_empty_blob_has_no_pieces() -> None:
+    blob = ColdBlobDecoder(cold(b"", spans=[]))
 
-    blob.decode_into(bytearray())
+    blob.read_into(bytearray())
     assert list(blob.pieces()) == []
 
 
 @given(st.integers(0, len(BLOB)), st.integers(0, 700_000), st.booleans())
-def test_any_range_can_be_read_alone(begin: int, size: int, is_odd: bool) -> None:
+def test_reads_any_range(begin: int, size: int, is_odd: bool) -> None:
     expected = BLOB[begin : begin + size]
     memory = bytearray(len(expected) + is_odd)
 
@@ -97,7 +82,7 @@ def test_any_range_can_be_read_alone(begin: int, size: int, is_odd: bool) -> Non
     assert memory[is_odd:] == expected
 
 
-def test_a_range_costs_the_chunks_that_it_touches() -> None:
+def test_a_range_needs_only_the_chunks_that_it_overlaps() -> None:
     _, table = cold_with_table(BLOB)
     damaged = bytearray(COLD)
     first = sum(plane.size for plane in table.chunks[0].planes)
@@ -109,70 +94,57 @@ def test_a_range_costs_the_chunks_that_it_touches() -> None:
     out = bytearray(1000)
     blob.read_into(out, header + table.parts[1].chunk_size)
     assert out == BLOB[header + table.parts[1].chunk_size :][:1000]
-    with pytest.raises(ColdDamaged, match="check sum"):
+    with pytest.raises(ColdDamaged, match="checksum"):
         blob.read_into(out, header)
 
 
 @pytest.mark.parametrize(("begin", "size"), [(-1, 1), (0, len(BLOB) + 1), (len(BLOB), 1)])
-def test_rejects_a_range_that_the_blob_does_not_have(begin: int, size: int) -> None:
-    with pytest.raises(UsageError, match=f"are wanted of a blob of {len(BLOB)}"):
+def test_rejects_a_range_outside_the_blob(begin: int, size: int) -> None:
+    with pytest.raises(UsageError, match=f"are out of range for a blob of {len(BLOB)}"):
         ColdBlobDecoder(COLD).read_into(bytearray(size), begin)
 
 
-@pytest.mark.parametrize("size", [0, len(BLOB) - 1, len(BLOB) + 1])
-def test_rejects_memory_of_another_size_for_the_whole(size: int) -> None:
-    with pytest.raises(UsageError, match="does not fit in"):
-        ColdBlobDecoder(COLD).decode_into(bytearray(size))
-
-
-def test_rejects_a_blob_of_another_digest(pool: Executor) -> None:
+def test_rejects_a_blob_with_another_digest() -> None:
     _, table = cold_with_table(BLOB)
     planes = COLD[: len(COLD) - len(encode_table(table))]
     forged = ColdBlobDecoder(planes + encode_table(table._replace(digest=Digest.of(b"another"))))
 
-    for executor in (None, pool):
-        with pytest.raises(ColdDamaged, match=f"decodes to {Digest.of(BLOB)}, and says"):
-            forged.decode_into(bytearray(len(BLOB)), executor=executor)
-        with pytest.raises(ColdDamaged, match="decodes to"):
-            list(forged.pieces(executor=executor))
+    with pytest.raises(ColdDamaged, match=f"decodes to {Digest.of(BLOB)}, expected"):
+        decoded(forged)
 
 
-def test_stops_at_the_first_damage_with_threads_too(pool: Executor) -> None:
+def test_finds_a_damaged_plane() -> None:
     damaged = bytearray(COLD)
     damaged[len(COLD) // 2] ^= 16
 
     with pytest.raises(ColdDamaged):
-        ColdBlobDecoder(damaged).decode_into(bytearray(len(BLOB)), executor=pool)
+        decoded(ColdBlobDecoder(damaged))
 
 
 def test_equal_tensors_are_stored_once() -> None:
     tensor = weights(DType.BF16, 200_000)
     blob = safetensors({"a": (DType.BF16, tensor), "b": (DType.BF16, tensor)})
-    runs = with_equals(spans_of(blob, len(blob)), blob)
-    stored = cold(blob, runs=runs)
+    runs = mark_duplicates(spans_of(blob, len(blob)), blob)
+    stored = cold(blob, spans=runs)
 
     assert len(stored) < 0.36 * len(blob)
-    out = bytearray(len(blob))
-    ColdBlobDecoder(stored).decode_into(out)
-    assert out == blob
+    assert decoded(ColdBlobDecoder(stored)) == blob
     begin = len(blob) - 399_000
-    ColdBlobDecoder(stored).read_into(memoryview(out)[:1000], begin)
-    assert out[:1000] == blob[begin : begin + 1000]
+    out = bytearray(1000)
+    ColdBlobDecoder(stored).read_into(out, begin)
+    assert out == blob[begin : begin + 1000]
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
-@pytest.mark.parametrize("threads", [0, 3])
-def test_a_delta_comes_back_with_its_base(is_cold: bool, threads: int, pool: Executor) -> None:
+def test_a_delta_decodes_with_its_base(is_cold: bool) -> None:
     blob = ColdBlobDecoder(delta())
     blob.give_base(ColdBlobDecoder(COLD).as_base() if is_cold else BaseBlob.hot(BLOB))
-    out = bytearray(len(FINE))
 
-    blob.decode_into(out, executor=pool if threads else None)
-
-    assert out == FINE
+    assert decoded(blob) == FINE
     assert blob.table.base == BlobId(Digest.of(BLOB), len(BLOB))
-    blob.read_into(memoryview(out)[:777], 400_001)
-    assert out[:777] == FINE[400_001:400_778]
+    out = bytearray(777)
+    blob.read_into(out, 400_001)
+    assert out == FINE[400_001:400_778]
 
 
 def test_a_delta_is_much_smaller() -> None:
@@ -181,34 +153,34 @@ def test_a_delta_is_much_smaller() -> None:
 
 def test_rejects_a_delta_without_its_base() -> None:
     with pytest.raises(ColdDamaged, match=f"without its base {Digest.of(BLOB)}"):
-        ColdBlobDecoder(delta()).decode_into(bytearray(len(FINE)))
+        decoded(ColdBlobDecoder(delta()))
 
 
 @pytest.mark.parametrize("base", [FINE, BLOB[:-1], b""])
 def test_rejects_another_base(base: bytes) -> None:
-    with pytest.raises(ColdDamaged, match=f"what is needed is {Digest.of(BLOB)}"):
+    with pytest.raises(ColdDamaged, match=f"expected {Digest.of(BLOB)}"):
         ColdBlobDecoder(delta()).give_base(BaseBlob.hot(base))
 
 
-def test_rejects_a_base_where_none_is_needed() -> None:
-    with pytest.raises(ColdDamaged, match="what is needed is none"):
+def test_rejects_a_base_for_a_blob_without_one() -> None:
+    with pytest.raises(ColdDamaged, match="expected none"):
         ColdBlobDecoder(COLD).give_base(BaseBlob.hot(BLOB))
 
 
-def test_finds_a_base_that_was_altered_since() -> None:
+def test_detects_an_altered_base() -> None:
     altered = bytearray(BLOB)
     altered[300_000] ^= 1
     blob = ColdBlobDecoder(delta())
     blob.give_base(BaseBlob.hot(altered, Digest.of(BLOB)))
 
     with pytest.raises(ColdDamaged, match="the file or the base is altered"):
-        blob.decode_into(bytearray(len(FINE)))
+        decoded(blob)
 
 
 def test_memory_is_bounded_by_chunks() -> None:
     blob = ColdBlobDecoder(COLD)
     out = bytearray(len(BLOB))
-    blob.read_into(out)  # what a thread keeps is there now
+    blob.read_into(out)  # allocates this thread's scratch memory
     tracemalloc.start()
     blob.read_into(out)
     _, peak = tracemalloc.get_traced_memory()
@@ -217,7 +189,7 @@ def test_memory_is_bounded_by_chunks() -> None:
     assert peak < 1 << 18
 
 
-def test_threads_share_one_cold_blob(pool: Executor) -> None:
+def test_threads_may_share_a_decoder() -> None:
     blob = ColdBlobDecoder(COLD)
     ranges = [random.Random(seed).randrange(len(BLOB) - 50_000) for seed in range(40)]
 
@@ -226,11 +198,13 @@ def test_threads_share_one_cold_blob(pool: Executor) -> None:
         blob.read_into(out, begin)
         return bytes(out)
 
-    assert list(pool.map(read, ranges)) == [BLOB[begin : begin + 50_000] for begin in ranges]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(read, ranges))
+    assert found == [BLOB[begin : begin + 50_000] for begin in ranges]
 
 
 def merged_adapter() -> tuple[bytes, BaseBlob, Span]:
-    """Return a tensor to which a product of rank 2 was added, what it was, and how to code it."""
+    """Return a tensor to which a product of rank 2 was added, its base, and its span."""
     rows, columns, rank = 700, 300, 2
     numbers = np.random.default_rng(0)
     base = np.frombuffer(weights(DType.BF16, rows * columns), np.uint16)
@@ -244,70 +218,68 @@ def merged_adapter() -> tuple[bytes, BaseBlob, Span]:
     return tensor.tobytes(), BaseBlob.hot(b"abc" + base.tobytes()), run
 
 
-def test_a_merged_adapter_is_predicted_from_its_base(pool: Executor) -> None:
+def test_a_merged_adapter_is_predicted_from_its_base() -> None:
     blob, base, run = merged_adapter()
-    plain = cold(blob, runs=[run._replace(factors=None)], base=base)
+    plain = cold(blob, spans=[run._replace(factors=None)], base=base)
 
-    stored = cold(blob, runs=[run], base=base)
+    stored = cold(blob, spans=[run], base=base)
 
     assert len(stored) < 0.7 * len(plain)
-    for executor in (None, pool):
-        back = ColdBlobDecoder(stored)
-        back.give_base(base)
-        out = bytearray(len(blob))
-        back.decode_into(out, executor=executor)
-        assert out == blob
-        back.read_into(memoryview(out)[:1001], 99_999)
-        assert out[:1001] == blob[99_999:101_000]
+    back = ColdBlobDecoder(stored)
+    back.give_base(base)
+    assert decoded(back) == blob
+    out = bytearray(1001)
+    back.read_into(out, 99_999)
+    assert out == blob[99_999:101_000]
 
 
-def test_rejects_factors_that_were_altered() -> None:
+def test_rejects_altered_factors() -> None:
     blob, base, run = merged_adapter()
     assert run.factors is not None
-    stored = bytearray(cold(blob, runs=[run], base=base))
+    stored = bytearray(cold(blob, spans=[run], base=base))
     stored[stored.index(run.factors) + len(run.factors) // 2] ^= 1
     back = ColdBlobDecoder(stored)
     back.give_base(base)
 
-    with pytest.raises(ColdDamaged, match="factors of a part are not what"):
-        back.decode_into(bytearray(len(blob)))
+    with pytest.raises(ColdDamaged, match="factors of a part do not match their checksum"):
+        decoded(back)
 
 
 @pytest.mark.parametrize(
     ("limit", "stored_limit"), [(1, 1), (1 << 20, 1 << 19), (1 << 40, 1 << 40)]
 )
-def test_cuts_are_whole_chunks_that_make_up_the_blob(limit: int, stored_limit: int) -> None:
+def test_chunk_ranges_make_up_the_blob(limit: int, stored_limit: int) -> None:
     blob = ColdBlobDecoder(COLD)
-    cuts = list(blob.cuts(limit, stored_limit))
-    assert [cut.begin for cut in cuts] == [0, *(cut.end for cut in cuts[:-1])]
-    assert cuts[-1].end == len(BLOB)
-    assert len(cuts) == {1: len(blob.table.chunks), 1 << 40: 1}.get(limit, len(cuts))
+    ranges = list(blob.chunk_ranges(limit, stored_limit))
+    assert [one.begin for one in ranges] == [0, *(one.end for one in ranges[:-1])]
+    assert ranges[-1].end == len(BLOB)
+    assert len(ranges) == {1: len(blob.table.chunks), 1 << 40: 1}.get(limit, len(ranges))
     out = bytearray(len(BLOB))
-    for begin, end, stored_begin, stored_end in cuts:
+    for begin, end, stored_begin, stored_end in ranges:
         assert limit == 1 or (end - begin <= limit and stored_end - stored_begin <= stored_limit)
         window = Window(stored_begin, memoryview(COLD)[stored_begin:stored_end])
-        rest = bytearray(len(COLD))  # nothing else is looked at
+        rest = bytearray(len(COLD))  # other bytes are not read
         blob.read_into(memoryview(out)[begin:end], begin, source=FileView(memoryview(rest), window))
     assert out == BLOB
 
 
-def test_cuts_do_not_tell_of_planes_that_a_part_has_from_another() -> None:
+def test_chunk_ranges_of_repeated_parts_have_no_planes() -> None:
     data = weights(DType.BF16, 600_000)
-    runs = with_equals([Span(len(data), DType.BF16), Span(len(data), DType.BF16)], data * 2)
-    blob = ColdBlobDecoder(cold(data * 2, runs=runs))
+    runs = mark_duplicates([Span(len(data), DType.BF16), Span(len(data), DType.BF16)], data * 2)
+    blob = ColdBlobDecoder(cold(data * 2, spans=runs))
     assert blob.table.parts[1].same_as == 0
-    cuts = list(blob.cuts(len(data), 1 << 40))
-    assert [cut.stored_end - cut.stored_begin for cut in cuts if cut.begin >= len(data)] == [0]
-    assert sum(cut.stored_end - cut.stored_begin for cut in cuts) == sum(
+    ranges = list(blob.chunk_ranges(len(data), 1 << 40))
+    assert [one.stored_end - one.stored_begin for one in ranges if one.begin >= len(data)] == [0]
+    assert sum(one.stored_end - one.stored_begin for one in ranges) == sum(
         plane.size for chunk in blob.table.chunks for plane in chunk.planes
     )
 
 
-def test_an_empty_blob_has_no_cuts() -> None:
-    assert list(ColdBlobDecoder(cold(b"", runs=[])).cuts(1, 1)) == []
+def test_an_empty_blob_has_no_chunk_ranges() -> None:
+    assert list(ColdBlobDecoder(cold(b"", spans=[])).chunk_ranges(1, 1)) == []
 
 
-def test_the_table_is_read_from_other_memory() -> None:
+def test_reads_the_table_from_another_source() -> None:
     nothing = bytearray(len(COLD))
     source = FileView(memoryview(nothing), Window(0, memoryview(COLD)))
     assert ColdBlobDecoder(nothing, source).table == ColdBlobDecoder(COLD).table

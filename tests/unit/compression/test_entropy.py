@@ -89,10 +89,8 @@ def test_rejects_bits_of_another_number(size: int) -> None:
 
 
 def test_keeps_raw_what_would_gain_too_little_for_its_time() -> None:
-    plane = noise(100_000) + bytes(2000)
-
-    assert encode_plane(plane).method == Method.ZSTD
-    assert encode_plane(plane, least_gain=1 << 5).method == Method.RAW
+    assert encode_plane(noise(100_000) + bytes(2000)).method == Method.ZSTD
+    assert encode_plane(noise(100_000) + bytes(600)).method == Method.RAW
 
 
 def test_raw_planes_are_not_copied() -> None:
@@ -137,7 +135,7 @@ def test_threads_code_at_the_same_time() -> None:
 
 
 def test_rejects_a_raw_plane_of_another_size() -> None:
-    with pytest.raises(ColdDamaged, match="a raw plane of 3 bytes where 4 are expected"):
+    with pytest.raises(ColdDamaged, match="a raw plane has 3 bytes, expected 4"):
         decoded(Method.RAW, b"abc", 4)
 
 
@@ -145,7 +143,7 @@ def test_rejects_a_raw_plane_of_another_size() -> None:
 def test_rejects_a_frame_of_another_size(size: int) -> None:
     frame = zstandard.compress(bytes(100))
 
-    with pytest.raises(ColdDamaged, match=f"declares 100 bytes where {size} are expected"):
+    with pytest.raises(ColdDamaged, match=f"declares 100 bytes, expected {size}"):
         decoded(Method.ZSTD, frame, size)
 
 
@@ -157,7 +155,7 @@ def test_rejects_a_frame_without_a_size() -> None:
 
 
 def test_rejects_a_method_that_is_unknown() -> None:
-    with pytest.raises(ColdDamaged, match="method 3, which is unknown"):
+    with pytest.raises(ColdDamaged, match="unknown method 3"):
         decoded(3, b"abc", 3)
 
 

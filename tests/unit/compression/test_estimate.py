@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from blobstore.compression import estimate as factoring
+from blobstore.compression import estimate
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.estimate import Known, estimate_size, fit_low_rank
+from blobstore.compression.estimate import KnownFactors, estimate_size, fit_low_rank
+from blobstore.compression.level import Level
 from blobstore.compression.spans import Span
-from blobstore.compression.tuning import Level
 from blobstore.core.tensor import DType
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
-from tests.support.cold import cold, noise, weights
+from tests.support.cold import cold, decoded, noise, weights
 
 BASE = matrix(1)
 MERGED = merged(BASE, 2)
@@ -26,28 +28,27 @@ def coded(data: bytes, run: Span, before: bytes, level: Level) -> tuple[int, int
     """Return the bytes without factors and with them, once they have been decoded, and the runs."""
     base = BaseBlob.hot(before)
     runs = list(fit_low_rank(memoryview(data), [run], base, level, {}))
-    stored = cold(data, runs=runs, base=base, level=level)
+    stored = cold(data, spans=runs, base=base, level=level)
     opened = ColdBlobDecoder(stored)
     if opened.table.base is not None:
         opened.give_base(base)
-    out = bytearray(opened.size)
-    opened.decode_into(out)
+    out = decoded(opened)
     assert out == data
-    return len(cold(data, runs=[run], base=base, level=level)), len(stored), runs
+    return len(cold(data, spans=[run], base=base, level=level)), len(stored), runs
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", get_args(Level))
 def test_a_merged_adapter_takes_little(level: Level) -> None:
     plain, size, _ = coded(MERGED, run_of(MERGED, SHAPE), BASE, level)
     assert size < 0.5 * plain
     assert coded(MERGED, run_of(MERGED, SHAPE), BASE, level)[1] == size
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", get_args(Level))
 def test_an_estimate_knows_what_factors_save(level: Level) -> None:
     run = run_of(MERGED, SHAPE)
     _, size, runs = coded(MERGED, run, BASE, level)
-    known: Known = {}
+    known: KnownFactors = {}
     about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, known)
     assert abs(about - size) < 0.15 * size
     assert known == {0: runs[0].factors}  # which need not be found twice
@@ -61,12 +62,12 @@ def test_an_estimate_knows_what_factors_save(level: Level) -> None:
 def test_an_estimate_of_a_large_tensor_is_from_some_of_its_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(factoring, "_SLICE", 16 << 10)
+    monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     run = run_of(MERGED, SHAPE)
-    _, size, _ = coded(MERGED, run, BASE, Level.SMALL)
-    plain = len(cold(MERGED, runs=[run], base=BaseBlob.hot(BASE)))
-    known: Known = {}
-    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), Level.SMALL, known)
+    _, size, _ = coded(MERGED, run, BASE, "small")
+    plain = len(cold(MERGED, spans=[run], base=BaseBlob.hot(BASE)))
+    known: KnownFactors = {}
+    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), "small", known)
     assert known == {}
     assert 0.75 * size < about < 0.75 * plain
 
@@ -77,13 +78,13 @@ def test_every_matrix_of_a_stack_has_factors_of_its_own() -> None:
     data = b"".join(
         merged(before[4 + number * step :][:step], number, rank=16) for number in range(8)
     )
-    plain, size, runs = coded(data, run_of(data, (8, *SHAPE), 4), before, Level.SMALL)
+    plain, size, runs = coded(data, run_of(data, (8, *SHAPE), 4), before, "small")
     assert [run.base_begin for run in runs] == [4 + number * step for number in range(8)]
     assert all(run.factors for run in runs)
     assert size < 0.5 * plain
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", get_args(Level))
 def test_a_stack_of_which_no_matrix_is_predicted_stays_whole(level: Level) -> None:
     data = weights(DType.BF16, 4 * ROWS * COLUMNS)
     run = run_of(data, (4, *SHAPE))
@@ -93,7 +94,7 @@ def test_a_stack_of_which_no_matrix_is_predicted_stays_whole(level: Level) -> No
 
 def test_the_first_dimension_of_windows_is_against_all_others() -> None:
     shape = (ROWS, COLUMNS // 10, 2, 5)
-    _, _, runs = coded(MERGED, run_of(MERGED, shape), BASE, Level.SMALL)
+    _, _, runs = coded(MERGED, run_of(MERGED, shape), BASE, "small")
     assert runs[0].factors is not None
 
 
@@ -109,18 +110,18 @@ def test_the_first_dimension_of_windows_is_against_all_others() -> None:
     ids=["no base", "integers", "a vector", "too narrow", "bytes"],
 )
 def test_what_has_no_factors_stays_as_it_is(run: Span) -> None:
-    assert coded(MERGED, run, BASE, Level.SMALL)[2] == [run]
+    assert coded(MERGED, run, BASE, "small")[2] == [run]
 
 
 def test_equal_tensors_stay_as_they_are() -> None:
     run = run_of(BASE, SHAPE)
-    assert coded(BASE, run, BASE, Level.SMALL)[2] == [run]
+    assert coded(BASE, run, BASE, "small")[2] == [run]
 
 
 def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(MERGED, SHAPE, 4)
     before = b"head" + BASE
-    held = coded(MERGED, run, before, Level.SMALL)[2]
+    held = coded(MERGED, run, before, "small")[2]
     sizes: list[int] = []
     hot = BaseBlob.hot(before)
 
@@ -128,11 +129,11 @@ def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch
         sizes.append(out.nbytes)
         hot.read_into(out, begin)
 
-    monkeypatch.setattr(factoring, "_HELD", 32 << 10)
-    monkeypatch.setattr(factoring, "_SLICE", 16 << 10)
+    monkeypatch.setattr(estimate, "_MAX_IN_MEMORY", 32 << 10)
+    monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     monkeypatch.setattr("blobstore.compression.delta.low_rank_fit._BLOCK_ELEMENTS", 1 << 13)
     base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]
-    found = list(fit_low_rank(memoryview(MERGED), [run], base, Level.SMALL, {}))
+    found = list(fit_low_rank(memoryview(MERGED), [run], base, "small", {}))
     assert [one.factors is not None for one in found] == [True]
     assert abs(len(found[0].factors or b"") - len(held[0].factors or b"")) < 1000
     assert max(sizes) < len(MERGED)
@@ -141,5 +142,5 @@ def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch
 def test_numbers_that_nothing_reaches_stop_no_fit() -> None:
     data = noise(len(BASE))
     run = run_of(data, SHAPE)
-    assert coded(data, run, BASE, Level.SMALL)[2] == [run]
+    assert coded(data, run, BASE, "small")[2] == [run]
     assert np.frombuffer(data, np.uint16).max() > 0xFF00  # no numbers are among them

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.compression.spans import Span, spans_of, split, with_equals
+from blobstore.compression.spans import Span, mark_duplicates, spans_of, split_rows
 from blobstore.core.tensor import DType
 from tests.support.cold import noise, safetensors, weights
 
@@ -22,11 +22,11 @@ def test_a_file_is_a_header_and_its_tensors() -> None:
 
 def test_a_stack_is_split_into_its_slices() -> None:
     run = Span(120, DType.F32, base_begin=7, shape=(3, 2, 5))
-    slices = split(run)
+    slices = split_rows(run)
     assert [(one.size, one.base_begin, one.shape) for one in slices] == [
         (40, begin, (2, 5)) for begin in (7, 47, 87)
     ]
-    assert [one.base_begin for one in split(run._replace(base_begin=None))] == [None] * 3
+    assert [one.base_begin for one in split_rows(run._replace(base_begin=None))] == [None] * 3
 
 
 def test_the_first_bytes_with_the_header_are_enough() -> None:
@@ -57,12 +57,12 @@ def test_marks_runs_of_the_same_bytes_and_type() -> None:
         Span(len(A), DType.I16),
     ]
 
-    assert [run.same_as for run in with_equals(runs, blob)] == [None, None, 0, 0, 1, None]
+    assert [run.same_as for run in mark_duplicates(runs, blob)] == [None, None, 0, 0, 1, None]
 
 
 def test_a_check_sum_alone_makes_nothing_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blobstore.compression.spans.crc32", lambda _: 7)
 
-    marked = with_equals([Span(4)] * 3, b"abcdefghabcd")
+    marked = mark_duplicates([Span(4)] * 3, b"abcdefghabcd")
 
     assert [run.same_as for run in marked] == [None, None, 0]

@@ -144,7 +144,7 @@ def test_damage_is_told_and_ends_the_work(tmp_path: Path, name: str, is_cached: 
         chill(store, names)
     gc.collect()  # of tests before
     before = threading.active_count(), len(os.listdir("/dev/fd"))
-    with pytest.raises(BlobDamaged, match=f"{Path(path).name}.*check sum"):
+    with pytest.raises(BlobDamaged, match=f"{Path(path).name}.*checksum"):
         decode(store, names)
     assert (threading.active_count(), len(os.listdir("/dev/fd"))) == before
 

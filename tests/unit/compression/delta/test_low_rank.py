@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.compression.delta.low_rank import (
     Factors,
-    Prediction,
+    LowRankPredictor,
     can_predict,
     pack,
     quantized,
@@ -46,7 +46,7 @@ def test_32_bit_prediction_is_one_rounding_of_the_exact_sum(rank: int) -> None:
     factors = some_factors(rank, 40, 50)._replace(exponents=(-20,) * rank)
     base = np.random.default_rng(0).standard_normal(2000, np.float32)
     wanted = (base.astype(np.float64) + exact(factors).ravel()).astype(np.float32)
-    found = Prediction(factors, DType.F32).predict(base.view(np.uint32), 0)
+    found = LowRankPredictor(factors, DType.F32).predict(base.view(np.uint32), 0)
     assert np.array_equal(found, wanted.view(np.uint32))
 
 
@@ -55,9 +55,9 @@ def test_16_bit_predictions_are_rounded_to_the_nearest() -> None:
     values = np.random.default_rng(0).standard_normal(2000, np.float32)
     wanted = (values.astype(np.float16) + exact(factors).ravel()).astype(np.float32)
     half = values.astype(np.float16).view(np.uint16)
-    found = Prediction(factors, DType.F16).predict(half, 0)
+    found = LowRankPredictor(factors, DType.F16).predict(half, 0)
     assert np.array_equal(found, wanted.astype(np.float16).view(np.uint16))
-    found = Prediction(factors, DType.BF16).predict(bf16(values), 0)
+    found = LowRankPredictor(factors, DType.BF16).predict(bf16(values), 0)
     wide = (bf16(values).astype(np.uint32) << 16).view(np.float32)
     nearest = bf16((wide + exact(factors).ravel()).astype(np.float32))
     assert np.array_equal(found, nearest)
@@ -72,15 +72,15 @@ def test_what_is_added_does_not_depend_on_the_order_of_sums() -> None:
         factors.right[shuffled],
     )
     base = np.random.default_rng(0).standard_normal(33 * 64, np.float32).view(np.uint32)
-    one = Prediction(factors, DType.F32).predict(base, 0).copy()
-    assert np.array_equal(Prediction(other, DType.F32).predict(base, 0), one)
+    one = LowRankPredictor(factors, DType.F32).predict(base, 0).copy()
+    assert np.array_equal(LowRankPredictor(other, DType.F32).predict(base, 0), one)
 
 
 @pytest.mark.parametrize("first", [0, 1, 49, 50, 777])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_part_is_predicted_as_it_is_in_the_whole(first: int, rank: int) -> None:
     base = bf16(np.random.default_rng(0).standard_normal(2000, np.float32))
-    prediction = Prediction(some_factors(rank, 40, 50), DType.BF16)
+    prediction = LowRankPredictor(some_factors(rank, 40, 50), DType.BF16)
     whole = prediction.predict(base, 0).copy()
     part = prediction.predict(base[first : first + 333], first)
     assert np.array_equal(part, whole[first : first + 333])
@@ -96,7 +96,7 @@ def test_a_part_is_predicted_as_it_is_in_the_whole(first: int, rank: int) -> Non
 )
 def test_numbers_that_processors_treat_differently_stay(dtype: DType, odd: list[int]) -> None:
     base = np.array(odd * 4, f"<u{dtype.bits // 8}")
-    found = Prediction(some_factors(2, 4, 8), dtype).predict(base, 0)
+    found = LowRankPredictor(some_factors(2, 4, 8), dtype).predict(base, 0)
     assert np.array_equal(found, base)
 
 

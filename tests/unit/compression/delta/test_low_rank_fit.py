@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blobstore.compression.delta.codec import Effort, as_elements, encode_chunk
-from blobstore.compression.delta.low_rank import Prediction, pack
+from blobstore.compression.delta.codec import SMALL, as_elements, encode_chunk
+from blobstore.compression.delta.low_rank import LowRankPredictor, pack
 from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
 from blobstore.core.tensor import DType
 from tests.unit.compression.delta.test_codec import bf16
@@ -27,12 +27,12 @@ def merged(rank: int, size: float) -> tuple[Array, Array]:
 
 def stored(tensor: Array, base: Array) -> tuple[int, int, int]:
     """Return the bytes without factors, with them, and the rank."""
-    plain = len(encode_chunk(tensor, base, DType.BF16, Effort.SMALL))
+    plain = len(encode_chunk(tensor, base, DType.BF16, SMALL))
     factors = fit(tensor, base, DType.BF16, _COLUMNS)
     if factors is None:
         return plain, plain, 0
-    predicted = Prediction(factors, DType.BF16).predict(base, 0)
-    size = len(encode_chunk(tensor, predicted, DType.BF16, Effort.SMALL)) + len(pack(factors))
+    predicted = LowRankPredictor(factors, DType.BF16).predict(base, 0)
+    size = len(encode_chunk(tensor, predicted, DType.BF16, SMALL)) + len(pack(factors))
     return plain, size, factors.rank
 
 
@@ -85,8 +85,8 @@ def test_a_base_may_be_read_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     factors = fit(tensor, read, DType.BF16, _COLUMNS)
     assert factors is not None
     assert max(sizes) == 70 * _COLUMNS
-    predicted = Prediction(factors, DType.BF16).predict(base, 0)
-    assert len(encode_chunk(tensor, predicted, DType.BF16, Effort.SMALL)) < len(base) / 2
+    predicted = LowRankPredictor(factors, DType.BF16).predict(base, 0)
+    assert len(encode_chunk(tensor, predicted, DType.BF16, SMALL)) < len(base) / 2
 
 
 def test_what_is_no_matrix_cannot_be_fitted() -> None:

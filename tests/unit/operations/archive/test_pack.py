@@ -446,7 +446,7 @@ def test_rejects_a_delta_against_other_bytes_than_its_base_has(
     corrupted[-4000:] = bytes(4000)
     run = Span(found.size, DType.BF16, base_begin=0)
     blob = Path(store.blob_path(found.digest)).read_bytes()
-    delta = cold(blob, runs=[run], base=BaseBlob.hot(corrupted, base.digest))
+    delta = cold(blob, spans=[run], base=BaseBlob.hot(corrupted, base.digest))
     Path(store.cold_path(found.digest)).write_bytes(delta)
     Path(store.blob_path(found.digest)).unlink()
     Path(store.blob_path(base.digest)).write_bytes(corrupted)

@@ -209,7 +209,7 @@ def test_does_not_copy_a_chain_of_deltas(store: LocalStore) -> None:
     base, other = layers(store, "base")["l0"], layers(store, "two")["l0"]
     data = Path(store.blob_path(base.digest)).read_bytes()
     by = BaseBlob.hot(Path(store.blob_path(other.digest)).read_bytes())
-    chained = cold(data, runs=[Span(len(data), DType.BF16, base_begin=0)], base=by)
+    chained = cold(data, spans=[Span(len(data), DType.BF16, base_begin=0)], base=by)
     Path(store.cold_path(base.digest)).write_bytes(chained)
     found = edges(planned(store, *EVERYONE))
     assert found["base:latest: layer 'l0'"] == "two:latest: layer 'l0'"

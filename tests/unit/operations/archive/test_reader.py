@@ -153,7 +153,7 @@ def test_rejects_another_base_than_the_delta_was_made_from(family: bytes) -> Non
     assert {parts.members[place].kind for place in others} == {Kind.RAW, Kind.COLD}
     for other in others:
         parts.change(number, base=other)
-        with pytest.raises(ArchiveDamaged, match="what is needed is"):
+        with pytest.raises(ArchiveDamaged, match="expected"):
             read_member(parts.data(), number)
 
 
@@ -164,7 +164,7 @@ def test_rejects_a_base_for_a_blob_without_one(family: bytes) -> None:
     for number, item in enumerate(parts.members):
         if item.base == numbers[1]:
             parts.change(number, base=numbers[0])
-    with pytest.raises(ArchiveDamaged, match="what is needed is none"):
+    with pytest.raises(ArchiveDamaged, match="expected none"):
         read_member(parts.data(), numbers[1])
 
 

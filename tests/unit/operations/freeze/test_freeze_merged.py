@@ -17,7 +17,7 @@ from tests.support.models import add_blobs, blob
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.operations.freeze.blob_encoder import Level
+    from blobstore.compression.level import Level
 
 NAMES = ("q", "v")
 
