@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.names import rename_model as rename
     from blobstore.operations.maintenance.repair import Repaired
     from blobstore.operations.maintenance.repair import repair_models as repair
+    from blobstore.operations.maintenance.show import ModelDescription
+    from blobstore.operations.maintenance.show import describe_model as show
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
@@ -76,6 +78,7 @@ _HOMES = {
     "ListedModel": ("blobstore.operations.maintenance.list", "ListedModel"),
     "LocalStore": ("blobstore.store.local", "LocalStore"),
     "Model": ("blobstore.models.model", "Model"),
+    "ModelDescription": ("blobstore.operations.maintenance.show", "ModelDescription"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
@@ -105,6 +108,7 @@ _HOMES = {
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
+    "show": ("blobstore.operations.maintenance.show", "describe_model"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
@@ -127,6 +131,7 @@ __all__ = [
     "ListedModel",
     "LocalStore",
     "Model",
+    "ModelDescription",
     "Named",
     "Packed",
     "Reference",
@@ -156,6 +161,7 @@ __all__ = [
     "remove",
     "rename",
     "repair",
+    "show",
     "thaw",
     "unpack",
     "verify",

@@ -14,11 +14,11 @@ from blobstore import BlobstoreError, Created, LocalStore, Model, Reference, Ver
 
 def import_and_load(folder: Path) -> None:
     """Import a model, load it and check it."""
-    created = blobstore.create(folder, "llama:1b", store=LocalStore(folder / "store"))
+    created = blobstore.create(folder, "llama:1b", store=folder / "store")
     assert_type(created, Created)
     assert_type(created.reference, Reference)
     assert_type(created.bytes_written, int)
-    with blobstore.open("llama:1b", framework="torch", store=LocalStore(folder / "store")) as model:
+    with blobstore.open("llama:1b", framework="torch", store=str(folder / "store")) as model:
         assert_type(model, Model)
         assert_type(len(model), int)
     assert_type(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,39 @@ import blobstore
 
 ROOT = Path(__file__).parents[2]
 
+# The public interface: change it here and in docs/python.md together.
+FUNCTIONS = """
+check_archive(path, references, *, jobs, progress)
+compare(reference, base, *, store, patterns, jobs, progress)
+convert(source, target, *, subtree, weights, keep_names, overwrite, jobs, progress)
+copy(source, target, *, store, force)
+create(source, reference, *, store, experts, quantize, group_size, policy, overrides, weights, ignore_unindexed, subtree, keep_names, paranoid, jobs, executor, progress)
+diff(ours, theirs, *, store, jobs, progress)
+du(references, *, store)
+export(reference, folder, *, store, shard_size, dequantize, jobs, progress)
+freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
+gc(store, *, older_than, dry_run)
+inspect(path, *, subtree)
+link(reference, folder, *, store, hard, old_keys, jobs, progress)
+list(store)
+open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, progress)
+open_archive(path)
+open_checkpoint(path, *, subtree)
+pack(references, path, *, store, level, overwrite, jobs, progress)
+remove(references, *, store, dry_run)
+rename(source, target, *, store, force)
+repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, dry_run, jobs, progress)
+show(reference, *, store)
+thaw(references, *, store, keep_cold, jobs, progress)
+unpack(path, references, *, store, force, jobs, progress)
+verify(references, *, store, quick, rate, jobs, progress)
+"""
+TYPES = """
+ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
+Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
+Packed Reference RemovedModels Repaired StoreUsage Thawed Unpacked Verified
+"""
+
 
 def run(code: str) -> str:
     """Return what a fresh interpreter prints, started at the root of the project."""
@@ -17,6 +52,29 @@ def run(code: str) -> str:
         [sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT, text=True
     )
     return done.stdout
+
+
+def signature(name: str) -> str:
+    """Return a function with the names of its parameters; those after ``*`` are keywords."""
+    parameters = list(inspect.signature(getattr(blobstore, name)).parameters.values())
+    names = [parameter.name for parameter in parameters]
+    keywords = [parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters]
+    if any(keywords):
+        names.insert(keywords.index(True), "*")
+    return f"{name}({', '.join(names)})"
+
+
+def test_the_public_interface_is_what_it_was() -> None:
+    functions = [name for name in blobstore.__all__ if inspect.isfunction(getattr(blobstore, name))]
+
+    assert sorted(map(signature, functions)) == FUNCTIONS.split("\n")[1:-1]
+    assert sorted(set(blobstore.__all__) - set(functions)) == TYPES.split()
+
+
+def test_the_documents_name_the_whole_public_interface() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+
+    assert [name for name in blobstore.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_importing_the_package_imports_none_of_its_modules() -> None:
