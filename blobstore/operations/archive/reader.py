@@ -21,6 +21,8 @@ from blobstore.core.files import open_regular
 from blobstore.core.mmap import mapped
 from blobstore.errors import (
     ArchiveDamaged,
+    BlobDamaged,
+    BlobMissing,
     BlobstoreError,
     ColdDamaged,
     InvalidManifest,
@@ -34,7 +36,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import ArchivedModel, ArchiveTable, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from blobstore.core.digest import Digest
 
@@ -44,7 +46,8 @@ _READ_SIZE = 1 << 20
 class ArchiveReader:
     """An open archive. Threads may share it.
 
-    Members are known by their numbers, from 0, in the order of the table.
+    Members are known by their numbers, from 0, in the order of the table. Blobs and manifests can also be
+    read by digest and name, as from any :class:`~blobstore.store.protocols.ModelReader`.
     """
 
     def __init__(self, descriptor: int, size: int, path: str) -> None:
@@ -69,9 +72,7 @@ class ArchiveReader:
         }
         """The number of each blob, by its digest."""
         self._manifests = {_parse_name(name): number for name, number in table.names}
-        self.references = tuple(self._manifests)
-        """The names of the models."""
-        if len({reference.full.casefold() for reference in self.references}) < len(table.names):
+        if len({reference.full.casefold() for reference in self._manifests}) < len(table.names):
             raise ArchiveDamaged("two names differ in case only")
         self._lock = threading.Lock()
         self._models: dict[int, tuple[bytes, Manifest]] = {}
@@ -79,6 +80,10 @@ class ArchiveReader:
         self._checked: set[int] = set()
         """Members whose stored digest was right."""
         self._checking: dict[int, threading.Lock] = {}
+
+    def references(self) -> tuple[Reference, ...]:
+        """Return the names of the models."""
+        return tuple(self._manifests)
 
     def models(self, references: Sequence[Reference] = ()) -> list[ArchivedModel]:
         """Return the models of these names, by default all.
@@ -89,8 +94,8 @@ class ArchiveReader:
             ModelNotFound: the archive has no such name.
             ArchiveDamaged: a manifest was altered, or one of its blobs is missing.
         """
-        found = [self.resolve(reference) for reference in references or self.references]
-        if len({model.reference for model in found}) == len(self.references):
+        found = [self.resolve(reference) for reference in references or self._manifests]
+        if len({model.reference for model in found}) == len(self._manifests):
             needed = set(self.needed(found))
             bases = {self.members[number].base for number in needed}
             for number in self.blobs.values():
@@ -98,11 +103,18 @@ class ArchiveReader:
                     raise ArchiveDamaged(f"no model needs {self._label(number)}")
         return found
 
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest.
+
+        Raises:
+            ModelNotFound: the archive has no such name.
+            ArchiveDamaged: the manifest was altered.
+        """
+        return self.read(self._manifest_of(Reference.of(reference)))
+
     def resolve(self, reference: Reference) -> ArchivedModel:
         """Return a model by its name. Raises as :meth:`models`."""
-        number = self._manifests.get(reference)
-        if number is None:
-            raise ModelNotFound(f"no model {quote(reference)} in the archive {quote(self._path)}")
+        number = self._manifest_of(reference)
         # Thousands of names may share one manifest, which is kept once.
         if number not in self._models:
             try:
@@ -119,6 +131,49 @@ class ArchiveReader:
     def needed(self, models: Iterable[ArchivedModel]) -> list[int]:
         """Return the numbers of the blobs that the models' manifests list, in archive order."""
         return sorted({self.blobs[blob.digest] for item in models for blob in item.manifest.blobs})
+
+    def exists(self, digest: Digest, size: int) -> bool:
+        """Return whether a blob is in the archive.
+
+        Raises:
+            BlobDamaged: it is, with another size.
+        """
+        number = self.blobs.get(digest)
+        if number is None:
+            return False
+        found = self.members[number].size
+        if found != size:
+            raise BlobDamaged(
+                f"blob {digest} has {found} bytes in the archive {quote(self._path)}, expected {size}"
+            )
+        return True
+
+    def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob as :meth:`pieces` does.
+
+        Raises:
+            BlobMissing: it is not in the archive.
+            BlobDamaged: it has another size.
+            ArchiveDamaged, BlobstoreError: as :meth:`pieces`.
+        """
+        yield from self.pieces(self._blob_of(digest, size))
+
+    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with bytes of a blob; only its stored digest is checked.
+
+        Raises as :meth:`read_pieces`; BlobDamaged also if the blob ends before the buffer does.
+        """
+        number = self._blob_of(digest, size)
+        if offset + len(buffer) > size:
+            raise BlobDamaged(
+                f"blob {digest} has {size} bytes: {len(buffer)} from byte {offset} on are too many"
+            )
+        self._check_stored(number)
+        with self._naming(number):
+            if self.members[number].base is None:
+                self._open_base(number).read_into(buffer, offset)
+            else:
+                self._open_cold(number).read_into(buffer, offset)
 
     def pieces(
         self, number: int, report: Callable[[], object] = lambda: None
@@ -139,8 +194,6 @@ class ArchiveReader:
         if member.kind in {Kind.MANIFEST, Kind.RAW}:
             yield from self._read_stored(number, report)
             return
-        if member.base is not None:
-            self._check_stored(member.base, report)
         self._check_stored(number, report)
         with self._naming(number):
             yield from self._open_cold(number).pieces()
@@ -148,6 +201,19 @@ class ArchiveReader:
     def read(self, number: int) -> bytes:
         """Return the bytes of a small member. Raises as :meth:`pieces`."""
         return b"".join(map(bytes, self.pieces(number)))
+
+    def _manifest_of(self, reference: Reference) -> int:
+        """Return the number of a model's manifest."""
+        number = self._manifests.get(reference)
+        if number is None:
+            raise ModelNotFound(f"no model {quote(reference)} in the archive {quote(self._path)}")
+        return number
+
+    def _blob_of(self, digest: Digest, size: int) -> int:
+        """Return the number of a blob."""
+        if not self.exists(digest, size):
+            raise BlobMissing(f"blob {digest} is not in the archive {quote(self._path)}")
+        return self.blobs[digest]
 
     def _check_blobs(self, manifest: Manifest) -> None:
         """Check that all blobs of a manifest are members."""
@@ -192,8 +258,11 @@ class ArchiveReader:
             )
         self._checked.add(number)
 
-    def _check_stored(self, number: int, report: Callable[[], object]) -> None:
-        """Hash the stored bytes of a member, unless that was done."""
+    def _check_stored(self, number: int, report: Callable[[], object] = lambda: None) -> None:
+        """Hash the stored bytes of a member and of its base, unless that was done."""
+        base = self.members[number].base
+        if base is not None:
+            self._check_stored(base, report)
         with self._lock:
             checking = self._checking.setdefault(number, threading.Lock())
         with checking:
@@ -209,13 +278,13 @@ class ArchiveReader:
         if (table.digest, table.size) != (member.digest, member.size):
             raise ColdDamaged(f"it holds {table.digest} of {table.size} bytes")
         if member.base is not None:
-            cold.give_base(self._base(member.base))
+            cold.give_base(self._open_base(member.base))
         elif table.base is not None:
             raise ColdDamaged(f"it is a delta against {table.base.digest}, but no base is stated")
         return cold
 
-    def _base(self, number: int) -> BaseBlob:
-        """Return a base, which is opened once for all its deltas."""
+    def _open_base(self, number: int) -> BaseBlob:
+        """Open a blob that has no base itself, once for all its deltas."""
         with self._lock:
             if number not in self._bases:
                 member = self.members[number]

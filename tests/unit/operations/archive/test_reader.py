@@ -248,6 +248,32 @@ def test_a_second_reader_reads_the_same(vector: dict[str, Any]) -> None:
     assert len(read.bases) == sum(item["kind"] == 3 for item in blobs)
 
 
+# Blobs by digest
+
+
+def test_reads_parts_of_blobs_of_every_kind(path: Path) -> None:
+    with open_archive(path) as reader:
+        for digest, number in reader.blobs.items():
+            content = reader.read(number)
+            buffer = bytearray(len(content) // 3)
+            reader.read_into(digest, len(content), len(content) // 2, memoryview(buffer))
+            assert buffer == content[len(content) // 2 :][: len(buffer)]
+
+
+def test_does_not_decode_parts_of_altered_members(tmp_path: Path, family: bytes) -> None:
+    path = tmp_path / "x.bsar"
+    for number, member in enumerate(Parts(family).members):
+        if member.kind == Kind.MANIFEST:
+            continue
+        for damaged in {number, number if member.base is None else member.base}:
+            path.write_bytes(with_flipped_bit(family, damaged))
+            with (
+                pytest.raises(ArchiveDamaged, match=f"member {damaged}\\) is altered"),
+                open_archive(path) as reader,
+            ):
+                reader.read_into(member.digest, member.size, 0, memoryview(bytearray(1)))
+
+
 # Models
 
 
@@ -262,7 +288,7 @@ def refused(path: Path, data: bytes, *names: Reference) -> str:
 
 def test_lists_names_and_models(path: Path) -> None:
     with open_archive(path) as reader:
-        assert reader.references == (BASE, TUNED)
+        assert reader.references() == (BASE, TUNED)
         models = reader.models()
         assert [model.reference for model in models] == [BASE, TUNED]
         assert all(Manifest.from_bytes(model.data) == model.manifest for model in models)
