@@ -37,7 +37,7 @@ def run_server(
     serve: Callable[[ServerOptions], None],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Parse the command line, serve until the process is told to stop, and return its exit status.
+    """Parse the command line, serve until the process is stopped, and return its exit status.
 
     Args:
         module: the module of the command.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.files import read_ahead
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.store.cold_file import room_for
+from blobstore.store.cold_file import buffer_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ _REQUESTS = 8
 _BUFFERS = 2 * _REQUESTS
 """At most half of them wait to be decoded, so that others are always released."""
 _DECODED = 16 << 20
-"""About how many bytes a thread decodes at a time, at most."""
+"""Maximum bytes that a thread decodes at a time, approximately."""
 _SMALL = 1 << 18
 """Blobs of at most so many bytes take longer to open than to decode."""
 _BATCH = 64
@@ -87,7 +87,7 @@ class ParallelDecoder:
         self._bases: set[Digest] = set()
         self._closings: list[Callable[[], object]] = []
         """Close all files. An error that is kept must not keep files open."""
-        size = room_for(_REQUEST)
+        size = buffer_size(_REQUEST)
         self._memory = MappedRegion([size] * _BUFFERS, filled=True)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(_BUFFERS):

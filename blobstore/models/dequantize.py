@@ -1,4 +1,4 @@
-"""Packed weights of a mapped blob as plain numbers, a few rows at a time."""
+"""Quantized weights of a mapped blob, dequantized a few rows at a time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 def rows_at_once(columns: int) -> int:
-    """Return how many rows of so many elements are in a piece; the last may have fewer."""
+    """Return how many rows of ``columns`` elements a piece has; the last may have fewer."""
     return max(_PIECE_ELEMENTS // max(columns, 1), 1)
 
 
 def plain_pieces(
     stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the rows of a quantized tensor as plain numbers, in pieces of shape ``(rows, columns)``.
+    """Yield the dequantized rows of a tensor, in pieces of shape ``(rows, columns)``.
 
     Args:
-        stored: a tensor whose blob says how it is quantized.
+        stored: a tensor of a known quantization type.
         memory: its blob, from the first byte.
-        dtype: element type of the pieces.
-        part: place in the first dimension, to yield only the rows of one expert.
+        dtype: the element type of the pieces.
+        part: an index in the first dimension, to yield only the rows of one expert.
     """
     item = stored.item
-    assert item is not None  # noqa: S101 - said above
+    assert item is not None  # noqa: S101 - see Args
     start = stored.header.data_start
     arrays = {
         suffix: as_array(memory, start + entry.begin, entry.spec)
@@ -67,10 +67,7 @@ def plain_pieces(
 def transposed_pieces(
     stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the matrices of a quantized tensor as plain numbers, each transposed as a whole.
-
-    Args: as those of :func:`plain_pieces`.
-    """
+    """Yield the dequantized matrices of a tensor, each transposed. Args as :func:`plain_pieces`."""
     import numpy as np
 
     is_stack = part is None and len(stored.shape) > 2  # noqa: PLR2004 - more than a matrix

@@ -41,7 +41,7 @@ _THREADS = 8
 _SPARE = 2
 """Buffers beyond those that threads read into, so that no thread waits for its own copy."""
 _ALIGNMENT = 64
-"""Alignment of tensors in a buffer. A tensor that is no multiple of it costs its own request."""
+"""Alignment of tensors in a buffer. A tensor of another size needs a request of its own."""
 
 
 def upload_tensors(

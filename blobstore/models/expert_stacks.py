@@ -1,10 +1,10 @@
-"""Which tensors of the source a stacked tensor was made of: a layer of our own beside the tensors."""
+"""The list of stacked tensors: a layer that names the source tensors of each of them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.errors import BlobDamaged
 from blobstore.manifests import media_types
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the names of the tensors that each stacked tensor was made of.
+    """Return the names of the source tensors of each stacked tensor.
 
     Raises:
-        BlobDamaged: the list is not of that form.
+        BlobDamaged: the list is malformed.
     """
     stacks: dict[str, list[str]] = {}
     for layer in manifest.layers_of(media_types.STACKS):
         try:
-            value = strictjson.loads(store.read_blob(layer.digest, layer.size))
+            value = strict_json.loads(store.read_blob(layer.digest, layer.size))
         except ValueError as error:
             raise BlobDamaged(
                 f"the list of stacked tensors, blob {layer.digest.short}, is {error}"

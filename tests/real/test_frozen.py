@@ -39,7 +39,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])
-def test_a_frozen_llama_gives_the_same_logits(tmp_path: Path, read: Read) -> None:
+def test_a_frozen_llama_computes_the_same_logits(tmp_path: Path, read: Read) -> None:
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(CONFIG).bfloat16()
     model.save_pretrained(tmp_path / "model")

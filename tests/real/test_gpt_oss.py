@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NAME = "model.layers.0.mlp.experts.down_proj"
 
 
-def test_dequantized_experts_are_those_that_transformers_makes(tmp_path: Path) -> None:
+def test_dequantized_experts_equal_those_of_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8)
     scales = torch.randint(120, 130, (3, 64, 2), dtype=torch.uint8)

@@ -81,7 +81,7 @@ def test_a_blob_of_another_size_is_named(
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 40])
-def test_a_blob_with_another_header_is_named(
+def test_a_blob_with_a_changed_header_is_named(
     place: int, library: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
@@ -98,7 +98,7 @@ def test_a_blob_with_another_header_is_named(
 
 
 @pytest.mark.parametrize("place", [0, 7, 8])
-def test_a_broken_header_is_named_where_no_index_tells_what_it_was(
+def test_a_broken_header_is_named_without_an_index(
     place: int, library: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
@@ -124,7 +124,7 @@ def test_a_missing_blob_is_named(library: str, store: LocalStore, tmp_path: Path
     assert f"m:latest: layer '{NORM}'" in str(error)
 
 
-# Types that are no numbers of a model.
+# Types that cannot be those of parameters
 
 
 def with_norm(folder: Path, dtype: str, shape: tuple[int, ...], size: int) -> Path:
@@ -151,7 +151,7 @@ def with_norm(folder: Path, dtype: str, shape: tuple[int, ...], size: int) -> Pa
         ("U8", 64, "uint8"),
     ],
 )
-def test_a_weight_of_a_type_that_is_no_parameters_is_named(
+def test_a_weight_that_cannot_be_a_parameter_is_named(
     dtype: str, size: int, named: str, library: str, store: LocalStore, tmp_path: Path
 ) -> None:
     source = with_norm(saved("llama", tmp_path / "source"), dtype, (64,), size)
@@ -191,7 +191,7 @@ def without_norm(folder: Path) -> Path:
 
 @pytest.mark.parametrize("quant_type", [None, "int4", "mxfp8"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-def test_mlx_lm_gets_no_array_of_a_model_that_does_not_fit(
+def test_mlx_lm_receives_no_array_of_a_model_that_does_not_fit(
     kind: str,
     quant_type: str | None,
     store: LocalStore,
@@ -215,7 +215,7 @@ def test_mlx_lm_gets_no_array_of_a_model_that_does_not_fit(
     )
 
 
-def test_mlx_lm_gets_no_array_of_quantized_layers_that_do_not_fit(
+def test_mlx_lm_receives_no_array_of_quantized_layers_that_do_not_fit(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
@@ -239,7 +239,7 @@ ABSURD: dict[str, dict[str, Any]] = {
     "vocabulary": {"vocab_size": 10**9},
     "projections": {"intermediate_size": 10**9},
     "layers": {"num_hidden_layers": 10**7},
-    "endless": {"num_hidden_layers": 10**18},
+    "infinite": {"num_hidden_layers": 10**18},
     "negative": {"hidden_size": -64},
     "none": {"num_attention_heads": 0},
 }

@@ -159,7 +159,7 @@ def modules_of(model: Any) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("kind", "experts"), [("llama", "packed"), ("qwen3-moe", "packed"), ("qwen3-moe", "stacked")]
 )
-def test_a_quantized_model_computes_what_mlx_lms_conversion_does(
+def test_a_quantized_model_computes_the_same_as_mlx_lms_conversion(
     kind: str, experts: ExpertForm, quant_type: str, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved(kind, tmp_path / "source")
@@ -184,7 +184,7 @@ def test_a_quantized_model_computes_what_mlx_lms_conversion_does(
         ("int4", 64, ["*q_proj.weight=mxfp8", "*k_proj.weight=nvfp4", "*.1.mlp.*=int8"]),
     ],
 )
-def test_any_group_and_any_mixture_computes_what_it_does_from_its_folder(
+def test_any_group_size_and_mixture_computes_the_same_as_its_folder(
     quant_type: str, group_size: int, overrides: list[str], store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(
@@ -213,7 +213,7 @@ def test_any_group_and_any_mixture_computes_what_it_does_from_its_folder(
 # Of plain experts, MLX multiplies only float32 where it runs on a processor.
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "mixtral"])
-def test_a_plain_model_computes_what_it_does_from_its_folder(
+def test_a_plain_model_computes_the_same_as_its_folder(
     kind: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.float32)
@@ -225,7 +225,7 @@ def test_a_plain_model_computes_what_it_does_from_its_folder(
     assert mx.array_equal(logits(ours), logits(theirs))
 
 
-def test_quantized_mixtral_computes_what_it_does_from_its_folder(
+def test_quantized_mixtral_computes_the_same_as_its_folder(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = readable(saved("mixtral", tmp_path / "source"))
@@ -239,7 +239,7 @@ def test_quantized_mixtral_computes_what_it_does_from_its_folder(
     assert any(type(module).__name__ == "QuantizedSwitchLinear" for module in ours.modules())
 
 
-def test_gpt_oss_computes_what_it_does_from_its_folder(store: LocalStore, tmp_path: Path) -> None:
+def test_gpt_oss_computes_the_same_as_its_folder(store: LocalStore, tmp_path: Path) -> None:
     from tests.real.test_integrations_transformers import write_gpt_oss
 
     source = write_gpt_oss(tmp_path / "source")
@@ -253,7 +253,7 @@ def test_gpt_oss_computes_what_it_does_from_its_folder(store: LocalStore, tmp_pa
     assert mx.array_equal(logits(ours), logits(theirs))
 
 
-def test_a_model_and_its_tokenizer_generate_what_they_do_from_their_folder(
+def test_a_model_and_its_tokenizer_generate_the_same_as_their_folder(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = saved("llama", tmp_path / "source")
@@ -272,15 +272,15 @@ def test_a_model_and_its_tokenizer_generate_what_they_do_from_their_folder(
 def test_settings_reach_the_loader(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, NAME, store=store)
-    told: list[int] = []
+    reported: list[int] = []
 
     ours, _ = integration.load_model(
-        NAME, store=store, read="pread", progress=lambda _, done, __: told.append(done)
+        NAME, store=store, read="pread", progress=lambda _, done, __: reported.append(done)
     )
 
     theirs, _ = mlx_utils.load_model(readable(source))
     assert mx.array_equal(logits(ours), logits(theirs))
-    assert told
+    assert reported
     with pytest.raises(UsageError, match="nothing"):
         integration.load(NAME, store=store, prefetch="nothing")
 
@@ -301,7 +301,7 @@ def test_settings_reach_mlx_lm(store: LocalStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_reading_needs_no_descriptors(lazy: bool, store: LocalStore, tmp_path: Path) -> None:
+def test_reading_keeps_no_file_open(lazy: bool, store: LocalStore, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**(TEXT | {"num_hidden_layers": 16}))
     )
@@ -347,7 +347,7 @@ def test_missing_and_unexpected_tensors_are_listed_in_full(
     )
 
 
-def test_a_class_that_looks_at_values_sees_those_of_the_store(
+def test_a_class_that_inspects_values_sees_those_of_the_store(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = pytest.importorskip("mlx_lm.models.llama")
@@ -416,7 +416,7 @@ def test_a_type_that_mlx_lacks_is_named(store: LocalStore, tmp_path: Path) -> No
         integration.load_model(NAME, store=store)
 
 
-def test_a_model_without_a_tokenizer_says_so(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_a_model_without_a_tokenizer(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     for file in source.glob("tokenizer*"):
         file.unlink()
@@ -450,7 +450,7 @@ def damage(store: LocalStore, *, cut: bool) -> None:
 
 
 @pytest.mark.parametrize(("cut", "verify"), [(True, "size"), (False, "digest")])
-def test_a_damaged_blob_is_refused(
+def test_a_damaged_blob_is_reported(
     cut: bool, verify: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
@@ -509,7 +509,7 @@ def run_program(*arguments: str) -> int:
         (["m", "--no-such-option"], 2, "unrecognized arguments: --no-such-option"),
     ],
 )
-def test_the_program_says_in_one_line_why_it_does_not_start(
+def test_the_program_reports_in_one_line_why_it_does_not_start(
     arguments: list[str],
     code: int,
     message: str,
@@ -532,7 +532,7 @@ def test_the_program_says_in_one_line_why_it_does_not_start(
 
 
 @pytest.mark.usefixtures("_restored")
-def test_the_program_says_that_a_port_is_taken(
+def test_the_program_reports_that_a_port_is_taken(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)

@@ -76,7 +76,7 @@ def parameters(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "mixtral", "vit"])
-def test_a_model_computes_what_it_does_from_its_folder(
+def test_a_model_computes_the_same_as_its_folder(
     kind: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved(kind, tmp_path / "source")
@@ -95,7 +95,7 @@ def test_a_model_computes_what_it_does_from_its_folder(
 
 @needs_maps
 @pytest.mark.parametrize("kind", ["llama", "tied", "vit"])
-def test_every_parameter_of_a_dense_model_is_a_part_of_a_blob(
+def test_every_parameter_of_a_dense_model_is_a_view_of_a_blob(
     kind: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
@@ -118,7 +118,7 @@ def test_a_small_model_needs_no_temporary_folder(
     assert model.generation_config.max_new_tokens == 7
 
 
-def test_a_config_can_send_to_another_for_this_version(store: LocalStore, tmp_path: Path) -> None:
+def test_a_config_can_name_another_one_for_this_version(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.4.0.0.json").write_text(json.dumps({**config, "bos_token_id": 3}))
@@ -172,7 +172,7 @@ def test_tied_weights_stay_tied(store: LocalStore, tmp_path: Path) -> None:
         ("qwen3-moe", "mxfp8", "stacked"),
     ],
 )
-def test_a_quantized_model_computes_what_its_dequantized_export_does(
+def test_a_quantized_model_computes_the_same_as_its_dequantized_export(
     kind: str, quant_type: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.bfloat16)
@@ -188,7 +188,7 @@ def test_a_quantized_model_computes_what_its_dequantized_export_does(
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_a_model_that_mlx_quantized_is_plain_numbers(store: LocalStore, tmp_path: Path) -> None:
+def test_a_model_that_mlx_quantized_is_dequantized(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source", torch.bfloat16)
     blobstore.create(source, "first", store=store, quantize="int4", policy="uniform")
     export_model(Reference.parse("first"), tmp_path / "mlx", store=store)
@@ -225,7 +225,9 @@ def write_gpt_oss(source: Path) -> Path:
     return source
 
 
-def test_gpt_oss_is_read_as_transformers_multiplies(store: LocalStore, tmp_path: Path) -> None:
+def test_gpt_oss_is_transposed_as_transformers_multiplies(
+    store: LocalStore, tmp_path: Path
+) -> None:
     blobstore.create(write_gpt_oss(tmp_path / "source"), "m", store=store)
     export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
 
@@ -235,7 +237,7 @@ def test_gpt_oss_is_read_as_transformers_multiplies(store: LocalStore, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float16"])
-def test_another_type_is_what_it_is_from_the_folder(
+def test_another_type_gives_the_same_as_the_folder(
     dtype: Any, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved("llama", tmp_path / "source")
@@ -289,7 +291,7 @@ def test_a_class_can_be_named(auto_class: Any, store: LocalStore, tmp_path: Path
 
 
 @pytest.mark.parametrize("auto_class", ["NoSuchModel", "pipeline", dict])
-def test_rejects_what_is_no_class_of_models(
+def test_rejects_anything_but_model_classes(
     auto_class: Any, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
@@ -298,7 +300,7 @@ def test_rejects_what_is_no_class_of_models(
         from_store("m", store=store, auto_class=auto_class)
 
 
-def test_rejects_an_auto_class_that_has_none(store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_an_auto_class_without_a_matching_class(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("vit", tmp_path / "source"), "m", store=store)
 
     with pytest.raises(BlobstoreError, match="AutoModelForCausalLM has no class for .* 'vit'"):
@@ -392,7 +394,7 @@ def test_a_config_that_cannot_be_built_is_one_line(
     assert caught.value.exit_code == 1
 
 
-def test_a_model_without_a_config_is_refused(store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_model_without_a_config(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source / "model.safetensors", "m", store=store)
 
@@ -400,7 +402,7 @@ def test_a_model_without_a_config_is_refused(store: LocalStore, tmp_path: Path) 
         from_store("m", store=store)
 
 
-def test_a_missing_model_and_a_damaged_blob_are_told_apart(
+def test_distinguishes_a_missing_model_from_a_damaged_blob(
     store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
@@ -433,7 +435,7 @@ def test_the_finished_model_is_moved_to_a_device(store: LocalStore, tmp_path: Pa
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_settings_of_generation_are_taken_over(store: LocalStore, tmp_path: Path) -> None:
+def test_uses_the_generation_config(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     settings = {"eos_token_id": [7, 9], "max_new_tokens": 5, "repetition_penalty": 1.5}
     (source / "generation_config.json").write_text(json.dumps(settings))
@@ -501,7 +503,7 @@ def test_a_tokenizer_is_made_of_the_small_files_which_are_removed(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_model_without_a_tokenizer_says_so(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_a_model_without_a_tokenizer(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
 
     with pytest.raises(BlobstoreError, match="cannot make a tokenizer of the files of m:latest"):
@@ -520,7 +522,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_code_of_the_hub_is_not_asked_for(key: str, store: LocalStore, tmp_path: Path) -> None:
+def test_requests_no_code_from_the_hub(key: str, store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: "kernels-community/x@main"}))
@@ -531,7 +533,7 @@ def test_code_of_the_hub_is_not_asked_for(key: str, store: LocalStore, tmp_path:
     assert model.config._attn_implementation == "eager"
 
 
-def test_no_part_of_a_model_asks_for_code_of_the_hub() -> None:
+def test_no_part_of_a_model_may_name_code_on_the_hub() -> None:
     config: Any = transformers.LlavaConfig()
     _check_attention(config)
     config.text_config._attn_implementation = "someone/kernel"

@@ -81,7 +81,7 @@ def test_shares_every_blob_with_the_hugging_face_form(
     assert created.tensors == len(model.state_dict())
 
 
-def test_an_exported_llama_of_meta_computes_what_the_original_does(
+def test_an_exported_llama_of_meta_computes_the_same_as_the_original(
     store: LocalStore, tmp_path: Path
 ) -> None:
     model = llama()
@@ -96,7 +96,7 @@ def test_an_exported_llama_of_meta_computes_what_the_original_does(
     assert json.loads((tmp_path / "out" / "params.json").read_text()) == PARAMS
 
 
-def test_keeps_the_names_of_meta_if_asked(store: LocalStore, tmp_path: Path) -> None:
+def test_keeps_the_names_of_meta_on_request(store: LocalStore, tmp_path: Path) -> None:
     model = llama()
     folder = save_as_meta(model, tmp_path / "meta", 2, embedding=0, legacy=False)
     create(folder, "meta", store=store, keep_names=True)

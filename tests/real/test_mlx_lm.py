@@ -102,9 +102,7 @@ def test_mlx_lm_computes_the_same_with_our_weights_as_with_its_own(
         assert any(name.startswith(layer.name) for name in loaded)
 
 
-def test_an_exported_model_of_mlx_is_imported_and_given_back_as_it_was(
-    source: Path, tmp_path: Path
-) -> None:
+def test_an_exported_model_of_mlx_survives_import_and_export(source: Path, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     blobstore.create(source, "first", store=store, quantize="int4")
     export_model("first", tmp_path / "one", store=store)

@@ -33,7 +33,7 @@ logits = helpers.logits
 @pytest.mark.parametrize(
     ("kind", "experts"), [("llama", "packed"), ("qwen3-moe", "packed"), ("qwen3-moe", "stacked")]
 )
-def test_mlx_lm_computes_from_links_what_its_own_conversion_does(
+def test_mlx_lm_computes_the_same_from_links_as_its_own_conversion(
     kind: str, experts: ExpertForm, quant_type: str, store: LocalStore, tmp_path: Path
 ) -> None:
     # Its config is that of transformers 5, of which mlx-lm takes no word of ``rope_theta``.
@@ -62,7 +62,7 @@ def test_mlx_lm_computes_from_links_what_its_own_conversion_does(
 
 
 @pytest.mark.parametrize("make", [export_model, link_model])
-def test_mlx_lm_computes_from_a_quantized_folder_what_it_does_from_the_store(
+def test_mlx_lm_computes_the_same_from_a_quantized_folder_as_from_the_store(
     make: Callable[..., Any], store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_model("gemma3", tmp_path / "source", torch.bfloat16)
@@ -86,7 +86,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
-# Of settings that are no library's defaults.
+# Settings that differ from the defaults of both libraries.
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 3e3}
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",

@@ -1,4 +1,4 @@
-"""Real weights from packages, taken apart, loaded and given back."""
+"""Real weights from packages, imported, loaded and exported."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def created(store: LocalStore) -> Created:
     return create(minilm(), NAME, store=store)
 
 
-def test_minilm_is_stored_in_one_blob_a_tensor(created: Created, store: LocalStore) -> None:
+def test_minilm_is_stored_in_one_blob_per_tensor(created: Created, store: LocalStore) -> None:
     assert created.tensors == 104
     assert created.bytes_present == 0
     layers = store.resolve(NAME).layers_of(media_types.TENSOR)
     assert {layer.name for layer in layers} == set(load_file(minilm() / "model.safetensors"))
 
 
-def test_minilm_loads_as_the_safetensors_library_loads(created: Created, store: LocalStore) -> None:
+def test_minilm_loads_like_the_safetensors_library(created: Created, store: LocalStore) -> None:
     assert_loads_as(store, minilm() / "model.safetensors")
 
 
@@ -94,7 +94,7 @@ def test_minilm_verifies(created: Created, store: LocalStore) -> None:
     assert verify_models([NAME], store=store).faults == ()
 
 
-def test_minilm_is_given_back_as_a_folder(
+def test_minilm_is_exported_as_a_folder(
     created: Created, store: LocalStore, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -110,7 +110,7 @@ def test_minilm_is_given_back_as_a_folder(
         assert path.read_bytes() == (minilm() / path.relative_to(out)).read_bytes()
 
 
-def test_says_what_it_cannot_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_what_it_cannot_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOBSTORE_TEST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(pytest.fail.Exception, match=r"cannot fetch fracast==0\.1\.0"):
@@ -118,7 +118,7 @@ def test_says_what_it_cannot_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_takes_the_standard_weights_of_several(tmp_path: Path) -> None:
+def test_imports_the_standard_weights_of_several(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     created = create(fracast(), NAME, store=store)
     assert created.tensors == 47
@@ -126,7 +126,7 @@ def test_takes_the_standard_weights_of_several(tmp_path: Path) -> None:
     assert_loads_as(store, fracast() / "model.safetensors")
 
 
-def test_takes_the_weights_that_a_pattern_chooses(tmp_path: Path) -> None:
+def test_imports_the_weights_that_a_pattern_selects(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(fracast(), NAME, store=store, weights="model.s*")
     assert_loads_as(store, fracast() / "model.safetensors")
@@ -138,7 +138,7 @@ def test_takes_the_weights_that_a_pattern_chooses(tmp_path: Path) -> None:
         create(fracast(), NAME, store=store, weights="nothing")
 
 
-def test_takes_a_single_file_without_metadata(tmp_path: Path) -> None:
+def test_imports_a_single_file_without_metadata(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     file = silero_vad() / "silero_vad_16k.safetensors"
     create(file, NAME, store=store)
@@ -148,6 +148,6 @@ def test_takes_a_single_file_without_metadata(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(file).items())
 
 
-def test_refuses_a_program_in_a_models_clothes(tmp_path: Path) -> None:
+def test_rejects_a_program_disguised_as_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointRefused, match="TorchScript archive, which holds a program"):
         create(silero_vad() / "silero_vad.jit", NAME, store=LocalStore(tmp_path / "store"))

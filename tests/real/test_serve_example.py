@@ -206,7 +206,7 @@ def server(shared: Server) -> Server:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_generates_what_transformers_does_from_the_folder(
+def test_generates_the_same_as_transformers_from_the_folder(
     name: str, server: Server, models: Models
 ) -> None:
     assert server.swap(name)[0] == 200
@@ -272,7 +272,7 @@ def test_no_request_fails_while_models_are_swapped(server: Server, models: Model
 
 
 @needs_maps
-def test_a_model_is_let_go_with_its_last_request(server: Server, models: Models) -> None:
+def test_a_model_is_freed_with_its_last_request(server: Server, models: Models) -> None:
     asked = {"prompt": PROMPT, "max_tokens": CONTEXT - 3, "stream": True}
     last_request = server.begin("POST", COMPLETIONS, asked)
     response = last_request.getresponse()
@@ -310,7 +310,7 @@ def test_a_swap_that_fails_leaves_the_model_in_place(
     assert server.complete(max_tokens=16)["choices"][0]["text"] == models.texts["a:latest"]
 
 
-def test_swaps_follow_one_another(server: Server, models: Models) -> None:
+def test_swaps_run_one_after_another(server: Server, models: Models) -> None:
     with ThreadPoolExecutor() as pool:
         swaps = list(pool.map(server.swap, "abababab"))
 
@@ -320,7 +320,7 @@ def test_swaps_follow_one_another(server: Server, models: Models) -> None:
     assert answer["choices"][0]["text"] == models.texts[answer["model"]]
 
 
-def test_metrics_tell_of_loads_and_requests(server: Server, models: Models) -> None:
+def test_metrics_count_loads_and_requests(server: Server, models: Models) -> None:
     server.swap("missing")
     before = server.metrics()
     server.swap("missing")
@@ -365,16 +365,14 @@ def test_metrics_tell_of_loads_and_requests(server: Server, models: Models) -> N
         (b" " * (2**20 + 1), 413, "at most 1048576 bytes"),
     ],
 )
-def test_rejects_what_it_cannot_answer(
-    body: object, status: int, message: str, server: Server
-) -> None:
+def test_rejects_invalid_requests(body: object, status: int, message: str, server: Server) -> None:
     found, answer = server.ask("POST", COMPLETIONS, body)
 
     assert (found, answer["error"]["code"]) == (status, status)
     assert message in answer["error"]["message"]
 
 
-def test_a_request_that_breaks_off_is_no_error(server: Server) -> None:
+def test_a_request_that_is_cut_off_is_not_an_error(server: Server) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.putrequest("POST", COMPLETIONS)
     connection.putheader("Content-Length", "100")
@@ -392,7 +390,7 @@ def test_a_prompt_of_the_longest_length_is_answered(server: Server) -> None:
 
 
 @needs_maps
-def test_ends_when_told_to_after_what_it_was_asked(models: Models, tmp_path: Path) -> None:
+def test_finishes_requests_before_it_stops(models: Models, tmp_path: Path) -> None:
     folder = tmp_path / "server"
     store = str(models.store.root)
     before = sorted(models.store.root.rglob("*"))

@@ -1,4 +1,4 @@
-"""Models of random weights as transformers writes them, taken apart and given back."""
+"""Models of random weights as transformers writes them, imported and exported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("vit", torch.float32, "packed"),
     ],
 )
-def test_an_exported_model_computes_what_the_original_does(
+def test_an_exported_model_computes_the_same_as_the_original(
     kind: str,
     dtype: torch.dtype,
     experts: ExpertForm,
@@ -142,7 +142,7 @@ def test_neither_sharding_nor_threads_change_the_manifest(
         ("qwen3-moe", "mxfp8", "stacked"),
     ],
 )
-def test_a_dequantized_export_computes_what_its_numbers_say(
+def test_a_dequantized_export_computes_with_the_dequantized_values(
     kind: str, quant_type: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
 ) -> None:
     model = make(kind, torch.bfloat16)

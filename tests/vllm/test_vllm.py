@@ -1,4 +1,4 @@
-"""vLLM computes the same from the store as from the folder, and refuses what is not whole."""
+"""vLLM computes the same from the store as from the folder, and rejects damaged models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Return what vLLM is told to take config and tokenizer from a folder and the rest from us."""
+    """Return options of vLLM for the config and tokenizer of a folder, and weights of the store."""
     extra = {"name": "m", "store": str(store.root), **settings}
     return {
         "model": str(folder),
@@ -56,7 +56,7 @@ def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def refused(store: LocalStore, folder: Path, **settings: Any) -> str:
-    """Return what vLLM says of a model that it must not serve."""
+    """Return the error with which vLLM rejects a model."""
     with pytest.raises(BlobstoreError) as caught:
         LLM(**FAST, **options(store, folder, **settings))
     message = str(caught.value)
@@ -74,7 +74,7 @@ def refused(store: LocalStore, folder: Path, **settings: Any) -> str:
         ("qwen3-moe", "float32", "stacked"),
     ],
 )
-def test_answers_from_the_store_as_from_the_folder(
+def test_answers_the_same_from_the_store_as_from_the_folder(
     kind: str, dtype: str, experts: ExpertForm, store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved(kind, tmp_path / "source", getattr(torch, dtype))
@@ -87,7 +87,7 @@ def test_answers_from_the_store_as_from_the_folder(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-def test_quantized_models_are_served_as_plain_numbers(
+def test_quantized_models_are_served_dequantized(
     kind: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store, quantize="int4")
@@ -100,7 +100,7 @@ def test_quantized_models_are_served_as_plain_numbers(
     assert ours != expected(kind)
 
 
-def test_experts_of_gpt_oss_are_served_as_plain_numbers(store: LocalStore, tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_are_served_dequantized(store: LocalStore, tmp_path: Path) -> None:
     source = saved("gpt-oss", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
@@ -111,7 +111,9 @@ def test_experts_of_gpt_oss_are_served_as_plain_numbers(store: LocalStore, tmp_p
     assert ours == answer(model=str(tmp_path / "plain"))
 
 
-def test_a_folder_of_links_is_served_as_any_other_folder(store: LocalStore, tmp_path: Path) -> None:
+def test_a_folder_of_links_is_served_like_any_other_folder(
+    store: LocalStore, tmp_path: Path
+) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     link_model("m", tmp_path / "links", store=store)
@@ -120,7 +122,7 @@ def test_a_folder_of_links_is_served_as_any_other_folder(store: LocalStore, tmp_
     assert answer(**options(store, tmp_path / "links")) == expected("llama")
 
 
-def test_the_type_of_the_weights_is_told_if_the_config_does_not(
+def test_the_type_of_the_weights_is_added_to_a_config_without_one(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved("llama", tmp_path / "source", torch.float16)
@@ -135,7 +137,7 @@ def test_the_type_of_the_weights_is_told_if_the_config_does_not(
     assert ours == answer(model=str(source))
 
 
-def test_a_tied_head_that_is_stored_too_is_no_stranger(store: LocalStore, tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_too(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source", tie_word_embeddings=True)
 
     def add_head(tensors: dict[str, torch.Tensor]) -> None:
@@ -148,7 +150,9 @@ def test_a_tied_head_that_is_stored_too_is_no_stranger(store: LocalStore, tmp_pa
         assert answer(**engine) == plain
 
 
-def test_another_head_than_the_tied_one_is_refused(store: LocalStore, tmp_path: Path) -> None:
+def test_a_head_that_differs_from_the_tied_one_is_rejected(
+    store: LocalStore, tmp_path: Path
+) -> None:
     source = saved("llama", tmp_path / "source", tie_word_embeddings=True)
 
     def add_head(tensors: dict[str, torch.Tensor]) -> None:
@@ -199,7 +203,7 @@ def test_missing_experts_are_all_listed(store: LocalStore, tmp_path: Path) -> No
 
 def test_unexpected_tensors_are_all_listed(store: LocalStore, tmp_path: Path) -> None:
     others = [
-        "lm_head.bias",  # which vLLM would pass over without a word, as the next
+        "lm_head.bias",  # which vLLM would skip silently, like the next
         f"{LAYER}.self_attn.q_proj.bias",
         f"{LAYER}.self_attn.r_proj.weight",
         "model.layers.2.mlp.up_proj.weight",
@@ -215,7 +219,7 @@ def test_unexpected_tensors_are_all_listed(store: LocalStore, tmp_path: Path) ->
     assert message.endswith(f": 5 tensors unexpected: {listed}")
 
 
-def test_names_are_only_told_of_if_that_is_asked_for(store: LocalStore, tmp_path: Path) -> None:
+def test_unexpected_names_are_only_logged_on_request(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     changed(
         source, lambda tensors: tensors.update({f"{LAYER}.self_attn.q_proj.bias": torch.ones(8)})
@@ -225,7 +229,7 @@ def test_names_are_only_told_of_if_that_is_asked_for(store: LocalStore, tmp_path
     assert answer(**options(store, source, strict=False)) == expected("llama")
 
 
-def test_what_vllm_computes_itself_is_no_stranger(store: LocalStore, tmp_path: Path) -> None:
+def test_tensors_that_vllm_computes_itself_are_accepted(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     changed(
         source,
@@ -257,9 +261,7 @@ def _no_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_memory_is_taken")
-def test_what_is_not_whole_is_refused_before_memory_is_taken(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_damage_is_reported_before_memory_is_taken(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     with pytest.raises(ModelNotFound, match="no model 'other:latest'"):
@@ -301,7 +303,7 @@ def test_the_load_format_is_found_by_its_entry_point(store: LocalStore) -> None:
         get_model_loader(LoadConfig(load_format="blobstore"))
 
 
-def test_the_folder_of_files_is_gone_afterwards(store: LocalStore, tmp_path: Path) -> None:
+def test_the_temporary_folder_is_removed(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store, quantize="int4")
 
     with engine_options("m", store=store) as engine:

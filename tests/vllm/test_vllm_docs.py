@@ -106,7 +106,7 @@ def test_the_page_on_vllm_is_right(environment: dict[str, str]) -> None:
         assert json.loads(completed)["choices"][0]["text"].strip() == generated
 
 
-def test_the_server_says_in_one_line_what_the_store_lacks(environment: dict[str, str]) -> None:
+def test_the_server_reports_in_one_line_what_the_store_lacks(environment: dict[str, str]) -> None:
     done = subprocess.run(
         in_python("python -m blobstore.integrations.vllm.server nothing"),
         capture_output=True,
@@ -121,7 +121,7 @@ def test_the_server_says_in_one_line_what_the_store_lacks(environment: dict[str,
 
 
 @pytest.mark.parametrize("option", ["--load-format=auto", "--model", "--model_loader_extra_config"])
-def test_the_server_refuses_another_source_of_the_weights(
+def test_the_server_rejects_another_source_of_the_weights(
     option: str, environment: dict[str, str]
 ) -> None:
     done = subprocess.run(

@@ -104,7 +104,7 @@ class _Handler(server.APIHandler):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a model until the process is told to stop, and return its exit status."""
+    """Serve a model until the process is stopped, and return its exit status."""
     name = "blobstore.integrations.mlx_lm.server"
     own = "mlx-lm's OpenAI-compatible server"
     return run_server(name, own, "python -m mlx_lm server", _serve, arguments)

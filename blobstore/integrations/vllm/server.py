@@ -25,7 +25,7 @@ _SERVED_NAME = "--served-model-name"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a model until the process is told to stop, and return its exit status."""
+    """Serve a model until the process is stopped, and return its exit status."""
     module = "blobstore.integrations.vllm.server"
     return run_server(module, "vLLM's OpenAI-compatible server", "vllm serve", _serve, arguments)
 

@@ -80,14 +80,14 @@ def give_another_header(path: Path, *specs: TensorSpec) -> None:
 
 def hashed(store: LocalStore, level: Verify, **options: Any) -> set[str]:
     """Open a model; return the layers that were hashed for it."""
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def progress(what: str, done: int, total: int) -> None:
         assert 0 < done <= total
-        told.add(what)
+        reported.add(what)
 
     blobstore.open("m", store=store, verify=level, progress=progress, **options).close()
-    return told
+    return reported
 
 
 def all_layers(store: LocalStore) -> set[str]:
@@ -98,18 +98,18 @@ def all_layers(store: LocalStore) -> set[str]:
 # Levels
 
 
-def test_levels_are_told_apart() -> None:
+def test_some_levels_read_headers() -> None:
     for level in get_args(Verify):
         check_level(level)
     assert [level for level in get_args(Verify) if reads_headers(level)] == list(ABOVE_SIZE)
 
 
-def test_an_unknown_level_is_told_before_anything_is_opened(tmp_path: Path) -> None:
+def test_rejects_an_unknown_level_before_opening_anything(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="verify must be none, size, header, digest or rehash"):
         blobstore.open("none", store=LocalStore(tmp_path), verify="sizes")  # type: ignore[arg-type]
 
 
-def test_every_level_finds_what_those_before_it_find(store: LocalStore) -> None:
+def test_every_level_finds_what_the_levels_before_it_find(store: LocalStore) -> None:
     path = path_of(store, NORM)
     whole = path.read_bytes()
 
@@ -138,7 +138,7 @@ def test_every_level_finds_what_those_before_it_find(store: LocalStore) -> None:
 @pytest.mark.parametrize("level", get_args(Verify))
 @pytest.mark.parametrize("read", ["mmap", "pread"])
 @pytest.mark.parametrize("index", [True, False])
-def test_a_whole_model_passes_every_level(
+def test_an_intact_model_passes_every_level(
     store: LocalStore, level: Verify, read: Any, *, index: bool
 ) -> None:
     if not index:
@@ -153,13 +153,13 @@ def test_a_whole_model_passes_every_level(
 # Headers
 
 
-def test_another_header_of_equal_size_is_told_with_layer_and_digest(store: LocalStore) -> None:
+def test_a_changed_header_is_reported_with_layer_and_digest(store: LocalStore) -> None:
     give_another_header(path_of(store, NORM), TensorSpec(NORM, DType.I32, (2, 3)))
     with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* its bytes have digest"):
         blobstore.open("m", store=store, verify="header")
 
 
-def test_tensors_that_changed_places_are_found(store: LocalStore) -> None:
+def test_swapped_tensors_are_found(store: LocalStore) -> None:
     layer = "model.layers.0.mlp.experts"
     path = path_of(store, layer)
     data = path.read_bytes()
@@ -171,7 +171,7 @@ def test_tensors_that_changed_places_are_found(store: LocalStore) -> None:
         blobstore.open("m", store=store, verify="header")
 
 
-def test_another_type_of_quantization_is_found(tmp_path: Path) -> None:
+def test_a_changed_quantization_type_is_found(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", quantizable_tensors())
     blobstore.create(folder, "m", store=store, quantize="int4")
@@ -190,9 +190,7 @@ def test_another_type_of_quantization_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_tensor_of_another_name_needs_no_index_to_be_found(
-    store: LocalStore, *, index: bool
-) -> None:
+def test_a_renamed_tensor_is_found_without_an_index(store: LocalStore, *, index: bool) -> None:
     if not index:
         index_file(store).unlink()
     give_another_header(path_of(store, NORM), TensorSpec("norm.height", DType.F32, (2, 3)))
@@ -222,8 +220,8 @@ def forge_index(store: LocalStore, change: Callable[[Any], None]) -> None:
     value = json.loads(path.read_bytes().partition(b"\n")[2])
     change(value)
     text = json.dumps(value).encode()
-    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
-    path.write_bytes(f"{seal}\n".encode() + text)
+    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{checksum}\n".encode() + text)
 
 
 def take_the_type_of_another(value: Any) -> None:
@@ -246,7 +244,7 @@ def name_another_blob(value: Any) -> None:
     "change", [take_the_type_of_another, forget_a_tensor, invent_a_tensor, name_another_blob]
 )
 @pytest.mark.parametrize("level", ABOVE_SIZE)
-def test_an_index_that_is_wrong_is_made_anew_and_the_blobs_are_believed(
+def test_a_wrong_index_is_rebuilt_from_the_blobs(
     store: LocalStore, change: Callable[[Any], None], level: Verify
 ) -> None:
     whole = index_file(store).read_bytes()
@@ -257,7 +255,7 @@ def test_an_index_that_is_wrong_is_made_anew_and_the_blobs_are_believed(
     assert index_file(store).read_bytes() == whole
 
 
-def test_an_open_model_can_be_checked_more_closely(store: LocalStore) -> None:
+def test_an_open_model_can_be_checked_at_every_level(store: LocalStore) -> None:
     path = path_of(store, NORM)
     whole = path.read_bytes()
     with blobstore.open("m", store=store) as model:
@@ -278,7 +276,7 @@ def test_an_open_model_can_be_checked_more_closely(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("change", [take_the_type_of_another, name_another_blob])
-def test_a_model_that_was_opened_by_a_wrong_index_says_so(
+def test_reports_that_a_model_was_opened_by_a_wrong_index(
     store: LocalStore, change: Callable[[Any], None]
 ) -> None:
     forge_index(store, change)
@@ -289,7 +287,7 @@ def test_a_model_that_was_opened_by_a_wrong_index_says_so(
         model.check("header")
 
 
-def test_an_index_that_says_the_same_is_not_written_again(store: LocalStore) -> None:
+def test_a_correct_index_is_not_written_again(store: LocalStore) -> None:
     before = index_file(store).stat().st_mtime_ns, index_file(store).stat().st_ino
     blobstore.open("m", store=store, verify="header").close()
     assert (index_file(store).stat().st_mtime_ns, index_file(store).stat().st_ino) == before
@@ -314,13 +312,13 @@ def test_verify_names_the_tensor_of_a_broken_header_in_a_manifest_of_another_pro
 # Digests
 
 
-def test_what_was_hashed_is_not_hashed_again(settled: LocalStore) -> None:
+def test_hashed_blobs_are_not_hashed_again(settled: LocalStore) -> None:
     assert hashed(settled, "digest") == all_layers(settled)
     assert hashed(settled, "digest") == set()
     assert hashed(settled, "rehash") == all_layers(settled)
 
 
-def test_only_what_was_changed_is_hashed_again(settled: LocalStore) -> None:
+def test_only_changed_blobs_are_hashed_again(settled: LocalStore) -> None:
     assert hashed(settled, "digest") == all_layers(settled)
     path = path_of(settled, NORM)
     whole, before = path.read_bytes(), path.stat()
@@ -334,7 +332,7 @@ def test_only_what_was_changed_is_hashed_again(settled: LocalStore) -> None:
             blobstore.open("m", store=settled, verify="digest")
 
 
-def test_rot_is_found_by_hashing_anew_and_not_forgotten(
+def test_rehash_finds_bit_rot_and_records_it(
     settled: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed(settled, "digest")
@@ -353,7 +351,7 @@ def test_rot_is_found_by_hashing_anew_and_not_forgotten(
         blobstore.open("m", store=settled, verify="digest")
 
 
-def test_a_model_that_was_just_stored_is_hashed_each_time(
+def test_a_new_model_is_hashed_each_time(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 3600 * 10**9)
@@ -361,7 +359,7 @@ def test_a_model_that_was_just_stored_is_hashed_each_time(
     assert hashed(store, "digest") == all_layers(store)
 
 
-def test_the_command_hashes_all_and_spares_those_who_open_models(settled: LocalStore) -> None:
+def test_verify_models_hashes_all_blobs_and_records_that(settled: LocalStore) -> None:
     hashed(settled, "digest")
     found = verify_models(store=settled)
     assert found.faults == ()
@@ -371,19 +369,19 @@ def test_the_command_hashes_all_and_spares_those_who_open_models(settled: LocalS
     assert hashed(settled, "digest") == set()
 
 
-def test_two_names_of_one_blob_share_what_is_known(settled: LocalStore, tmp_path: Path) -> None:
+def test_two_models_share_the_records_of_a_blob(settled: LocalStore, tmp_path: Path) -> None:
     hashed(settled, "digest")
     more = TENSORS | {"another": np.zeros(3)}
     blobstore.create(write_folder(tmp_path / "more", more), "more", store=settled)
-    told: set[str] = set()
+    reported: set[str] = set()
     blobstore.open(
-        "more", store=settled, verify="digest", progress=lambda what, *_: told.add(what)
+        "more", store=settled, verify="digest", progress=lambda what, *_: reported.add(what)
     ).close()
-    assert "another" in told
-    assert not told & set(TENSORS)
+    assert "another" in reported
+    assert not reported & set(TENSORS)
 
 
-def test_a_contradicting_size_is_told_whatever_is_known(settled: LocalStore) -> None:
+def test_a_wrong_size_is_reported_for_a_recorded_blob(settled: LocalStore) -> None:
     hashed(settled, "digest")
     manifest = settled.resolve(NAME)
     (layer,) = [item for item in manifest.layers if item.name == NORM]

@@ -36,7 +36,7 @@ BLOBS = {
     "fine": layer("fine", tuned(4, of=5, count=2 << 20)),
     "tiny": layer("tiny", weights(6, 8000)),
 }
-"""One of each kind: read with others, at once, in cuts, and by a base."""
+"""One of each kind: read in a batch, at once, in cuts, and against a base."""
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def chill(store: LocalStore, names: list[str]) -> None:
 def decode(
     store: LocalStore, names: list[str], *, past_cache: bool = False
 ) -> tuple[MappedRegion, list[int], list[int]]:
-    """Decode blobs; return the memory, the slots of those that were not cold, and the bytes told of."""
+    """Decode blobs; return the memory, the slots of thawed blobs, and the reported bytes."""
     found = [layers(store, "m")[name] for name in names]
     region = MappedRegion([item.size for item in found])
-    told: list[int] = []
-    missing = ParallelDecoder(store, region, past_cache=past_cache, report=told.append).run(
+    reported: list[int] = []
+    missing = ParallelDecoder(store, region, past_cache=past_cache, report=reported.append).run(
         [ColdSlot(slot, item.digest, item.size) for slot, item in enumerate(found)]
     )
-    return region, missing, told
+    return region, missing, reported
 
 
 def content(region: MappedRegion, slot: int, size: int) -> bytes:
@@ -74,21 +74,19 @@ def content(region: MappedRegion, slot: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_blobs_of_every_size_come_back(
-    frozen: LocalStore, past_cache: bool, is_cached: bool
-) -> None:
+def test_decodes_blobs_of_every_size(frozen: LocalStore, past_cache: bool, is_cached: bool) -> None:
     names = list(BLOBS)
     if not is_cached:
         chill(frozen, names)
-    region, missing, told = decode(frozen, names, past_cache=past_cache)
+    region, missing, reported = decode(frozen, names, past_cache=past_cache)
     for slot, name in enumerate(names):
         assert content(region, slot, len(BLOBS[name])) == BLOBS[name], name
     assert missing == []
-    assert sum(told) == sum(map(len, BLOBS.values()))
+    assert sum(reported) == sum(map(len, BLOBS.values()))
     assert region.present == set(range(len(names)))
 
 
-def test_large_blobs_leave_the_page_cache_alone_if_they_are_to(frozen: LocalStore) -> None:
+def test_large_blobs_bypass_the_page_cache_on_request(frozen: LocalStore) -> None:
     path = frozen.cold_path(layers(frozen, "m")["large"].digest)
     for past_cache in (True, False):
         if not dropped(path):
@@ -99,7 +97,7 @@ def test_large_blobs_leave_the_page_cache_alone_if_they_are_to(frozen: LocalStor
 
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("name", ["small", "whole"])
-def test_one_blob_alone_is_decoded_by_the_thread_that_wants_it(
+def test_a_single_blob_is_decoded_in_the_calling_thread(
     frozen: LocalStore, name: str, is_cached: bool
 ) -> None:
     if not is_cached:
@@ -119,7 +117,7 @@ def test_one_blob_alone_is_decoded_by_the_thread_that_wants_it(
     assert region.present == {0}
 
 
-def test_blobs_that_were_thawed_are_told(tmp_path: Path) -> None:
+def test_returns_the_slots_of_thawed_blobs(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     add_blobs(store, "m", {name: BLOBS[name] for name in ("whole", "small", "tiny")})
     freeze_models(["m"], store=store)
@@ -133,7 +131,7 @@ def test_blobs_that_were_thawed_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["small", "whole", "large"])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_damage_is_told_and_ends_the_work(tmp_path: Path, name: str, is_cached: bool) -> None:
+def test_damage_is_reported_and_ends_the_work(tmp_path: Path, name: str, is_cached: bool) -> None:
     store = LocalStore(tmp_path / "store")
     names = ["small", "whole", "large"]
     add_blobs(store, "m", {name: BLOBS[name] for name in names})
@@ -149,7 +147,7 @@ def test_damage_is_told_and_ends_the_work(tmp_path: Path, name: str, is_cached: 
     assert (threading.active_count(), len(os.listdir("/dev/fd"))) == before
 
 
-def test_no_descriptor_stays_open(frozen: LocalStore) -> None:
+def test_no_file_stays_open(frozen: LocalStore) -> None:
     before = len(os.listdir("/dev/fd"))
     chill(frozen, list(BLOBS))
     region, _, _ = decode(frozen, list(BLOBS))
@@ -183,7 +181,7 @@ def test_more_blobs_than_buffers_are_decoded(
 
 @pytest.mark.parametrize("count", [20_000, 2 << 20])
 @pytest.mark.parametrize("is_frozen_again", [False, True])
-def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
+def test_a_base_may_be_removed_while_its_blob_is_decoded(
     tmp_path: Path, count: int, is_frozen_again: bool
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -195,15 +193,15 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
     class Changing(MappedRegion):
         @contextlib.contextmanager
         def writable_slot(self, slot: int, size: int) -> Iterator[memoryview]:
-            """Give memory for a blob that was opened by now, whose base goes."""
+            """Return the memory for a blob that is open by now, after removing its base."""
             assert store.open_cold(fine.digest).base == base.digest
             thaw_models(["m"], store=store)
             for path in (store.blob_path(base.digest), store.base_path(base.digest)):
                 Path(path).unlink(missing_ok=True)
             if is_frozen_again:
                 freeze_models(["m"], store=store, find_base=False)
-            with super().writable_slot(slot, size) as room:
-                yield room
+            with super().writable_slot(slot, size) as view:
+                yield view
 
     region = Changing([fine.size])
     work = ParallelDecoder(store, region, past_cache=False, report=lambda _: None)
@@ -212,7 +210,7 @@ def test_a_base_that_nobody_needs_any_more_may_go_meanwhile(
     assert store.is_cold(fine.digest) is is_frozen_again
 
 
-def test_ctrl_c_again_does_not_leave_threads_at_work() -> None:
+def test_a_second_ctrl_c_leaves_no_thread_at_work() -> None:
     is_interrupted, is_ending, is_done = threading.Event(), threading.Event(), threading.Event()
 
     def interrupt(_: int, frame: FrameType | None) -> None:

@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 1000, 1])
-def test_the_rows_come_in_order_a_few_at_a_time(
+def test_yields_a_few_rows_at_a_time_in_order(
     piece: int, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacking, "_PIECE_ELEMENTS", piece)
@@ -57,7 +57,7 @@ def test_the_rows_come_in_order_a_few_at_a_time(
 
 
 @pytest.mark.parametrize("part", [0, 11])
-def test_one_expert_of_a_stack_can_be_had(part: int, store: LocalStore) -> None:
+def test_dequantizes_one_expert_of_a_stack(part: int, store: LocalStore) -> None:
     stored, memory = mapped(store, f"{EXPERTS}.down_proj.weight")
     (found,) = plain_pieces(stored, memory, "bfloat16", part)
     array = TENSORS[f"{EXPERTS}.{part}.down_proj.weight"]

@@ -50,7 +50,7 @@ BUFFERS = 10
 
 
 class Clock:
-    """A stream that works as late as it may: it copies when somebody waits for a copy."""
+    """A stream that works as late as possible: it copies when something waits for a copy."""
 
     def __init__(self) -> None:
         self._asked: deque[Callable[[], None]] = deque()
@@ -70,14 +70,14 @@ class Clock:
 
 
 class LateStaging:
-    def __init__(self, nbytes: int, lane: LateLane) -> None:
+    def __init__(self, nbytes: int, stream: LateStream) -> None:
         self.memory = memoryview(bytearray(nbytes))
-        self._lane = lane
+        self._stream = stream
         self._sent = 0
 
     def send(self, moves: Sequence[Move], after: int) -> int:
         moves = list(moves)
-        assert all(self._lane.taken[id(tensor)] <= after for tensor, *_ in moves)
+        assert all(self._stream.taken[id(tensor)] <= after for tensor, *_ in moves)
 
         def copies() -> None:
             for tensor, start, at, count in moves:
@@ -85,21 +85,21 @@ class LateStaging:
                 assert at + count <= len(self.memory)
                 tensor[start : start + count] = self.memory[at : at + count]
 
-        self._sent = self._lane.clock.ask(copies)
+        self._sent = self._stream.clock.ask(copies)
         return self._sent
 
     def wait(self) -> None:
-        self._lane.clock.reach(self._sent)
+        self._stream.clock.reach(self._sent)
 
 
 class Memory(bytearray):
-    """Memory of a device; weak references to it can be had."""
+    """Memory of a device that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
 
-class LateLane:
-    """The way to a device that copies as late as it may."""
+class LateStream:
+    """A stream to a device that copies as late as possible."""
 
     def __init__(self, *, space: int = 10**9, buffers: int = BUFFERS) -> None:
         self.clock = Clock()
@@ -139,7 +139,7 @@ class LateLane:
         self.clock.reach(None)
 
     def use(self, tensor: Memory) -> bytes:
-        """Do what the caller's stream does with a tensor: after what it was told to wait for."""
+        """Use a tensor as the caller's stream does, after the copies that it waits for."""
         self.clock.reach(self._awaited)
         return bytes(tensor)
 
@@ -148,7 +148,7 @@ class LateLane:
 
 
 class Blobs:
-    """Blobs in memory, and a record of what was read."""
+    """Blobs in memory, and a record of the reads."""
 
     def __init__(self, contents: Sequence[bytes]) -> None:
         self.contents = contents
@@ -182,13 +182,13 @@ def expected(part: TensorLocation, blobs: Blobs) -> bytes:
     return blobs.contents[part.slot][part.begin : part.begin + part.spec.nbytes]
 
 
-def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateLane:
-    lane = LateLane()
-    found = transfer(parts, lane, blobs, buffer=buffer)
+def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateStream:
+    stream = LateStream()
+    found = transfer(parts, stream, blobs, buffer=buffer)
     for part, (name, tensor) in zip(parts, found, strict=True):
         assert name == part.spec.name
-        assert lane.use(tensor) == expected(part, blobs)
-    return lane
+        assert stream.use(tensor) == expected(part, blobs)
+    return stream
 
 
 # The bytes
@@ -216,10 +216,10 @@ def test_all_bytes_arrive_in_the_order_of_the_parts(
     assert sum(count for _, _, count in blobs.reads) == sum(part.spec.nbytes for part in parts)
 
 
-def test_a_buffer_is_not_filled_again_before_its_bytes_have_left() -> None:
+def test_a_buffer_is_not_reused_before_its_copies_are_done() -> None:
     parts, blobs = one_each([64] * 500)
-    lane = check(parts, blobs, 64)
-    assert lane.buffers == BUFFERS
+    stream = check(parts, blobs, 64)
+    assert stream.buffers == BUFFERS
 
 
 def test_a_tensor_larger_than_all_buffers_goes_through_them_in_pieces() -> None:
@@ -231,26 +231,26 @@ def test_a_tensor_larger_than_all_buffers_goes_through_them_in_pieces() -> None:
     ]
 
 
-def test_neighbours_in_a_blob_are_read_together() -> None:
+def test_adjacent_tensors_are_read_together() -> None:
     parts, blobs = one_blob([64, 128, 640, 64])
-    lane = check(parts, blobs, 1024)
+    stream = check(parts, blobs, 1024)
     assert blobs.reads == [(0, 8, 896)]
-    assert lane.buffers == 1
+    assert stream.buffers == 1
 
 
-def test_tensors_that_are_no_neighbours_share_a_buffer() -> None:
+def test_tensors_of_different_blobs_share_a_buffer() -> None:
     parts, blobs = one_each([64, 128, 640, 64])
-    lane = check(parts, blobs, 1024)
+    stream = check(parts, blobs, 1024)
     assert blobs.reads == [(0, 8, 64), (1, 8, 128), (2, 8, 640), (3, 8, 64)]
-    assert lane.buffers == 1
+    assert stream.buffers == 1
 
 
-def test_the_same_bytes_twice_are_two_tensors() -> None:
+def test_the_same_bytes_can_be_two_tensors() -> None:
     _, blobs = one_each([64])
     check([TensorLocation(of_bytes(name, 64), 0, 8) for name in "ab"], blobs, 1024)
 
 
-def test_empty_tensors_come_in_their_places() -> None:
+def test_empty_tensors_keep_their_positions() -> None:
     parts, blobs = one_each([0, 64, 0, 0, 64, 0])
     check(parts, blobs, 64)
     parts, blobs = one_each([0, 0])
@@ -258,20 +258,20 @@ def test_empty_tensors_come_in_their_places() -> None:
     assert blobs.reads == []
 
 
-def test_no_tensors_are_no_work() -> None:
-    assert list(transfer([], LateLane(), Blobs([]))) == []
+def test_transfers_an_empty_list() -> None:
+    assert list(transfer([], LateStream(), Blobs([]))) == []
 
 
 def test_the_buffer_is_no_larger_than_the_tensors() -> None:
     sizes: list[int] = []
 
-    class Lane(LateLane):
+    class Stream(LateStream):
         def staging(self, nbytes: int) -> LateStaging:
             sizes.append(nbytes)
             return super().staging(nbytes)
 
     parts, blobs = one_blob([64, 36])
-    list(transfer(parts, Lane(), blobs))
+    list(transfer(parts, Stream(), blobs))
     assert sizes == [128]
 
 
@@ -290,13 +290,13 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
         assert tensor._base is None or dtype is DType.F4
 
 
-def test_a_type_that_torch_has_not_is_told() -> None:
+def test_reports_a_type_that_torch_does_not_have() -> None:
     part = TensorLocation(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type for F6_E2M3"):
         list(transfer([part], TorchLane("cpu"), Blobs([bytes(3)])))
 
 
-def test_tensors_may_be_had_in_inference_mode() -> None:
+def test_works_in_inference_mode() -> None:
     part = TensorLocation(TensorSpec("a", DType.F32, ()), 0, 0)
     with torch.inference_mode():
         ((_, tensor),) = transfer([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
@@ -307,7 +307,7 @@ def test_tensors_may_be_had_in_inference_mode() -> None:
 # The order of events
 
 
-def test_the_order_holds_though_files_are_read_in_any() -> None:
+def test_keeps_the_order_whatever_is_read_first() -> None:
     parts, blobs = one_each([64] * 30)
     last = threading.Event()
 
@@ -318,41 +318,43 @@ def test_the_order_holds_though_files_are_read_in_any() -> None:
         if slot == 7:
             last.set()
 
-    lane = LateLane()
-    found = transfer(parts, lane, read, buffer=64)
-    assert [lane.use(tensor) for _, tensor in found] == [expected(part, blobs) for part in parts]
+    stream = LateStream()
+    found = transfer(parts, stream, read, buffer=64)
+    assert [stream.use(tensor) for _, tensor in found] == [expected(part, blobs) for part in parts]
 
 
-def test_memory_is_taken_for_a_few_tensors_ahead_only() -> None:
+def test_allocates_only_a_few_tensors_ahead() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane()
-    for number, _ in enumerate(transfer(parts, lane, blobs, buffer=64)):
-        assert len(lane.tensors) <= number + BUFFERS + 1
+    stream = LateStream()
+    for number, _ in enumerate(transfer(parts, stream, blobs, buffer=64)):
+        assert len(stream.tensors) <= number + BUFFERS + 1
 
 
-def test_a_tensor_is_not_kept_once_it_was_yielded() -> None:
+def test_does_not_keep_a_tensor_after_it_was_yielded() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane()
-    for _, tensor in transfer(parts, lane, blobs, buffer=64):
-        lane.use(tensor)
-        assert lane.alive() <= BUFFERS + 2
+    stream = LateStream()
+    for _, tensor in transfer(parts, stream, blobs, buffer=64):
+        stream.use(tensor)
+        assert stream.alive() <= BUFFERS + 2
 
 
-def test_a_batch_of_tensors_is_not_kept_until_its_last_was_yielded() -> None:
+def test_does_not_keep_a_batch_until_its_last_tensor() -> None:
     parts, blobs = one_each([64] * 4)
-    lane = LateLane()
+    stream = LateStream()
     alive = []
-    for _, tensor in transfer(parts, lane, blobs, buffer=1024):
-        lane.use(tensor)
+    for _, tensor in transfer(parts, stream, blobs, buffer=1024):
+        stream.use(tensor)
         del tensor
-        alive.append(lane.alive())
+        alive.append(stream.alive())
     assert alive == [3, 2, 1, 0]
 
 
-def test_tells_of_the_bytes() -> None:
+def test_reports_the_bytes() -> None:
     steps: list[tuple[str, int, int]] = []
     parts, blobs = one_each([100, 0, 28])
-    found = transfer(parts, LateLane(), blobs, buffer=64, progress=lambda *step: steps.append(step))
+    found = transfer(
+        parts, LateStream(), blobs, buffer=64, progress=lambda *step: steps.append(step)
+    )
     assert len(list(found)) == 3
     assert steps == [("loading", done, 128) for done in (64, 100, 128)]
 
@@ -360,24 +362,24 @@ def test_tells_of_the_bytes() -> None:
 # The ring
 
 
-def test_the_buffer_that_was_given_back_first_is_taken_first() -> None:
-    ring = _Ring(LateLane(), 64, 2)
+def test_buffers_are_reused_in_the_order_of_their_return() -> None:
+    ring = _Ring(LateStream(), 64, 2)
     one, two = ring.take(), ring.take()
     ring.give(two)
     ring.give(one)
     assert [ring.take(), ring.take()] == [two, one]
 
 
-def test_a_buffer_that_could_not_be_made_is_not_counted() -> None:
-    lane = LateLane(buffers=0)
-    ring = _Ring(lane, 64, 1)
+def test_a_buffer_that_could_not_be_allocated_is_not_counted() -> None:
+    stream = LateStream(buffers=0)
+    ring = _Ring(stream, 64, 1)
     with pytest.raises(BlobstoreError, match="no memory to pin"):
         ring.take()
-    lane.buffers -= 2
+    stream.buffers -= 2
     assert ring.take().memory.nbytes == 64
 
 
-# What fails
+# Errors
 
 
 @pytest.fixture(autouse=True)
@@ -398,38 +400,38 @@ def failing_at(number: int, blobs: Blobs) -> Read:
 
 
 @pytest.mark.parametrize("number", [0, 1, 50, 99])
-def test_an_error_of_reading_ends_it_and_keeps_nothing(number: int) -> None:
+def test_a_read_error_ends_the_transfer_and_keeps_nothing(number: int) -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane()
+    stream = LateStream()
     with pytest.raises(BlobMissing, match="blob is gone") as caught:
-        dict(transfer(parts, lane, failing_at(number, blobs), buffer=64))
-    assert lane.is_drained
+        dict(transfer(parts, stream, failing_at(number, blobs), buffer=64))
+    assert stream.is_drained
     assert len(blobs.reads) < number + 2 * BUFFERS
-    assert lane.alive() == 0
+    assert stream.alive() == 0
     assert caught.value.__traceback__ is not None
 
 
-def test_a_device_without_room_ends_it_and_keeps_nothing() -> None:
+def test_a_full_device_ends_the_transfer_and_keeps_nothing() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane(space=64 * 50)
+    stream = LateStream(space=64 * 50)
     with pytest.raises(BlobstoreError, match="no memory for 50") as caught:
-        dict(transfer(parts, lane, blobs, buffer=96))
-    assert lane.is_drained
-    assert lane.alive() == 0
+        dict(transfer(parts, stream, blobs, buffer=96))
+    assert stream.is_drained
+    assert stream.alive() == 0
     assert caught.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("buffers", [0, 1, 5])
-def test_a_host_without_memory_for_buffers_ends_it(buffers: int) -> None:
+def test_a_full_host_ends_the_transfer(buffers: int) -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane(buffers=buffers)
+    stream = LateStream(buffers=buffers)
     with pytest.raises(BlobstoreError, match="no memory to pin"):
-        dict(transfer(parts, lane, blobs, buffer=64))
-    assert lane.alive() == 0
+        dict(transfer(parts, stream, blobs, buffer=64))
+    assert stream.alive() == 0
 
 
-def test_a_device_that_fails_in_the_end_is_told() -> None:
-    class Lane(LateLane):
+def test_reports_a_device_that_fails_at_the_end() -> None:
+    class Stream(LateStream):
         def drain(self) -> None:
             super().drain()
             message = "device is lost"
@@ -437,34 +439,34 @@ def test_a_device_that_fails_in_the_end_is_told() -> None:
 
     parts, blobs = one_each([64])
     with pytest.raises(BlobstoreError, match="device is lost"):
-        dict(transfer(parts, Lane(), blobs))
+        dict(transfer(parts, Stream(), blobs))
     with pytest.raises(BlobMissing, match="blob is gone"):  # the first cause goes first
-        dict(transfer(parts, Lane(), failing_at(0, blobs)))
+        dict(transfer(parts, Stream(), failing_at(0, blobs)))
 
 
-def test_progress_may_end_it() -> None:
+def test_progress_may_end_the_transfer() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane()
+    stream = LateStream()
 
     def stop(_what: str, done: int, _total: int) -> None:
         if done > 640:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dict(transfer(parts, lane, blobs, buffer=64, progress=stop))
-    assert lane.is_drained
-    assert lane.alive() == 0
+        dict(transfer(parts, stream, blobs, buffer=64, progress=stop))
+    assert stream.is_drained
+    assert stream.alive() == 0
 
 
-def test_whoever_has_enough_may_stop() -> None:
+def test_the_caller_may_stop_early() -> None:
     parts, blobs = one_each([64] * 100)
-    lane = LateLane()
-    found = transfer(parts, lane, blobs, buffer=64)
+    stream = LateStream()
+    found = transfer(parts, stream, blobs, buffer=64)
     _, tensor = next(found)
     found.close()
-    assert lane.is_drained
-    assert lane.use(tensor) == expected(parts[0], blobs)
-    assert lane.alive() == 1
+    assert stream.is_drained
+    assert stream.use(tensor) == expected(parts[0], blobs)
+    assert stream.alive() == 1
     assert len(blobs.reads) <= BUFFERS
 
 
@@ -489,8 +491,8 @@ def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
     assert (name, bytes(tensor.tolist())) == ("a", data[:64])
     os.truncate(path, 64)
     # Found when it is opened, or by a thread that had opened it before.
-    told = r"it has 64 bytes, expected 6400|ended at byte \d+ of 6400 while it was read"
-    with pytest.raises(BlobDamaged, match=told):
+    message = r"it has 64 bytes, expected 6400|ended at byte \d+ of 6400 while it was read"
+    with pytest.raises(BlobDamaged, match=message):
         next(found)
 
 
@@ -502,7 +504,7 @@ PACKED = quantizable_tensors()
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Give a device that is reached by a lane, if need be the processor."""
+    """Return a device with a stream, or the CPU as if it had one."""
     if request.param == "cpu":
         is_torch = property(lambda target: target.framework == "torch")
         monkeypatch.setattr(frameworks.ArrayTarget, "has_stream", is_torch)
@@ -557,7 +559,7 @@ def test_all_tensors_arrive(device: str, store: LocalStore, read: str, verify: s
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])
-def test_frozen_tensors_are_decoded_on_their_way(device: str, tmp_path: Path, read: str) -> None:
+def test_cold_tensors_are_decoded_on_their_way(device: str, tmp_path: Path, read: str) -> None:
     store = LocalStore(tmp_path / "store")
     data = {"small": weights(1), "large": weights(2, 5 << 20)}
     add_blobs(store, "m", {name: layer(name, numbers) for name, numbers in data.items()})
@@ -577,16 +579,14 @@ def test_tensors_are_chosen_by_prefix(device: str, store: LocalStore) -> None:
         assert model.tensors("none") == {}
 
 
-def test_tensors_are_memory_of_their_own(device: str, store: LocalStore) -> None:
+def test_tensors_do_not_share_memory(device: str, store: LocalStore) -> None:
     with open_on(device, store) as model:
         model.state_dict()["scalar"] += 1
         assert model.state_dict()["scalar"].item() == 7
 
 
 @pytest.mark.parametrize("order", ["file", "name"])
-def test_they_come_one_at_a_time_in_the_order_that_is_asked_for(
-    device: str, store: LocalStore, order: Any
-) -> None:
+def test_iterates_in_the_requested_order(device: str, store: LocalStore, order: Any) -> None:
     with (
         open_on(device, store) as model,
         blobstore.open("m", store=store) as plain,
@@ -599,7 +599,7 @@ def test_they_come_one_at_a_time_in_the_order_that_is_asked_for(
         check_of_model(ranks[0] | ranks[1], device)
 
 
-def test_whoever_has_enough_may_stop_of_model(device: str, store: LocalStore) -> None:
+def test_the_caller_of_a_model_may_stop_early(device: str, store: LocalStore) -> None:
     with open_on(device, store) as model:
         found = cast("Generator[tuple[str, torch.Tensor], None, None]", model.iter_tensors())
         with contextlib.closing(found):
@@ -608,7 +608,7 @@ def test_whoever_has_enough_may_stop_of_model(device: str, store: LocalStore) ->
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp8"])
-def test_packed_weights_arrive_as_they_are(device: str, packed: LocalStore, kind: str) -> None:
+def test_packed_weights_arrive_unchanged(device: str, packed: LocalStore, kind: str) -> None:
     with (
         open_on(device, packed, kind) as model,
         blobstore.open(kind, store=packed) as plain,
@@ -622,7 +622,7 @@ def test_packed_weights_arrive_as_they_are(device: str, packed: LocalStore, kind
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp8"])
-def test_packed_weights_are_made_plain_on_the_device(
+def test_packed_weights_are_dequantized_on_the_device(
     device: str, packed: LocalStore, kind: str
 ) -> None:
     with (
@@ -636,7 +636,7 @@ def test_packed_weights_are_made_plain_on_the_device(
                 assert torch.equal(tensor.cpu(), of_numpy(plain[name]))
 
 
-def test_tells_of_the_bytes_of_model(device: str, store: LocalStore) -> None:
+def test_a_model_reports_the_bytes(device: str, store: LocalStore) -> None:
     steps: list[tuple[str, int, int]] = []
     total = sum(array.nbytes for array in TENSORS.values())
     with open_on(device, store, progress=lambda *step: steps.append(step)) as model:
@@ -644,13 +644,11 @@ def test_tells_of_the_bytes_of_model(device: str, store: LocalStore) -> None:
     assert steps[-1] == ("loading", total, total)
 
 
-# What becomes of the store
+# Changes of the store
 
 
 @pytest.mark.parametrize("verify", ["size", "none"])
-def test_a_blob_that_is_gone_is_had_from_its_map(
-    device: str, store: LocalStore, verify: str
-) -> None:
+def test_a_removed_blob_is_read_from_its_map(device: str, store: LocalStore, verify: str) -> None:
     path = path_of(store, "model.layers.0.norm.weight")
     with open_on(device, store, verify=verify) as model:
         if verify == "none":
@@ -660,7 +658,7 @@ def test_a_blob_that_is_gone_is_had_from_its_map(
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])
-def test_a_blob_that_is_gone_is_told_with_its_layer(
+def test_a_missing_blob_is_reported_with_its_layer(
     device: str, store: LocalStore, read: str
 ) -> None:
     with open_on(device, store, read=read, verify="none") as model:
@@ -670,7 +668,7 @@ def test_a_blob_that_is_gone_is_told_with_its_layer(
 
 
 @pytest.mark.parametrize("how", ["tensors", "iter_tensors"])
-def test_a_blob_that_was_cut_short_is_an_error(device: str, store: LocalStore, how: str) -> None:
+def test_a_truncated_blob_is_an_error(device: str, store: LocalStore, how: str) -> None:
     path = path_of(store, "position_ids")
     with open_on(device, store) as model:
         size = path.stat().st_size
@@ -696,7 +694,7 @@ def test_sizes_are_checked_when_nothing_is_mapped(device: str, store: LocalStore
         open_on(device, store, read="pread")
 
 
-def test_a_closed_model_gives_no_more(device: str, store: LocalStore) -> None:
+def test_a_closed_model_returns_nothing(device: str, store: LocalStore) -> None:
     model = open_on(device, store)
     names = model.iter_tensors()
     model.close()
@@ -705,15 +703,15 @@ def test_a_closed_model_gives_no_more(device: str, store: LocalStore) -> None:
             load()
 
 
-def test_a_type_that_torch_has_not_is_told_of_model(device: str, tmp_path: Path) -> None:
+def test_a_model_reports_a_type_that_torch_does_not_have(device: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     add_blobs(store, "m", {"s": blob(("s", "F6_E2M3", (4,), bytes(3)))})
     with open_on(device, store) as model, pytest.raises(UnsupportedDType, match="tensor 's'"):
         model.state_dict()
 
 
-class FailingLane(TorchLane):
-    """A device that fails when all seems to be done."""
+class FailingStream(TorchLane):
+    """A device that fails at the end."""
 
     drained = 0
 
@@ -723,14 +721,14 @@ class FailingLane(TorchLane):
         raise BlobstoreError(message)
 
 
-def test_a_device_that_fails_in_the_end_is_told_of_model(device: str, store: LocalStore) -> None:
+def test_a_model_reports_a_device_that_fails_at_the_end(device: str, store: LocalStore) -> None:
     with open_on(device, store) as model:
-        found = model._upload(list(model), FailingLane(device))
+        found = model._upload(list(model), FailingStream(device))
         with pytest.raises(BlobstoreError, match="device is lost"):
             dict(found)
 
 
-def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
+def test_no_copy_is_in_progress_after_an_error_of_dequantization(
     device: str, packed: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -738,14 +736,14 @@ def test_nothing_is_under_way_after_an_error_of_the_arithmetic(
         raise UnsupportedDType(message)
 
     with open_on(device, packed, "int4", dequantize=True) as model:
-        lane = FailingLane(device)
+        stream = FailingStream(device)
         monkeypatch.setattr(torch_quantization, "dequantize", fail)
-        found = model._upload(list(model), lane)
+        found = model._upload(list(model), stream)
         with pytest.raises(UnsupportedDType, match="cannot be computed") as caught:
             dict(found)
-        assert lane.drained == 1
+        assert stream.drained == 1
         assert caught.value.__traceback__ is not None
 
 
-def test_the_lane_is_what_the_tests_run(device: str) -> None:
+def test_these_tests_run_the_real_stream(device: str) -> None:
     assert isinstance(frameworks.ArrayTarget.of("torch", device).stream(), TorchLane)

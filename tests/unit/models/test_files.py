@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def test_gives_the_manifest_of_a_name(store: LocalStore) -> None:
+def test_returns_the_manifest_of_a_name(store: LocalStore) -> None:
     reference = Reference.parse("m")
     for name in ("m", reference):
         assert ModelFiles.of(name, store).manifest == store.resolve(reference)
@@ -29,7 +29,7 @@ def test_gives_the_manifest_of_a_name(store: LocalStore) -> None:
         ModelFiles.of("none", store)
 
 
-def test_refuses_a_manifest_that_was_changed(store: LocalStore) -> None:
+def test_rejects_a_changed_manifest(store: LocalStore) -> None:
     for name in ("m", "old"):
         path = store.manifest_path(Reference.parse(name))
         path.write_bytes(path.read_bytes().replace(b'"name":"w"', b'"name":"v"'))

@@ -18,13 +18,13 @@ from blobstore.safetensors.numpy import as_array
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_affine_scales_tell_what_the_weight_was(dtype: DType) -> None:
+def test_affine_scales_have_the_type_of_the_weight(dtype: DType) -> None:
     name = original_dtype(FORMATS["int4"], dtype)
     assert FLOATS[name] is dtype
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
-def test_scales_of_float_types_do_not(name: str) -> None:
+def test_weights_of_float_types_were_bfloat16(name: str) -> None:
     assert original_dtype(FORMATS[name], DType.U8) == "bfloat16"
 
 
@@ -34,7 +34,7 @@ def test_an_element_type_is_checked() -> None:
         checked_dtype("F16")
 
 
-def test_every_framework_has_its_own() -> None:
+def test_every_framework_has_functions_of_its_own() -> None:
     made = [ArrayTarget.of(framework, "cpu").convert for framework in ("numpy", "torch")]
     assert [function.__module__ for function in made] == [
         "blobstore.safetensors.numpy",
@@ -44,13 +44,13 @@ def test_every_framework_has_its_own() -> None:
     assert dequantizer("torch").__module__ == "blobstore.quantization.torch"
 
 
-def test_mlx_has_its_own() -> None:
+def test_mlx_has_functions_of_its_own() -> None:
     pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     assert ArrayTarget.of("mlx", "cpu").convert.__module__ == "blobstore.safetensors.mlx"
     assert dequantizer("mlx").__module__ == "blobstore.quantization.mlx"
 
 
-def test_an_unknown_framework_or_device_is_told() -> None:
+def test_rejects_an_unknown_framework_or_device() -> None:
     with pytest.raises(UsageError, match="framework must be numpy, torch or mlx, got 'jax'"):
         ArrayTarget.of("jax", "cpu")
     with pytest.raises(UsageError, match="device 'cuda' requires framework torch; numpy takes cpu"):
@@ -58,7 +58,7 @@ def test_an_unknown_framework_or_device_is_told() -> None:
 
 
 @pytest.mark.parametrize("device", ["nothing", "cuda:99", "cuda:x"])
-def test_a_device_that_torch_has_not_is_told(device: str) -> None:
+def test_rejects_a_device_that_torch_does_not_have(device: str) -> None:
     with pytest.raises(UsageError, match=f"torch has no device '{device}' here: [A-Z]"):
         ArrayTarget.of("torch", device)
 

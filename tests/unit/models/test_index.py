@@ -42,11 +42,11 @@ def index_file(store: LocalStore) -> Path:
     return Path(store.folder("headers") / Digest.of(manifest(store)).hex)
 
 
-def test_create_leaves_the_index_for_the_first_open(store: LocalStore) -> None:
+def test_create_writes_the_index(store: LocalStore) -> None:
     assert index_file(store).is_file()
 
 
-def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
+def test_the_index_equals_the_headers(store: LocalStore) -> None:
     from_index = load_index(store, manifest(store))
     index_file(store).unlink()
     from_headers = load_index(store, manifest(store))
@@ -59,7 +59,7 @@ def test_the_index_gives_what_the_headers_give(store: LocalStore) -> None:
     assert set(from_index.entries) == {*dense_tensors(), *moe_tensors()}
 
 
-def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None:
+def test_every_location_is_that_of_the_tensor_in_its_blob(store: LocalStore) -> None:
     index = load_index(store, manifest(store))
     for name, array in (dense_tensors() | moe_tensors()).items():
         spec, slot, begin = index.location(name)
@@ -71,14 +71,14 @@ def test_every_place_is_where_the_blob_has_the_tensor(store: LocalStore) -> None
         assert blob[begin : begin + array.nbytes] == array.tobytes()
 
 
-def test_what_was_found_is_written_as_create_does(store: LocalStore) -> None:
+def test_writes_the_same_index_as_create(store: LocalStore) -> None:
     before = index_file(store).read_bytes()
     shutil.rmtree(store.folder("headers"))
     write_index(store, manifest(store), load_index(store, manifest(store)))
     assert index_file(store).read_bytes() == before
 
 
-def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalStore) -> None:
+def test_writing_an_index_does_not_recreate_a_removed_store(store: LocalStore) -> None:
     data = manifest(store)
     index = load_index(store, data)
     shutil.rmtree(store.root)
@@ -86,13 +86,13 @@ def test_the_index_of_a_store_that_is_gone_does_not_bring_it_back(store: LocalSt
     assert not store.root.exists()
 
 
-def test_a_manifest_that_was_changed_has_no_index(store: LocalStore) -> None:
+def test_a_changed_manifest_has_no_index(store: LocalStore) -> None:
     changed = manifest(store).replace(b'"name":"mask"', b'"name":"masl"')
     with pytest.raises(InvalidManifest, match="was changed since it was written"):
         load_index(store, changed)
 
 
-def test_there_is_no_index_of_what_is_not_proven(store: LocalStore) -> None:
+def test_an_unproven_manifest_gets_no_index(store: LocalStore) -> None:
     index_file(store).unlink()
     Path(store.blob_path(store.resolve(Reference.parse("tiny")).config.digest)).unlink()
     index = load_index(store, manifest(store))
@@ -150,19 +150,17 @@ def test_a_damaged_index_is_ignored(store: LocalStore, damage: object) -> None:
         '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": [4, 32]}]',
     ],
 )
-def test_an_index_that_makes_no_sense_is_ignored_though_sealed(
-    store: LocalStore, text: str
-) -> None:
+def test_a_malformed_index_is_ignored_despite_its_checksum(store: LocalStore, text: str) -> None:
     key = Digest.of(manifest(store))
     data = text.replace("DIGEST", key.hex).encode()
-    seal = Digest.of(f"2 {key}\n".encode() + data)
-    index_file(store).write_bytes(f"{seal}\n".encode() + data)
+    checksum = Digest.of(f"2 {key}\n".encode() + data)
+    index_file(store).write_bytes(f"{checksum}\n".encode() + data)
     index = load_index(store, manifest(store))
     assert set(index.entries) == {*dense_tensors(), *moe_tensors()}
     assert not index.is_cached
 
 
-def test_an_index_is_not_believed_about_a_blob_of_another_size(store: LocalStore) -> None:
+def test_an_index_does_not_hide_a_missing_blob(store: LocalStore) -> None:
     index = load_index(store, manifest(store))
     digest, _ = index.blobs[0]
     Path(store.blob_path(digest)).unlink()
@@ -179,17 +177,19 @@ def test_a_store_that_cannot_be_written_needs_no_index(store: LocalStore) -> Non
     assert set(index.entries) >= set(dense_tensors())
 
 
-def test_the_index_is_json_behind_a_line_that_seals_it_for_its_manifest(store: LocalStore) -> None:
+def test_the_index_is_json_after_a_checksum_line_that_includes_the_manifest(
+    store: LocalStore,
+) -> None:
     first, _, rest = index_file(store).read_bytes().partition(b"\n")
-    sealed = f"2 {Digest.of(manifest(store))}\n".encode() + rest
-    assert first.decode() == str(Digest.of(sealed))
+    summed = f"2 {Digest.of(manifest(store))}\n".encode() + rest
+    assert first.decode() == str(Digest.of(summed))
     tensors, blobs, quantized = json.loads(rest)
     assert quantized == {}
     assert tensors["scalar"][:2] == ["U8", []]
     assert all(len(spelled) == 64 for spelled, _ in blobs)
 
 
-def test_a_quantized_weight_is_placed_with_its_companions_by_their_runtime_names(
+def test_a_quantized_weight_is_indexed_with_its_companions_by_runtime_name(
     tmp_path: Path,
 ) -> None:
     quantized = blob(WEIGHT, SCALE, BIAS, quant_type="int4", group_size="32")
@@ -231,7 +231,9 @@ def test_an_error_names_tensor_or_layer(
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(store: LocalStore, *, enabled: bool) -> None:
+def test_the_state_of_the_garbage_collector_is_restored(
+    store: LocalStore, *, enabled: bool
+) -> None:
     was_enabled = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

@@ -107,7 +107,7 @@ def blob_of(store: LocalStore, layer: str) -> Path:
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_part_is_what_it_is_of_the_whole(
+def test_a_slice_equals_the_slice_of_the_whole_tensor(
     store: LocalStore, framework: Any, options: dict[str, Any]
 ) -> None:
     with blobstore.open("m", store=store, framework=framework, **options) as model:
@@ -124,7 +124,7 @@ def test_a_part_is_what_it_is_of_the_whole(
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_parts_of_half_precision_are_right_in_every_framework(
+def test_slices_of_bfloat16_are_right_in_every_framework(
     tmp_path: Path, framework: Any, options: dict[str, Any]
 ) -> None:
     store = LocalStore(tmp_path)
@@ -135,7 +135,7 @@ def test_parts_of_half_precision_are_right_in_every_framework(
             np.testing.assert_array_equal(as_numpy(part[index]), HALF[index].astype(np.float64))  # type: ignore[index]
 
 
-def test_a_slice_knows_what_it_is_a_part_of(store: LocalStore) -> None:
+def test_a_slice_describes_its_tensor(store: LocalStore) -> None:
     with blobstore.open("m", store=store) as model:
         part = model.get_slice("w")
         assert (part.get_shape(), part.get_dtype()) == ([8, 6, 4], "F32")
@@ -145,7 +145,7 @@ def test_a_slice_knows_what_it_is_a_part_of(store: LocalStore) -> None:
             iter(part)  # type: ignore[call-overload]
 
 
-def test_safetensors_gives_the_same_parts(store: LocalStore, tmp_path: Path) -> None:
+def test_safetensors_returns_the_same_slices(store: LocalStore, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     with (
@@ -159,7 +159,7 @@ def test_safetensors_gives_the_same_parts(store: LocalStore, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("index", [slice(2, 5), (slice(None), slice(1, 3)), 3])
-def test_parts_of_mapped_blobs_are_views(store: LocalStore, index: Any) -> None:
+def test_slices_of_mapped_blobs_are_views(store: LocalStore, index: Any) -> None:
     with blobstore.open("m", store=store) as model:
         assert np.shares_memory(model.get_slice("w")[index], model["w"])
     with blobstore.open("m", store=store, framework="torch") as model:
@@ -170,7 +170,7 @@ def test_parts_of_mapped_blobs_are_views(store: LocalStore, index: Any) -> None:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_parts_that_are_read_are_memory_of_their_own(store: LocalStore, framework: Any) -> None:
+def test_slices_that_are_read_share_no_memory(store: LocalStore, framework: Any) -> None:
     with blobstore.open(
         "m", store=store, framework=framework, read="pread", verify="none"
     ) as model:
@@ -183,7 +183,7 @@ def test_parts_that_are_read_are_memory_of_their_own(store: LocalStore, framewor
             np.testing.assert_array_equal(again, TENSORS["w"][1:3])
 
 
-def test_a_part_does_not_bring_in_the_blob(store: LocalStore) -> None:
+def test_reading_a_slice_does_not_load_the_blob(store: LocalStore) -> None:
     with blobstore.open("m", store=store, read="pread", verify="none") as model:
         np.testing.assert_array_equal(model.get_slice("w")[2:4], TENSORS["w"][2:4])
         whole = model["b"]
@@ -196,7 +196,7 @@ def test_a_part_does_not_bring_in_the_blob(store: LocalStore) -> None:
         np.testing.assert_array_equal(model.get_slice("b")[1:3], whole[1:3])
 
 
-def test_a_blob_that_is_cut_short_is_told_with_its_layer(store: LocalStore) -> None:
+def test_a_truncated_blob_is_reported_with_its_layer(store: LocalStore) -> None:
     with blobstore.open("m", store=store, read="pread", verify="none") as model:
         path = blob_of(store, "w")
         path.chmod(0o600)
@@ -206,7 +206,7 @@ def test_a_blob_that_is_cut_short_is_told_with_its_layer(store: LocalStore) -> N
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_closed_model_gives_no_parts(store: LocalStore, options: dict[str, Any]) -> None:
+def test_a_closed_model_returns_no_slices(store: LocalStore, options: dict[str, Any]) -> None:
     model = blobstore.open("m", store=store, **options)
     part = model.get_slice("w")
     kept = part[1:3]
@@ -216,7 +216,7 @@ def test_a_closed_model_gives_no_parts(store: LocalStore, options: dict[str, Any
         part[1:3]
 
 
-def test_a_model_is_let_go_of_without_the_collector(store: LocalStore) -> None:
+def test_a_model_is_freed_without_the_garbage_collector(store: LocalStore) -> None:
     model = blobstore.open("m", store=store)
     list(model.iter_tensors(parts={"w": slice(1, 2)}))
     part = model.get_slice("w")[1]
@@ -230,7 +230,7 @@ def test_a_model_is_let_go_of_without_the_collector(store: LocalStore) -> None:
     np.testing.assert_array_equal(part, TENSORS["w"][1])
 
 
-def test_what_is_not_there_is_told(store: LocalStore) -> None:
+def test_reports_missing_tensors_and_elements(store: LocalStore) -> None:
     with blobstore.open("m", store=store) as model:
         with pytest.raises(TensorNotFound, match="m:latest has no tensor 'none'"):
             model.get_slice("none")
@@ -240,7 +240,7 @@ def test_what_is_not_there_is_told(store: LocalStore) -> None:
             model.get_slice("b")[::2]
 
 
-def test_pairs_of_half_a_byte_are_cut_at_bytes(tmp_path: Path) -> None:
+def test_four_bit_elements_are_sliced_at_bytes(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     add_blobs(store, "m", {"p": blob(("p", "F4", (2, 4), b"\x12\x34\x56\x78"))})
     with blobstore.open("m", store=store, framework="torch") as model:
@@ -253,7 +253,7 @@ def test_pairs_of_half_a_byte_are_cut_at_bytes(tmp_path: Path) -> None:
         model.get_slice("p")[1]
 
 
-def test_parts_are_put_on_the_device(store: LocalStore) -> None:
+def test_slices_are_put_on_the_device(store: LocalStore) -> None:
     with blobstore.open("m", store=store, framework="torch", device="meta") as model:
         for index in (slice(1, 3), (slice(None), slice(1, 3))):
             found = model.get_slice("w")[index]
@@ -264,7 +264,7 @@ def test_parts_are_put_on_the_device(store: LocalStore) -> None:
 
 
 def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
-    """Return the plain numbers of a part of a packed weight, by the model's own arithmetic."""
+    """Return a part of a packed weight, dequantized by the reference arithmetic."""
     from blobstore.quantization import numpy as reference
     from blobstore.quantization.formats import FORMATS
 
@@ -278,7 +278,7 @@ def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
 
 @pytest.mark.parametrize("tag", ["int4", "int8", "nvfp4"])
 @pytest.mark.parametrize("options", WAYS)
-def test_a_weight_and_what_belongs_to_it_are_cut_alike(
+def test_a_weight_and_its_companions_are_sliced_alike(
     quantized: LocalStore, tag: str, options: dict[str, Any]
 ) -> None:
     with blobstore.open(f"m:{tag}", store=quantized, **options) as model:
@@ -296,7 +296,7 @@ def test_a_weight_and_what_belongs_to_it_are_cut_alike(
             np.testing.assert_array_equal(rebuilt(model, parts, tag), whole[index], strict=True)
 
 
-def test_a_group_is_not_cut_apart(quantized: LocalStore) -> None:
+def test_a_group_is_not_split(quantized: LocalStore) -> None:
     with blobstore.open("m:int8", store=quantized) as model:
         columns = model.quantized[UP][1]
         for index in (
@@ -317,7 +317,7 @@ def test_a_group_is_not_cut_apart(quantized: LocalStore) -> None:
 
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
-def test_any_part_is_given_as_plain_numbers(
+def test_any_slice_can_be_dequantized(
     quantized: LocalStore, tag: str, framework: Any, options: dict[str, Any]
 ) -> None:
     with blobstore.open(
@@ -338,7 +338,7 @@ def test_any_part_is_given_as_plain_numbers(
             np.testing.assert_array_equal(found, whole[index], strict=True)  # type: ignore[index]
 
 
-def test_parts_of_stacked_experts_are_plain_numbers_too(quantized: LocalStore) -> None:
+def test_slices_of_stacked_experts_can_be_dequantized(quantized: LocalStore) -> None:
     with blobstore.open("m:int4", store=quantized, dequantize=True) as model:
         (name,) = (name for name in model if name.endswith("experts.up_proj.weight"))
         whole = model[name]
@@ -347,7 +347,7 @@ def test_parts_of_stacked_experts_are_plain_numbers_too(quantized: LocalStore) -
         np.testing.assert_array_equal(part[:, 2:4], whole[:, 2:4], strict=True)
 
 
-def test_a_global_scale_is_part_of_every_part(tmp_path: Path) -> None:
+def test_every_slice_has_the_global_scale(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     tensors = [
         ("w", "U32", (2, 4), bytes([0x21] * 32)),
@@ -365,7 +365,7 @@ def test_a_global_scale_is_part_of_every_part(tmp_path: Path) -> None:
             assert parts["w.global_scale"].tolist() == 3
 
 
-def test_a_weight_that_does_not_say_how_is_cut_as_it_is_stored(tmp_path: Path) -> None:
+def test_a_weight_of_unknown_type_is_sliced_as_stored(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     tensors = [("w", "U32", (2, 4), bytes(32)), ("w.scale", "BF16", (2, 1), bytes(4))]
     add_blobs(store, "m", {"w": blob(*tensors)})  # type: ignore[arg-type]
@@ -376,7 +376,7 @@ def test_a_weight_that_does_not_say_how_is_cut_as_it_is_stored(tmp_path: Path) -
             model.quantized_slice("w", 0)
 
 
-def test_types_and_group_sizes_are_told_without_a_header(quantized: LocalStore) -> None:
+def test_types_and_group_sizes_need_no_header(quantized: LocalStore) -> None:
     for path in quantized.folder("blobs").iterdir():
         path.unlink()
     for tag, group_size in (("int4", 32), ("int8", 64), ("nvfp4", 16)):
@@ -390,7 +390,7 @@ def test_types_and_group_sizes_are_told_without_a_header(quantized: LocalStore) 
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_rank_takes_its_parts(store: LocalStore, framework: Any, options: dict[str, Any]) -> None:
+def test_a_plan_selects_slices(store: LocalStore, framework: Any, options: dict[str, Any]) -> None:
     with blobstore.open("m", store=store, framework=framework, **options) as model:
         found = dict(model.iter_tensors(parts={"w": (..., slice(0, 2)), "b": slice(3, 7)}))
         assert set(found) == set(TENSORS)
@@ -415,7 +415,7 @@ def test_a_plan_can_be_a_function(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_what_belongs_to_a_packed_weight_is_cut_with_it(
+def test_companions_are_sliced_with_their_weight(
     quantized: LocalStore, options: dict[str, Any]
 ) -> None:
     with blobstore.open("m:int4", store=quantized, **options) as model:
@@ -436,14 +436,14 @@ def test_what_belongs_to_a_packed_weight_is_cut_with_it(
         assert not [name for name in asked if name.endswith(("_scale", "_qbias"))]
 
 
-def test_a_plan_of_plain_numbers_is_cut_anywhere(quantized: LocalStore) -> None:
+def test_a_plan_slices_dequantized_weights_anywhere(quantized: LocalStore) -> None:
     with blobstore.open("m:int4", store=quantized, dequantize=True) as model:
         found = dict(model.iter_tensors(parts={UP: (..., slice(5, 9))}))
         assert set(found) == set(model)
         np.testing.assert_array_equal(found[UP], model[UP][..., 5:9], strict=True)
 
 
-def test_ranks_together_have_every_element_once(store: LocalStore) -> None:
+def test_every_element_belongs_to_one_rank(store: LocalStore) -> None:
     whole = blobstore.open("m", store=store)["w"]
     shares = []
     for rank in range(4):
@@ -453,7 +453,7 @@ def test_ranks_together_have_every_element_once(store: LocalStore) -> None:
     np.testing.assert_array_equal(np.concatenate(shares), whole)
 
 
-def test_a_plan_that_cannot_be_kept_is_told(quantized: LocalStore) -> None:
+def test_rejects_impossible_plans(quantized: LocalStore) -> None:
     with blobstore.open("m:int4", store=quantized) as model:
         with pytest.raises(TensorNotFound, match="m:int4 has no tensor 'none' to slice"):
             next(model.iter_tensors(parts={"none": 0}))
@@ -475,11 +475,11 @@ Reads = list[tuple[int, int]]
 
 
 @pytest.fixture
-def store_from_file(tmp_path: Path) -> Iterator[LocalStore]:
-    store_from_file = LocalStore(tmp_path / "store_from_file")
-    store_from_file.folder("blobs").mkdir(parents=True)
+def file_store(tmp_path: Path) -> Iterator[LocalStore]:
+    file_store = LocalStore(tmp_path / "file_store")
+    file_store.folder("blobs").mkdir(parents=True)
     descriptors = len(os.listdir("/dev/fd"))
-    yield store_from_file
+    yield file_store
     assert len(os.listdir("/dev/fd")) == descriptors
 
 
@@ -510,10 +510,10 @@ class StoredArray(NamedTuple):
         return self.location.spec
 
 
-def store_array(store_from_file: LocalStore, array: Any) -> StoredArray:
+def store_array(file_store: LocalStore, array: Any) -> StoredArray:
     data = bytes(range(BEGIN)) + array.tobytes() + b"rest"
     digest = Digest.of(data)
-    Path(store_from_file.blob_path(digest)).write_bytes(data)
+    Path(file_store.blob_path(digest)).write_bytes(data)
     spec = TensorSpec("x", DType.U8, array.shape)
     return StoredArray((digest, len(data)), TensorLocation(spec, 0, BEGIN))
 
@@ -522,7 +522,7 @@ def random(*shape: int) -> Any:
     return np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
 
 
-INDEXES_from_file: list[Any] = [
+FILE_INDEXES: list[Any] = [
     ...,
     slice(2, 5),
     3,
@@ -534,149 +534,143 @@ INDEXES_from_file: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("index", INDEXES_from_file)
+@pytest.mark.parametrize("index", FILE_INDEXES)
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_reads_what_a_part_has(store_from_file: LocalStore, index: Any, size: int) -> None:
+def test_reads_a_part(file_store: LocalStore, index: Any, size: int) -> None:
     array = random(6, 5, size)
-    stored = store_array(store_from_file, array)
-    data, spec = read_part(store_from_file, *stored, select(stored.spec, index))
+    stored = store_array(file_store, array)
+    data, spec = read_part(file_store, *stored, select(stored.spec, index))
     assert spec.shape == array[index].shape
     np.testing.assert_array_equal(as_array(data, 0, spec), array[index])
 
 
-def test_rows_are_one_request_for_their_bytes_alone(
-    store_from_file: LocalStore, reads: Reads
-) -> None:
-    stored = store_array(store_from_file, random(8, 1000))
-    read_part(store_from_file, *stored, select(stored.spec, slice(2, 4)))
+def test_adjacent_rows_are_one_request(file_store: LocalStore, reads: Reads) -> None:
+    stored = store_array(file_store, random(8, 1000))
+    read_part(file_store, *stored, select(stored.spec, slice(2, 4)))
     assert reads == [(BEGIN + 2000, BEGIN + 4000)]
 
 
-def test_many_bytes_are_several_requests(store_from_file: LocalStore, reads: Reads) -> None:
+def test_large_parts_are_several_requests(file_store: LocalStore, reads: Reads) -> None:
     array = random(3, slices._REQUEST)
-    stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, *stored, select(stored.spec, slice(1, 3)))
+    stored = store_array(file_store, array)
+    data, _ = read_part(file_store, *stored, select(stored.spec, slice(1, 3)))
     assert bytes(data) == array[1:].tobytes()
     begin = BEGIN + slices._REQUEST
     middle = begin + slices._REQUEST
     assert sorted(reads) == [(begin, middle), (middle, middle + slices._REQUEST)]
 
 
-def test_what_lies_far_apart_is_read_alone(store_from_file: LocalStore, reads: Reads) -> None:
+def test_distant_runs_are_read_separately(file_store: LocalStore, reads: Reads) -> None:
     row = 3 * slices._GAP
-    stored = store_array(store_from_file, random(5, row))
-    read_part(store_from_file, *stored, select(stored.spec, (slice(1, 4), slice(10, 20))))
+    stored = store_array(file_store, random(5, row))
+    read_part(file_store, *stored, select(stored.spec, (slice(1, 4), slice(10, 20))))
     assert sorted(reads) == [
         (BEGIN + number * row + 10, BEGIN + number * row + 20) for number in range(1, 4)
     ]
 
 
-def test_what_lies_near_is_read_with_few_requests(
-    store_from_file: LocalStore, reads: Reads
-) -> None:
+def test_close_runs_are_read_with_few_requests(file_store: LocalStore, reads: Reads) -> None:
     array = random(3000, 64)
-    stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(32, None))))
+    stored = store_array(file_store, array)
+    data, _ = read_part(file_store, *stored, select(stored.spec, (..., slice(32, None))))
     assert bytes(data) == array[:, 32:].tobytes()
     assert len(reads) == 6
     assert min(reads)[0] == BEGIN + 32
 
 
-def test_requests_with_gaps_are_not_too_long(store_from_file: LocalStore, reads: Reads) -> None:
+def test_requests_with_gaps_are_not_too_long(file_store: LocalStore, reads: Reads) -> None:
     array = random(1000, slices._GAP)
-    stored = store_array(store_from_file, array)
-    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(0, 7))))
+    stored = store_array(file_store, array)
+    data, _ = read_part(file_store, *stored, select(stored.spec, (..., slice(0, 7))))
     assert bytes(data) == array[:, :7].tobytes()
     assert max(end - begin for begin, end in reads) <= slices._REQUEST
     assert len(reads) == 4
 
 
-def test_nothing_is_read_for_nothing(store_from_file: LocalStore, reads: Reads) -> None:
-    stored = store_array(store_from_file, random(4, 4))
-    data, spec = read_part(store_from_file, *stored, select(stored.spec, slice(2, 2)))
+def test_an_empty_part_reads_nothing(file_store: LocalStore, reads: Reads) -> None:
+    stored = store_array(file_store, random(4, 4))
+    data, spec = read_part(file_store, *stored, select(stored.spec, slice(2, 2)))
     assert (bytes(data), spec.shape, reads) == (b"", (0, 4), [])
 
 
-def test_requests_that_are_answered_in_part_are_gone_on_with(
-    store_from_file: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_are_continued(file_store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
     def some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:5]], offset)
 
     array = random(7, 13)
-    stored = store_array(store_from_file, array)
+    stored = store_array(file_store, array)
     monkeypatch.setattr(os, "preadv", some)
-    data, _ = read_part(store_from_file, *stored, select(stored.spec, (..., slice(3, 12))))
+    data, _ = read_part(file_store, *stored, select(stored.spec, (..., slice(3, 12))))
     assert bytes(data) == array[:, 3:12].tobytes()
 
 
-def test_memory_of_a_part_is_its_own(store_from_file: LocalStore) -> None:
+def test_a_part_does_not_share_memory(file_store: LocalStore) -> None:
     for rows in (1, 3):
-        stored = store_array(store_from_file, random(3, slices._OWN_MAP))
-        before = Path(store_from_file.blob_path(stored.blob[0])).read_bytes()
-        data, _ = read_part(store_from_file, *stored, select(stored.spec, slice(0, rows)))
+        stored = store_array(file_store, random(3, slices._OWN_MAP))
+        before = Path(file_store.blob_path(stored.blob[0])).read_bytes()
+        data, _ = read_part(file_store, *stored, select(stored.spec, slice(0, rows)))
         data[0] ^= 1
-        assert Path(store_from_file.blob_path(stored.blob[0])).read_bytes() == before
+        assert Path(file_store.blob_path(stored.blob[0])).read_bytes() == before
 
 
-def test_a_blob_that_is_not_whole_is_told(store_from_file: LocalStore) -> None:
-    stored = store_array(store_from_file, random(4, 4))
+def test_a_missing_or_truncated_blob_is_reported(file_store: LocalStore) -> None:
+    stored = store_array(file_store, random(4, 4))
     part = select(stored.spec, 0)
-    path = Path(store_from_file.blob_path(stored.blob[0]))
+    path = Path(file_store.blob_path(stored.blob[0]))
     os.truncate(path, 50)
     with pytest.raises(BlobDamaged, match="has 50 bytes, expected"):
-        read_part(store_from_file, *stored, part)
+        read_part(file_store, *stored, part)
     path.unlink()
     with pytest.raises(BlobMissing, match="is missing"):
-        read_part(store_from_file, *stored, part)
+        read_part(file_store, *stored, part)
 
 
-def test_a_blob_that_shrinks_while_it_is_read_is_told(
-    store_from_file: LocalStore, monkeypatch: pytest.MonkeyPatch
+def test_a_blob_that_shrinks_while_it_is_read_is_reported(
+    file_store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = store_array(store_from_file, random(4, 4))
-    real = store_from_file._hot.open
+    stored = store_array(file_store, random(4, 4))
+    real = file_store._hot.open
 
     def shrinking(digest: Digest, size: int) -> int:
         descriptor = real(digest, size)
-        os.truncate(store_from_file.blob_path(digest), 50)
+        os.truncate(file_store.blob_path(digest), 50)
         return descriptor
 
-    monkeypatch.setattr(store_from_file._hot, "open", shrinking)
+    monkeypatch.setattr(file_store._hot, "open", shrinking)
     with pytest.raises(BlobDamaged, match=r"blob '.*' ended before its last byte of 120"):
-        read_part(store_from_file, *stored, select(stored.spec, 0))
+        read_part(file_store, *stored, select(stored.spec, 0))
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_a_disk_that_fails_is_told(
-    store_from_file: LocalStore, monkeypatch: pytest.MonkeyPatch, rows: int
+def test_a_failing_disk_is_reported(
+    file_store: LocalStore, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    stored = store_array(store_from_file, random(40, 3 * slices._GAP))
+    stored = store_array(file_store, random(40, 3 * slices._GAP))
 
     def failing(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(StoreError, match=r"blob '.*' cannot be read: Input/output error"):
-        read_part(store_from_file, *stored, select(stored.spec, (slice(0, rows), slice(0, 9))))
+        read_part(file_store, *stored, select(stored.spec, (slice(0, rows), slice(0, 9))))
 
 
-def test_a_blob_that_must_not_be_read_is_told(store_from_file: LocalStore) -> None:
-    stored = store_array(store_from_file, random(4, 4))
-    Path(store_from_file.blob_path(stored.blob[0])).chmod(0)
+def test_a_blob_without_permission_is_reported(file_store: LocalStore) -> None:
+    stored = store_array(file_store, random(4, 4))
+    Path(file_store.blob_path(stored.blob[0])).chmod(0)
     part = select(stored.spec, 0)
-    outcome = sandbox.call(lambda: read_part(store_from_file, *stored, part), unprivileged=True)
+    outcome = sandbox.call(lambda: read_part(file_store, *stored, part), unprivileged=True)
     assert outcome.startswith("StoreError: blob ")
 
 
-# Of memory
+# Memory
 
 
-@pytest.mark.parametrize("index", INDEXES_from_file)
+@pytest.mark.parametrize("index", FILE_INDEXES)
 @pytest.mark.parametrize("has_views", [True, False])
-def test_a_part_of_memory_is_what_it_is_of_the_array(index: Any, *, has_views: bool) -> None:
+def test_a_part_of_memory_equals_the_part_of_the_array(index: Any, *, has_views: bool) -> None:
     array = random(6, 5, 1000)
     spec = TensorSpec("x", DType.U8, array.shape)
     memory = memoryview(bytes(BEGIN) + array.tobytes())

@@ -61,7 +61,7 @@ def test_a_global_scale_is_a_companion(store: LocalStore) -> None:
     assert (found.type_name, found.group_size) == ("nvfp4", 16)
 
 
-def test_metadata_of_one_tensor_goes_before_that_of_the_blob(store: LocalStore) -> None:
+def test_metadata_of_a_tensor_overrides_that_of_the_blob(store: LocalStore) -> None:
     other = [
         ("x.weight", "U32", (2, 16), bytes(128)),
         ("x.weight.scale", "BF16", (2, 1), bytes(4)),
@@ -88,7 +88,7 @@ def test_without_metadata_the_type_is_unknown_and_the_shape_as_stored(store: Loc
     assert (found.type_name, found.item, found.shape) == ("unknown", None, (2, 4))
 
 
-def test_metadata_that_contradicts_the_shapes_is_damage(store: LocalStore) -> None:
+def test_metadata_that_contradicts_the_shapes_counts_as_damage(store: LocalStore) -> None:
     whole = blob(("a", "U8", (1,), b"x"))
     add_blobs(store, "m", {"a": whole, "w": blob(WEIGHT, SCALE, BIAS, quant_type="int8")})
     manifest = store.resolve(NAME)
@@ -100,7 +100,7 @@ def test_metadata_that_contradicts_the_shapes_is_damage(store: LocalStore) -> No
     assert (list(found.tensors), [digest for digest, _ in found.faults]) == (["a"], [bad])
 
 
-def test_real_tensors_that_end_like_companions_are_tensors(store: LocalStore) -> None:
+def test_plain_tensors_may_have_names_like_companions(store: LocalStore) -> None:
     found = contents(
         store,
         a=blob(("q.bias", "F32", (1,), bytes(4))),

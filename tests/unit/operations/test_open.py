@@ -91,7 +91,7 @@ def contents(store: LocalStore) -> dict[Path, bytes]:
 # Tensors
 
 
-def test_numpy_gets_every_tensor(either: LocalStore) -> None:
+def test_numpy_returns_every_tensor(either: LocalStore) -> None:
     with blobstore.open("m", store=either) as model:
         assert set(model) == set(TENSORS)
         assert len(model) == len(TENSORS)
@@ -102,13 +102,13 @@ def test_numpy_gets_every_tensor(either: LocalStore) -> None:
             assert bytes(model.view(name).data) == expected.tobytes()
 
 
-def test_torch_gets_every_tensor(either: LocalStore) -> None:
+def test_torch_returns_every_tensor(either: LocalStore) -> None:
     with blobstore.open("m", store=either, framework="torch") as model:
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, torch.from_numpy(TENSORS[name].copy()))
 
 
-def test_mlx_gets_every_tensor(either: LocalStore) -> None:
+def test_mlx_returns_every_tensor(either: LocalStore) -> None:
     pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     with blobstore.open("m", store=either, framework="mlx") as model:
         for name, expected in TENSORS.items():
@@ -117,7 +117,7 @@ def test_mlx_gets_every_tensor(either: LocalStore) -> None:
                 np.testing.assert_array_equal(np.array(model[name]), expected)
 
 
-def test_the_experts_are_found_in_either_form(tmp_path: Path, store: LocalStore) -> None:
+def test_experts_can_be_stacked_or_packed(tmp_path: Path, store: LocalStore) -> None:
     blobstore.create(tmp_path / "model", "stacked", store=store, experts="stacked")
     layer = "model.layers.0.mlp"
     with blobstore.open("stacked", store=store) as model:
@@ -218,7 +218,9 @@ def test_a_constant_key_is_the_layer_s_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "mlx"])
-def test_a_shape_that_cannot_be_held_is_a_clear_error(tmp_path: Path, framework: Any) -> None:
+def test_a_shape_that_a_framework_cannot_hold_is_a_clear_error(
+    tmp_path: Path, framework: Any
+) -> None:
     if framework == "mlx":
         pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     store = LocalStore(tmp_path)
@@ -243,7 +245,7 @@ def test_numpy_arrays_are_read_only_views(store: LocalStore) -> None:
         assert model.view(name).data.readonly
 
 
-def test_what_torch_writes_never_reaches_the_store(either: LocalStore) -> None:
+def test_writes_by_torch_never_reach_the_store(either: LocalStore) -> None:
     before = contents(either)
     with blobstore.open("m", store=either, framework="torch") as model:
         for tensor in model.state_dict().values():
@@ -267,7 +269,7 @@ def test_tensors_outlive_the_model(store: LocalStore, framework: Any) -> None:
     assert bytes(view.data) == b"\1\0\1"
 
 
-def test_a_closed_model_gives_no_more_tensors(store: LocalStore) -> None:
+def test_a_closed_model_returns_no_tensors(store: LocalStore) -> None:
     model = blobstore.open("m", store=store)
     model.close()
     model.close()
@@ -281,7 +283,7 @@ def test_a_closed_model_gives_no_more_tensors(store: LocalStore) -> None:
             use()
 
 
-def test_no_descriptor_stays_open(either: LocalStore) -> None:
+def test_no_file_stays_open(either: LocalStore) -> None:
     before = len(os.listdir("/dev/fd"))
     with blobstore.open("m", store=either) as model:
         assert len(os.listdir("/dev/fd")) == before
@@ -289,7 +291,7 @@ def test_no_descriptor_stays_open(either: LocalStore) -> None:
         assert len(os.listdir("/dev/fd")) == before
 
 
-def test_threads_see_one_memory(store: LocalStore) -> None:
+def test_threads_share_one_memory(store: LocalStore) -> None:
     with blobstore.open("m", store=store, framework="torch") as model:
         found: list[torch.Tensor] = []
         start = threading.Barrier(8)
@@ -328,7 +330,7 @@ def test_a_model_shows_what_it_is(store: LocalStore) -> None:
         assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
 
 
-def test_the_config_and_files_are_there(store: LocalStore) -> None:
+def test_reads_the_config_and_files(store: LocalStore) -> None:
     with blobstore.open("m", store=store) as model:
         assert model.config == {"model_type": "tiny"}
         assert list(model.files) == ["config.json"]
@@ -345,7 +347,9 @@ def test_the_config_and_files_are_there(store: LocalStore) -> None:
         (b"[]", "is not a JSON object"),
     ],
 )
-def test_a_broken_config_is_told_when_it_is_read(tmp_path: Path, content: bytes, what: str) -> None:
+def test_a_broken_config_is_reported_when_it_is_read(
+    tmp_path: Path, content: bytes, what: str
+) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": content})
     blobstore.create(folder, "m", store=store)
@@ -368,11 +372,13 @@ def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
         assert dict(model) == {}
 
 
-# What is not whole
+# Damage
 
 
 @pytest.mark.parametrize("level", ["size", "header", "digest", "rehash"])
-def test_a_missing_blob_is_told_with_model_layer_and_file(either: LocalStore, level: Any) -> None:
+def test_a_missing_blob_is_reported_with_model_layer_and_file(
+    either: LocalStore, level: Any
+) -> None:
     path = path_of(either, "scalar")
     path.unlink()
     with pytest.raises(BlobMissing) as caught:
@@ -384,7 +390,9 @@ def test_a_missing_blob_is_told_with_model_layer_and_file(either: LocalStore, le
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, size: int) -> None:
+def test_a_truncated_blob_is_reported_with_model_layer_and_file(
+    either: LocalStore, size: int
+) -> None:
     path = path_of(either, "scalar")
     path.chmod(0o600)
     os.truncate(path, size)
@@ -395,7 +403,7 @@ def test_a_truncated_blob_is_told_with_model_layer_and_file(either: LocalStore, 
     assert f"{path.name}' is damaged: it has {size} bytes, expected" in message
 
 
-def test_an_open_model_needs_the_store_no_more(either: LocalStore) -> None:
+def test_an_open_model_no_longer_needs_the_store(either: LocalStore) -> None:
     with blobstore.open("m", store=either) as model:
         shutil.rmtree(either.root)
         for name, expected in TENSORS.items():
@@ -403,7 +411,7 @@ def test_an_open_model_needs_the_store_no_more(either: LocalStore) -> None:
     assert not either.root.exists()
 
 
-def test_a_blob_that_goes_before_it_is_used_is_told(store: LocalStore) -> None:
+def test_a_blob_that_is_removed_before_its_use_is_reported(store: LocalStore) -> None:
     with blobstore.open("m", store=store, verify="none") as model:
         path_of(store, "scalar").unlink()
         assert model["mask"].tolist() == [True, False, True]
@@ -411,7 +419,7 @@ def test_a_blob_that_goes_before_it_is_used_is_told(store: LocalStore) -> None:
             model["scalar"]
 
 
-def test_without_checks_a_missing_blob_is_told_when_it_is_used(store: LocalStore) -> None:
+def test_without_checks_a_missing_blob_is_reported_on_first_use(store: LocalStore) -> None:
     path_of(store, "scalar").unlink()
     with blobstore.open("m", store=store, verify="none") as model:
         assert model["position_ids"].shape == (5,)
@@ -419,7 +427,7 @@ def test_without_checks_a_missing_blob_is_told_when_it_is_used(store: LocalStore
             model["scalar"]
 
 
-def test_a_broken_header_is_told_with_model_layer_and_file(store: LocalStore) -> None:
+def test_a_broken_header_is_reported_with_model_layer_and_file(store: LocalStore) -> None:
     drop_index(store)
     path = path_of(store, "scalar")
     path.chmod(0o600)
@@ -462,14 +470,14 @@ def test_an_unknown_model_is_not_found(store: LocalStore) -> None:
         blobstore.open("none", store=store)
 
 
-def test_a_broken_manifest_is_told(store: LocalStore) -> None:
+def test_a_broken_manifest_is_reported(store: LocalStore) -> None:
     store.manifest_path(NAME).write_text('{"schemaVersion":1}')
     with pytest.raises(InvalidManifest, match=r"^m:latest: \$\.schemaVersion: expected 2"):
         blobstore.open("m", store=store)
 
 
 @pytest.mark.parametrize("verify", ["none", "size", "header", "digest", "rehash"])
-def test_a_manifest_that_was_changed_is_told(store: LocalStore, verify: Verify) -> None:
+def test_a_changed_manifest_is_reported(store: LocalStore, verify: Verify) -> None:
     path = store.manifest_path(NAME)
     path.write_bytes(path.read_bytes().replace(b"image.json", b"image.jsoo", 1))
     indexes = sorted(store.folder("headers").iterdir())
@@ -480,7 +488,7 @@ def test_a_manifest_that_was_changed_is_told(store: LocalStore, verify: Verify) 
     assert sorted(store.folder("headers").iterdir()) == indexes
 
 
-def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: LocalStore) -> None:
+def test_a_model_without_its_config_blob_is_opened_and_not_indexed(store: LocalStore) -> None:
     blob_path(store, "").unlink()
     blobstore.open("m", store=store).close()  # by the index
     shutil.rmtree(store.folder("headers"))
@@ -502,9 +510,7 @@ def test_a_model_that_has_lost_its_config_is_opened_and_not_indexed(store: Local
         ),
     ],
 )
-def test_an_argument_that_means_nothing_is_told(
-    store: LocalStore, options: dict[str, Any], what: str
-) -> None:
+def test_rejects_invalid_arguments(store: LocalStore, options: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         blobstore.open("m", store=store, **options)
 
@@ -529,7 +535,7 @@ def index_file(store: LocalStore) -> Path:
         lambda data: b"sha256:" + b"0" * 64 + b"\n{}",
     ],
 )
-def test_a_corrupt_index_is_made_anew(store: LocalStore, damage: Callable[[bytes], bytes]) -> None:
+def test_a_corrupt_index_is_rebuilt(store: LocalStore, damage: Callable[[bytes], bytes]) -> None:
     path = index_file(store)
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
@@ -539,7 +545,7 @@ def test_a_corrupt_index_is_made_anew(store: LocalStore, damage: Callable[[bytes
     assert path.read_bytes() == whole
 
 
-def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path: Path) -> None:
+def test_the_index_of_another_model_is_not_used(store: LocalStore, tmp_path: Path) -> None:
     mine = index_file(store)
     swapped = TENSORS | {"scalar": np.array(8, dtype=np.uint8)}
     blobstore.create(write_folder(tmp_path / "other", swapped), "other", store=store)
@@ -551,15 +557,15 @@ def test_the_index_of_another_model_is_not_believed(store: LocalStore, tmp_path:
     assert mine.read_bytes() == whole
 
 
-def test_who_asks_for_digests_does_not_get_what_a_forged_index_says(store: LocalStore) -> None:
+def test_digest_checks_do_not_trust_a_forged_index(store: LocalStore) -> None:
     path = index_file(store)
     whole = path.read_bytes()
     tensors, *others = json.loads(whole.partition(b"\n")[2])
     one, other = "model.layers.0.norm.weight", "model.embed_tokens.weight"
     tensors[one][2:] = tensors[other][2:]
     text = json.dumps([tensors, *others]).encode()
-    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
-    path.write_bytes(f"{seal}\n".encode() + text)
+    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{checksum}\n".encode() + text)
     with blobstore.open("m", store=store, verify="digest") as model:
         np.testing.assert_array_equal(model[one], TENSORS[one], strict=True)
     assert path.read_bytes() == whole
@@ -582,7 +588,7 @@ def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm
     assert index_file(store).read_bytes() == whole
 
 
-# Use from outside
+# Lifetime and threads
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -594,7 +600,7 @@ def test_tensors_outlive_the_store(store: LocalStore, framework: Any) -> None:
         np.testing.assert_array_equal(np.asarray(tensor), TENSORS[name], strict=True)
 
 
-def test_many_threads_get_the_right_values(either: LocalStore) -> None:
+def test_many_threads_read_the_right_values(either: LocalStore) -> None:
     names = list(TENSORS)
     with blobstore.open("m", store=either) as model:
         start = threading.Barrier(16)
@@ -650,9 +656,7 @@ def framework(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
-def test_quantized_weights_are_given_as_plain_numbers(
-    quantized: LocalStore, tag: str, framework: Any
-) -> None:
+def test_dequantizes_quantized_weights(quantized: LocalStore, tag: str, framework: Any) -> None:
     with blobstore.open(f"m:{tag}", store=quantized, framework=framework) as model:
         item, group_size = FORMATS[tag], FORMATS[tag].group_size
         packed = reference.quantize(PACKED[UP], item, group_size)
@@ -664,9 +668,7 @@ def test_quantized_weights_are_given_as_plain_numbers(
 
 
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
-def test_a_model_is_opened_as_if_it_were_plain(
-    quantized: LocalStore, tag: str, framework: Any
-) -> None:
+def test_a_model_can_be_opened_dequantized(quantized: LocalStore, tag: str, framework: Any) -> None:
     with (
         blobstore.open(f"m:{tag}", store=quantized, framework=framework) as packed,
         blobstore.open(f"m:{tag}", store=quantized, framework=framework, dequantize=True) as model,
@@ -687,13 +689,13 @@ def test_a_model_is_opened_as_if_it_were_plain(
         assert len(model.tensors("model.layers.0.self_attn")) == 3
 
 
-def test_plain_tensors_are_given_as_they_are(quantized: LocalStore) -> None:
+def test_dequantizing_leaves_plain_tensors_unchanged(quantized: LocalStore) -> None:
     with blobstore.open("m:int4", store=quantized) as model:
         found = model.dequantized("model.embed_tokens.weight", "float32")
         np.testing.assert_array_equal(found, PACKED["model.embed_tokens.weight"], strict=True)
 
 
-def test_an_unknown_element_type_is_told(quantized: LocalStore) -> None:
+def test_rejects_an_unknown_element_type(quantized: LocalStore) -> None:
     with (
         blobstore.open("m:int4", store=quantized) as model,
         pytest.raises(UsageError, match="dtype must be bfloat16, float16 or float32, got 'int8'"),
@@ -702,7 +704,7 @@ def test_an_unknown_element_type_is_told(quantized: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_blob_that_does_not_say_how_is_read_as_stored_only(
+def test_a_weight_of_unknown_type_can_only_be_read_as_stored(
     tmp_path: Path, *, index: bool
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -725,7 +727,7 @@ def test_a_blob_that_does_not_say_how_is_read_as_stored_only(
         model.state_dict()
 
 
-def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
+def test_a_global_scale_is_applied(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     tensors = [
         ("w", "U32", (1, 2), bytes([0x21] * 8)),
@@ -741,7 +743,9 @@ def test_a_global_scale_is_part_of_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["_qbias", ".global_scale"])
 @pytest.mark.parametrize("index", [True, False])
-def test_a_tensor_of_another_blob_is_no_companion(tmp_path: Path, end: str, *, index: bool) -> None:
+def test_a_tensor_of_another_blob_is_not_a_companion(
+    tmp_path: Path, end: str, *, index: bool
+) -> None:
     store = LocalStore(tmp_path / "store")
     tensors = [("w", "U32", (1, 2), bytes([0x21] * 8)), ("w.scale", "U8", (1, 1), bytes([56]))]
     other = blob((f"w{end}", "F32", (1,), np.float32(3).tobytes()))
@@ -756,7 +760,7 @@ def test_a_tensor_of_another_blob_is_no_companion(tmp_path: Path, end: str, *, i
 
 
 @pytest.mark.parametrize("known", [["int4", 64], ["nvfp4", 16], ["int8", 64]])
-def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, known: Any) -> None:
+def test_a_forged_index_cannot_change_the_quantization_type(tmp_path: Path, known: Any) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", PACKED)
     blobstore.create(folder, "m", store=store, quantize="int4")
@@ -764,8 +768,8 @@ def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, know
     tensors, blobs, quantized = json.loads(path.read_bytes().partition(b"\n")[2])
     quantized[UP] = known
     text = json.dumps([tensors, blobs, quantized]).encode()
-    seal = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
-    path.write_bytes(f"{seal}\n".encode() + text)
+    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{checksum}\n".encode() + text)
     with (
         blobstore.open("m", store=store) as model,
         pytest.raises(BlobDamaged, match=f"tensor '{UP}': "),
@@ -780,7 +784,7 @@ def test_a_forged_index_cannot_make_numbers_of_another_type(tmp_path: Path, know
     "options", [{"read": "pread"}, {"prefetch": "read"}, {"prefetch": "willneed"}]
 )
 @pytest.mark.parametrize("framework", ["numpy", "torch", "mlx"])
-def test_gives_the_same_tensors_however_they_are_read(
+def test_returns_the_same_tensors_however_they_are_read(
     either: LocalStore, options: dict[str, Any], framework: Any
 ) -> None:
     with blobstore.open("m", store=either, framework=framework, **options) as model:
@@ -802,7 +806,7 @@ def test_read_tensors_are_read_only_in_numpy_and_private_in_torch(store: LocalSt
     assert contents(store) == before
 
 
-def test_read_tensors_survive_a_blob_that_is_cut_short(store: LocalStore) -> None:
+def test_read_tensors_survive_a_truncated_blob(store: LocalStore) -> None:
     expected = np.array(blobstore.open("m", store=store)["model.layers.0.norm.weight"])
     model = blobstore.open("m", store=store, read="pread")
     path = path_of(store, "model.layers.0.norm.weight")
@@ -822,7 +826,7 @@ def test_yields_every_tensor_once(store: LocalStore, order: Any) -> None:
         assert np.array_equal(tensor, model[name], equal_nan=tensor.dtype.kind == "f")
 
 
-def test_deals_tensors_out_to_ranks(store: LocalStore) -> None:
+def test_shards_tensors_among_ranks(store: LocalStore) -> None:
     model = blobstore.open("m", store=store)
     shares = [[name for name, _ in model.iter_tensors(shard=(rank, 3))] for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(model)
@@ -832,7 +836,7 @@ def test_deals_tensors_out_to_ranks(store: LocalStore) -> None:
     assert all(name.startswith("model.layers.0.") for name in prefixed)
 
 
-def test_a_model_goes_to_another_process_by_what_it_was_opened_from(store: LocalStore) -> None:
+def test_a_pickled_model_refers_to_its_manifest(store: LocalStore) -> None:
     model = blobstore.open("m", store=store, framework="torch", read="pread")
     again = pickle.loads(pickle.dumps(model))
     blobstore.create(store.root.parent / "model" / "model.safetensors", "m", store=store)
@@ -881,7 +885,7 @@ def test_a_worker_process_shares_the_page_cache(tmp_path: Path) -> None:
     assert own < shared * 0.05
 
 
-def test_a_worker_process_opens_a_model_as_it_was_opened(store: LocalStore) -> None:
+def test_a_pickled_model_keeps_its_options(store: LocalStore) -> None:
     with blobstore.open("m", store=store, dequantize=True, verify="header") as model:
         again = pickle.loads(pickle.dumps(model))
         assert again._options == model._options
@@ -921,7 +925,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     ],
 )
 @pytest.mark.parametrize("index", [True, False])
-def test_many_blobs_need_few_descriptors(
+def test_many_blobs_need_few_open_files(
     many: LocalStore, options: dict[str, Any], *, index: bool
 ) -> None:
     blobstore.open("m", store=many, verify="none").close()

@@ -10,7 +10,7 @@ import pytest
 
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
-from blobstore.store.cold_file import ColdFile, room_for
+from blobstore.store.cold_file import ColdFile, buffer_size
 from tests.support import sandbox
 from tests.support.page_cache import dropped
 
@@ -63,7 +63,7 @@ def test_what_is_read_is_taken_from_there(
     if is_direct:
         dropped(path)
         file.pass_cache()
-    room = memory(room_for(end - begin))
+    room = memory(buffer_size(end - begin))
     source = file.read(begin, end, room)
     assert len(source) == len(DATA)
     assert source[begin:end] == DATA[begin:end]
@@ -75,7 +75,7 @@ def test_what_is_read_is_taken_from_there(
 
 def test_all_is_read_where_there_is_room(path: Path) -> None:
     file = ColdFile(str(path))
-    room = memory(room_for(len(DATA)))
+    room = memory(buffer_size(len(DATA)))
     assert file.fits(room)
     assert not file.fits(room[:-1])
     source = file.read_ends(room)
@@ -89,7 +89,7 @@ def test_the_ends_are_read_where_there_is_none(path: Path, size: int) -> None:
     os.truncate(path, size)
     file = ColdFile(str(path))
     room = memory(18 * mmap.PAGESIZE)
-    source = file.read_ends(room[: room_for(size) - 1] if size == 10_000 else room)
+    source = file.read_ends(room[: buffer_size(size) - 1] if size == 10_000 else room)
     assert source[:] == DATA[:size]
     assert source[:8] == DATA[:8]
     assert source[-9000:] == DATA[:size][-9000:]
@@ -104,10 +104,10 @@ def test_past_the_page_cache_nothing_is_left_there(path: Path) -> None:
     file = ColdFile(str(path))
     assert not file.is_cached()
     file.pass_cache()
-    assert file.read(0, len(DATA), memory(room_for(len(DATA))))[:] == DATA
+    assert file.read(0, len(DATA), memory(buffer_size(len(DATA))))[:] == DATA
     assert not file.is_cached()
     other = ColdFile(str(path))
-    assert other.read(0, len(DATA), memory(room_for(len(DATA))))[:] == DATA
+    assert other.read(0, len(DATA), memory(buffer_size(len(DATA))))[:] == DATA
     assert other.is_cached()
 
 
@@ -126,7 +126,7 @@ def test_is_read_where_the_cache_cannot_be_passed(
     file = ColdFile(str(path))
     file.pass_cache()
     monkeypatch.setattr(os, "preadv", preadv)
-    assert file.read(5, 20_000, memory(room_for(20_000)))[5:20_000] == DATA[5:20_000]
+    assert file.read(5, 20_000, memory(buffer_size(20_000)))[5:20_000] == DATA[5:20_000]
     assert refused
     monkeypatch.delattr(os, "O_DIRECT")
     ColdFile(str(path)).pass_cache()
@@ -135,9 +135,9 @@ def test_is_read_where_the_cache_cannot_be_passed(
 def test_a_file_that_became_shorter_is_damaged(path: Path) -> None:
     file = ColdFile(str(path))
     os.truncate(path, 5000)
-    assert file.read(0, 5000, memory(room_for(5000)))[:5000] == DATA[:5000]
+    assert file.read(0, 5000, memory(buffer_size(5000)))[:5000] == DATA[:5000]
     with pytest.raises(ColdDamaged, match=f"it ended at byte 5000 of {len(DATA)} while it was"):
-        file.read(4097, 5001, memory(room_for(5000)))
+        file.read(4097, 5001, memory(buffer_size(5000)))
 
 
 def test_what_is_no_file_is_told(path: Path, tmp_path: Path) -> None:

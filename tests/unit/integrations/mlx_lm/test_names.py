@@ -39,7 +39,7 @@ def created(tmp_path: Path, experts: ExpertForm, quantize: str | None = "int4") 
     return store
 
 
-def test_companions_get_the_names_of_mlx(tmp_path: Path) -> None:
+def test_companions_have_mlx_names(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "packed"))
 
     assert naming.single[f"{Q}.weight"] == f"{Q}.weight"
@@ -63,7 +63,7 @@ def test_packed_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path
     assert naming.split == {}
 
 
-def test_stacked_experts_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_stacked_experts_stay_unchanged(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "stacked"))
 
     assert naming.single[f"{EXPERTS}.up_proj.weight"] == f"{SWITCH}.up_proj.weight"
@@ -85,7 +85,7 @@ def test_plain_experts_are_left_to_mlx_lm(tmp_path: Path) -> None:
     assert not any(".experts." in name for name in stacked.single)
 
 
-def test_experts_of_which_some_are_plain_stay_on_their_own(tmp_path: Path) -> None:
+def test_experts_of_mixed_types_are_not_joined(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     blobstore.create(
         write_folder(tmp_path / "source", quantizable_tensors()),
@@ -103,7 +103,7 @@ def test_experts_of_which_some_are_plain_stay_on_their_own(tmp_path: Path) -> No
     assert f"{SWITCH}.down_proj.weight" in naming.joined
 
 
-def test_refuses_a_global_scale(tmp_path: Path) -> None:
+def test_rejects_a_global_scale(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     data = blob(
         ("w", "U32", (2, 4), bytes(32)),

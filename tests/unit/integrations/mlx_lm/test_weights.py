@@ -92,7 +92,7 @@ def expert(number: int, shape: tuple[int, ...] = (2, 4)) -> list[tuple[str, str,
     ]
 
 
-def test_experts_of_blobs_apart_and_unaligned_are_joined_too(store: LocalStore) -> None:
+def test_unaligned_experts_of_separate_blobs_are_joined(store: LocalStore) -> None:
     blobs = {
         f"b{number}": blob(
             (f"odd{number}", "U8", (1,), b"x"),
@@ -120,7 +120,7 @@ def test_arrays_outlive_the_store(store: LocalStore) -> None:
     assert found[f"{SWITCH}.up_proj.weight"].tolist() == [[[0] * 4] * 2, [[1] * 4] * 2]
 
 
-def test_refuses_what_mlx_cannot_hold(store: LocalStore) -> None:
+def test_rejects_what_mlx_cannot_hold(store: LocalStore) -> None:
     items = [part for number in range(2) for part in expert(number, (0, 2**34, 4))]
     add_blobs(store, "m", {"b": blob(*items)})
 
@@ -128,7 +128,7 @@ def test_refuses_what_mlx_cannot_hold(store: LocalStore) -> None:
         weights_of(store)
 
 
-def test_a_blob_that_was_not_mapped_yet_can_be_missing(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_a_missing_blob_that_was_not_mapped_yet(store: LocalStore, tmp_path: Path) -> None:
     create(store, tmp_path, "packed", "bfloat16", "int4")
     layer = next(
         layer for layer in store.resolve(Reference.parse("m")).layers if layer.name == EXPERTS

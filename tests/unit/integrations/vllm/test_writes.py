@@ -18,7 +18,7 @@ def watched(parameters: dict[str, torch.Tensor], offered: Offered | None = None)
     return Watch(parameters, offered or Offered([]))
 
 
-def test_counts_what_is_written_through_views() -> None:
+def test_counts_writes_through_views() -> None:
     weight = parameter(4, 6)
     watch = watched({"weight": weight})
     with watch:
@@ -28,7 +28,7 @@ def test_counts_what_is_written_through_views() -> None:
     assert watch.written("weight") == 18
 
 
-def test_counts_what_is_written_twice_once() -> None:
+def test_counts_elements_that_are_written_twice_once() -> None:
     weight = parameter(4)
     watch = watched({"weight": weight})
     with watch:
@@ -38,7 +38,7 @@ def test_counts_what_is_written_twice_once() -> None:
     assert watch.written("weight") == 3
 
 
-def test_counts_what_operations_put_out() -> None:
+def test_counts_writes_to_out_arguments() -> None:
     weight = parameter(4)
     watch = watched({"weight": weight})
     with watch:
@@ -47,7 +47,7 @@ def test_counts_what_operations_put_out() -> None:
     assert watch.written("weight") == 4
 
 
-def test_does_not_count_what_is_only_read() -> None:
+def test_does_not_count_reads() -> None:
     weight = parameter(4)
     watch = watched({"weight": weight})
     with watch:
@@ -56,7 +56,7 @@ def test_does_not_count_what_is_only_read() -> None:
     assert watch.written("weight") == 0
 
 
-def test_does_not_count_what_is_written_before_and_after() -> None:
+def test_does_not_count_writes_before_and_after() -> None:
     weight = parameter(4)
     weight.data.fill_(1)
     watch = watched({"weight": weight})
@@ -67,7 +67,7 @@ def test_does_not_count_what_is_written_before_and_after() -> None:
     assert watch.written("weight") == 0
 
 
-def test_tells_parameters_apart_that_share_memory() -> None:
+def test_distinguishes_parameters_that_share_memory() -> None:
     whole = torch.empty(10)
     watch = watched({"first": whole[:4], "second": whole[4:]})
     with watch:
@@ -77,7 +77,7 @@ def test_tells_parameters_apart_that_share_memory() -> None:
     assert watch.written("second") == 4
 
 
-def test_does_not_know_of_parameters_that_got_other_memory() -> None:
+def test_returns_nothing_for_parameters_with_replaced_memory() -> None:
     weight = parameter(4)
     watch = watched({"weight": weight})
     with watch:
@@ -86,15 +86,15 @@ def test_does_not_know_of_parameters_that_got_other_memory() -> None:
     assert watch.written("weight") is None
 
 
-def test_does_not_know_of_parameters_without_memory() -> None:
+def test_returns_nothing_for_parameters_without_memory() -> None:
     watch = watched({"meta": torch.empty(4, device="meta"), "empty": parameter(0)})
 
     assert watch.written("meta") is None
     assert watch.written("empty") is None
 
 
-def test_names_the_tensors_that_nobody_looked_at() -> None:
-    tensors = {name: torch.ones(2, 2) for name in ("copied", "passed over", "viewed", "joined")}
+def test_names_the_tensors_that_were_never_read() -> None:
+    tensors = {name: torch.ones(2, 2) for name in ("copied", "skipped", "viewed", "joined")}
     offered = Offered(tensors.items())
     weight = parameter(2, 2)
     with watched({"weight": weight}, offered):
@@ -106,11 +106,11 @@ def test_names_the_tensors_that_nobody_looked_at() -> None:
             elif name == "joined":
                 torch.cat([torch.ones(2, 2), tensor])
 
-    assert offered.unused == ["passed over"]
+    assert offered.unused == ["skipped"]
     assert offered.names == list(tensors)
 
 
-def test_takes_a_look_that_comes_late_for_one() -> None:
+def test_a_late_read_counts() -> None:
     offered = Offered([("first", torch.ones(2)), ("second", torch.ones(2))])
     with watched({}, offered):
         torch.stack([tensor for _, tensor in offered])
@@ -118,11 +118,11 @@ def test_takes_a_look_that_comes_late_for_one() -> None:
     assert offered.unused == []
 
 
-def test_names_what_was_passed_over_even_if_its_memory_is_used_again() -> None:
+def test_names_skipped_tensors_even_if_their_memory_is_reused() -> None:
     memory = torch.ones(4)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "passed over", memory[:2]
+        yield "skipped", memory[:2]
         yield "copied", memory[:2]
 
     offered = Offered(tensors())
@@ -131,10 +131,10 @@ def test_names_what_was_passed_over_even_if_its_memory_is_used_again() -> None:
             if name == "copied":
                 torch.empty(2).copy_(tensor)
 
-    assert offered.unused == ["passed over"]
+    assert offered.unused == ["skipped"]
 
 
-def test_does_not_count_a_look_at_what_others_are_made_of() -> None:
+def test_does_not_count_reads_while_a_tensor_is_computed() -> None:
     whole = torch.ones(2, 3)
     offered = Offered((str(number), whole[0]) for number in range(1))
     again = Offered(offered)
@@ -144,14 +144,14 @@ def test_does_not_count_a_look_at_what_others_are_made_of() -> None:
     assert again.unused == ["0"]
 
 
-def test_empty_tensors_need_no_look() -> None:
+def test_empty_tensors_need_not_be_read() -> None:
     offered = Offered([("empty", torch.empty(0, 3))])
     list(offered)
 
     assert offered.unused == []
 
 
-def test_goes_on_where_it_was() -> None:
+def test_continues_where_it_stopped() -> None:
     offered = Offered((name, torch.ones(1)) for name in "abc")
 
     first, _ = next(iter(offered))
