@@ -1,12 +1,13 @@
 """Every exception that blobstore raises on purpose, under one root.
 
-A message is one line, complete in itself: what is wrong, where, and what to do. Text that comes
-from a file passes through :func:`blobstore.core.escape.quoted` before it enters a message. The classes
-carry the exit code of the command line, so that scripts and library users see the same distinction.
+A message is one line, complete in itself: what is wrong, where, and what to do. Text that comes from a file
+passes through :func:`blobstore.core.escape.quote` before it enters a message. The classes carry the exit
+codes of the command line, so that scripts and library users can tell the same cases apart.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -18,13 +19,26 @@ class BlobstoreError(Exception):
 
     exit_code: ClassVar[int] = 1
 
+    def __init__(self, message: str = "", *, advice: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        """What is wrong and where, without the advice."""
+        self.advice = advice
+        """What the user can do, or nothing; the text of the error ends with it."""
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.advice}" if self.advice else self.message
+
     def at(self, where: str) -> Self:
-        """Return the same error with the place it was found in front of its message."""
-        return type(self)(f"{where}: {self}")
+        """Return the same error with the place where it was found before its message."""
+        error = copy.copy(self)
+        error.message = f"{where}: {self.message}"
+        error.args = (error.message,)
+        return error
 
 
 class UsageError(BlobstoreError, ValueError):
-    """An argument cannot mean anything: a malformed name, pattern, option or number."""
+    """An argument is not valid: a malformed name, pattern, option or number."""
 
     exit_code = 2
 
@@ -34,17 +48,17 @@ class InvalidDigest(UsageError):
 
 
 class InvalidReference(UsageError):
-    """A text is not ``[host/][namespace/]model[:tag]`` within the grammar and its lengths."""
+    """A text does not match ``[host/][namespace/]model[:tag]``, or a part of it is too long."""
 
 
 class NotFound(BlobstoreError):
-    """What was named does not exist."""
+    """The requested object does not exist."""
 
     exit_code = 3
 
 
 class ModelNotFound(NotFound):
-    """No manifest of that name is in the store."""
+    """The store has no manifest of that name."""
 
 
 class SourceNotFound(NotFound):
@@ -54,11 +68,9 @@ class SourceNotFound(NotFound):
 class TensorNotFound(NotFound, KeyError):
     """The model has no tensor of that name."""
 
-    __str__ = Exception.__str__  # KeyError would show the repr of the message
-
 
 class SourceError(BlobstoreError):
-    """A source cannot be imported, though nothing says that it is damaged."""
+    """A source cannot be imported, although it may not be damaged."""
 
 
 class UnsupportedSource(SourceError):
@@ -66,27 +78,27 @@ class UnsupportedSource(SourceError):
 
 
 class NameConflict(BlobstoreError):
-    """Another name of the store differs from the wanted one in case only."""
+    """Another name in the store differs from the requested one only in case."""
 
 
 class NameTaken(BlobstoreError):
-    """Another model of the store has the wanted name."""
+    """The requested name belongs to another model."""
 
 
 class UnsupportedDType(BlobstoreError, TypeError):
-    """The framework has no type for a tensor's elements, or cannot hold its shape."""
+    """The framework has no type for a tensor's elements, or cannot represent its shape."""
 
 
 class StoreError(BlobstoreError):
-    """The store's folder cannot be used: not a folder, read-only, full, or failing."""
+    """The store's folder cannot be used: it is not a folder, read-only, full, or failing."""
 
 
 class StoreBusy(StoreError):
-    """Other processes have kept the store's lock for longer than was to be waited."""
+    """Waiting for the store's lock, which other processes hold, timed out."""
 
 
 class Damaged(BlobstoreError):
-    """Bytes are not what their name, header or listing promises."""
+    """Bytes do not match their name, header or listing."""
 
     exit_code = 4
 
@@ -100,27 +112,27 @@ class InvalidManifest(Damaged):
 
 
 class DamagedSource(Damaged):
-    """A source is incomplete, cut short, or contradicts itself."""
+    """A source is incomplete, truncated, or contradicts itself."""
 
 
 class CheckpointRefused(DamagedSource):
-    """A PyTorch checkpoint is damaged, asks for code to be run, or is of a kind that is not read."""
+    """A PyTorch checkpoint is damaged, asks for code execution, or has an unsupported kind."""
 
 
 class BlobMissing(Damaged):
-    """A blob that a manifest names is not in the store."""
+    """A blob that a manifest references is not in the store."""
 
 
 class BlobDamaged(Damaged):
-    """A blob does not have the size, digest or content that its manifest promises."""
+    """A blob does not have the size, digest or content that its manifest states."""
 
     digest: str = ""
-    """The blob's expected digest, if an import found it damaged."""
+    """The digest of the blob, if an import found it damaged."""
 
 
 class ColdDamaged(Damaged):
-    """A cold blob is cut short, altered, hostile, or was given another base than it was made from."""
+    """A cold blob is truncated, altered, hostile, or was given the wrong base."""
 
 
 class ArchiveDamaged(Damaged):
-    """An archive of models is cut short, altered or hostile, or does not hold what it says."""
+    """An archive of models is truncated, altered or hostile, or does not match its table."""

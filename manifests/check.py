@@ -20,10 +20,10 @@ from blobstore.manifests.model import LAYERS_DIGEST, Manifest
 MAX_CONFIG_SIZE: Final = 2**20
 """Bytes; a larger config is none of ours, and says nothing of the layers."""
 ADVICE: Final = (
-    "; create the model again, copy it from another of its names, or run 'blobstore repair NAME "
+    "create the model again, copy it from another of its names, or run 'blobstore repair NAME "
     "--from STORE' with a store that has it too"
 )
-"""What the messages about a changed manifest end in."""
+"""The advice of errors about changed manifests."""
 
 
 def check_layers(manifest: bytes, config: bytes) -> bool:
@@ -46,13 +46,15 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
     written = manifest.removesuffix(b"\n")
     if not (written.startswith(begin) and written.endswith(b"}")):
         raise InvalidManifest(
-            f"the manifest was changed since it was written, not in its list of layers{ADVICE}"
+            "the manifest was changed since it was written, not in its list of layers",
+            advice=ADVICE,
         )
     found = str(Digest.of(written[len(begin) : -1]))
     if found != promised:
         raise InvalidManifest(
             f"the manifest was changed since it was written: its list of layers has digest {found}, "
-            f"and its config promises {quote(promised)}{ADVICE}"
+            f"and its config promises {quote(promised)}",
+            advice=ADVICE,
         )
     return True
 

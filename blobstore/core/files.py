@@ -8,7 +8,7 @@ import fcntl
 import os
 import secrets
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
@@ -16,10 +16,38 @@ from blobstore.errors import BlobstoreError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+    from typing import Self
 
     from typing_extensions import Buffer
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class FileState(NamedTuple):
+    """What distinguishes a file from other files, and from itself after its bytes have changed.
+
+    Renaming and linking a file keep its state.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    """In nanoseconds."""
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> Self:
+        """Return the state of the file with that status."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @classmethod
+    def of(cls, path: Path | str) -> Self | None:
+        """Return the state of the regular file at ``path``, not following links; None if there is none."""
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return None
+        return cls.of_status(status) if stat.S_ISREG(status.st_mode) else None
 
 
 def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:

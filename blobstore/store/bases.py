@@ -1,7 +1,6 @@
-"""Blobs by which cold ones are coded, in whatever form they are here: hot, cold, or by their second names.
+"""Bases: the blobs that cold ones are deltas against, kept and judged in whatever form they have.
 
-One that is damaged in one form may be whole in another. Reading tries one after the other, and hashes
-none of them: what is decoded by a base is checked afterwards.
+A base that is damaged in one form may be intact in another.
 """
 
 from __future__ import annotations
@@ -11,52 +10,48 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
-from blobstore.core.files import make_folders, sync_folder
-from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
-from blobstore.store.cold import file_state
-from blobstore.store.hot import ADVICE
+from blobstore.core.files import FileState, make_folders, sync_folder
+from blobstore.errors import BlobDamaged, BlobMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from typing_extensions import Buffer
-
-    from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import Digest
     from blobstore.store.blobs import BlobReader
-    from blobstore.store.cold import ColdBlob, State
 
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
 def pin(store: BlobReader, digest: Digest) -> bool:
-    """Make sure that a blob by which others are coded outlives its file among the blobs.
+    """Make sure that a base outlives its file in ``blobs/``. The caller holds the exclusive lock.
 
-    Programs that know nothing of cold blobs remove what no manifest reaches. So it is cold itself, or
-    its file has a second name, durably. Only who has the store's lock alone may do this.
+    Programs that know nothing of cold blobs delete blobs that no manifest references. So a base is either
+    cold itself, or its file has a second hard link.
 
     Returns:
-        Whether that could be done: there are file systems without hard links.
+        Whether it is safe now: some file systems have no hard links.
 
     Raises:
-        OSError: the system refused something.
+        OSError: the system refused an operation.
     """
     return store.has_cold(digest) or link_base(store, digest)
 
 
 def link_base(store: BlobReader, digest: Digest) -> bool:
-    """Give a hot blob its second name, durably; an older file loses it. As :func:`pin`."""
-    layout = store._layout
-    hot, second = layout.blob(digest), layout.base_blob(digest)
+    """Give a hot blob its second hard link, durably, replacing that of an older file.
+
+    Returns and raises as :func:`pin`.
+    """
+    hot, second = store.blob_path(digest), store.base_path(digest)
     if not os.path.lexists(hot):
         return os.path.lexists(second)
     if os.path.lexists(second) and os.path.samestat(os.lstat(hot), os.lstat(second)):
         return True
-    make_folders(layout.bases, layout.root)
-    make_folders(layout.temporary, layout.root)
-    ready = layout.temporary / f"{os.getpid()}-{secrets.token_hex(8)}-0"
+    bases, temporary = store.folder("bases"), store.folder("temporary")
+    make_folders(bases, store.root)
+    make_folders(temporary, store.root)
+    ready = temporary / f"{os.getpid()}-{secrets.token_hex(8)}-0"
     try:
         os.link(hot, ready, follow_symlinks=False)
         ready.replace(second)
@@ -64,127 +59,59 @@ def link_base(store: BlobReader, digest: Digest) -> bool:
         if error.errno not in _NO_LINKS:
             raise
         return False
-    sync_folder(layout.bases)
+    sync_folder(bases)
     return True
 
 
-def states(store: BlobReader, digest: Digest) -> tuple[State | None, State | None]:
-    """Return what tells the files of a blob, hot and cold, from others; None for what is no file."""
-    return file_state(store.blob_path(digest)), file_state(store.cold_path(digest))
+def states(store: BlobReader, digest: Digest) -> tuple[FileState | None, FileState | None]:
+    """Return the states of a blob's hot and cold files; None for a file that does not exist."""
+    return FileState.of(store.blob_path(digest)), FileState.of(store.cold_path(digest))
 
 
 def which_are_whole(
     store: BlobReader, digest: Digest, size: int, progress: Callable[[int], None]
 ) -> tuple[bool, bool]:
-    """Tell whether a blob can be used, and whether its cold form is whole or not there.
+    """Return whether a blob is readable and intact, and whether its cold form is intact or absent.
 
     Raises:
         StoreError: a file cannot be read.
     """
 
-    def is_whole(check: Callable[[Digest, int, Callable[[int], None]], None]) -> bool:
+    def is_intact(check: Callable[[Digest, int, Callable[[int], None]], None]) -> bool:
         try:
             check(digest, size, progress)
         except (BlobMissing, BlobDamaged):
             return False
         return True
 
-    has_cold = store._cold.has(digest)
-    is_cold_whole = not has_cold or is_whole(store.check_cold)
-    if store._hot.has(digest):
-        return is_whole(store.check_digest), is_cold_whole
-    return has_cold and is_cold_whole, is_cold_whole
-
-
-_LOOKS = 3
-"""How often a form is looked for: one may become another between two looks."""
-
-
-def forms_of_base(store: BlobReader, digest: Digest, size: int) -> Iterator[BaseBlob]:
-    """Yield a blob of ``size`` bytes by which others are coded, in each form that can be opened.
-
-    Each is looked for when it is wanted, what costs least first.
-
-    Raises:
-        BlobDamaged: it is not here, or in no form of that size.
-        ColdDamaged: it is coded by another itself.
-        StoreError: it cannot be read.
-    """
-    left = _openers(store, digest, size)
-    faults: list[BlobDamaged | ColdDamaged | StoreError] = []
-    is_here = False
-    for _ in range(_LOOKS):
-        for form in list(left):
-            try:
-                base = form()
-            except BlobMissing:
-                continue
-            except (BlobDamaged, ColdDamaged, StoreError) as error:
-                faults.append(error)
-            else:
-                yield base
-                is_here = True
-            left.remove(form)
-    if not is_here:
-        path = quote(store._layout.blob(digest))
-        missing = f"blob {path}, by which others are coded, is missing{ADVICE}"
-        raise faults[0] if faults else BlobDamaged(missing)
-
-
-def _openers(store: BlobReader, digest: Digest, size: int) -> list[Callable[[], BaseBlob]]:
-    from blobstore.compression.base import BaseBlob  # brings numpy
-
-    def hot() -> BaseBlob:
-        return BaseBlob.hot(store._hot.whole(digest, size), digest)
-
-    def cold() -> BaseBlob:
-        return _decoding(store._cold.open(digest, size))
-
-    def pinned() -> BaseBlob:
-        if is_one_file(store, digest):  # which was tried before
-            raise BlobMissing(f"blob {digest} has no second file")
-        return BaseBlob.hot(store._pinned.whole(digest, size), digest)
-
-    return [hot, cold, pinned]
-
-
-def _decoding(blob: ColdBlob) -> BaseBlob:
-    """Return a cold blob as a base, which says of itself that it is damaged."""
-    base = blob.container.as_base()
-
-    def read_into(out: Buffer, begin: int) -> None:
-        try:
-            base.read_into(out, begin)
-        except ColdDamaged as error:
-            raise ColdDamaged(f"so is its base, cold blob {blob.digest}: {error}") from None
-
-    return base._replace(read_into=read_into)
-
-
-def is_one_file(store: BlobReader, digest: Digest) -> bool:
-    """Tell whether the second name of a blob is that of its file."""
-    state = file_state(store.blob_path(digest))
-    return state is not None and state == file_state(store.base_path(digest))
+    has_cold = store.has_cold(digest)
+    is_cold_intact = not has_cold or is_intact(store.check_cold)
+    if store.has_hot(digest):
+        return is_intact(store.check_digest), is_cold_intact
+    return has_cold and is_cold_intact, is_cold_intact
 
 
 class WholeBases:
-    """Bases that were hashed: what is coded by bytes that are not theirs is lost when these are mended."""
+    """Bases that were hashed.
+
+    A delta against corrupted base bytes would decode only until the base is repaired, and then be lost.
+    """
 
     def __init__(self, store: BlobReader) -> None:
         self._store = store
-        self._whole: dict[Digest, set[tuple[str, State]]] = {}
+        self._whole: dict[Digest, set[tuple[str, FileState]]] = {}
 
-    def form(self, digest: Digest) -> tuple[str, State] | None:
-        """Return the file that a base is read from, and what tells it from others; None if none."""
-        layout = self._store._layout
-        for path in (layout.blob(digest), layout.cold_blob(digest), layout.base_blob(digest)):
+    def form(self, digest: Digest) -> tuple[str, FileState] | None:
+        """Return the path of the file that a base is read from, and its state; None if there is none."""
+        store = self._store
+        for path in (store.blob_path(digest), store.cold_path(digest), store.base_path(digest)):
             if os.path.lexists(path):
-                state = file_state(path)
+                state = FileState.of(path)
                 return None if state is None else (path, state)
         return None
 
-    def is_whole(self, digest: Digest, size: int, form: tuple[str, State] | None) -> bool:
-        """Tell whether the file that a base is read from has the base's bytes; hash it once.
+    def is_whole(self, digest: Digest, size: int, form: tuple[str, FileState] | None) -> bool:
+        """Return whether the file that a base is read from is intact; each file is hashed once.
 
         Raises:
             StoreError: it cannot be read.
@@ -193,8 +120,13 @@ class WholeBases:
             return False
         if form in self._whole.get(digest, ()):
             return True
+        store, path = self._store, form[0]
+        check = {
+            store.cold_path(digest): store.check_cold,
+            store.base_path(digest): store.check_base_link,
+        }.get(path, store.check_digest)
         try:
-            self._check(digest, size, form[0])
+            check(digest, size)
         except (BlobMissing, BlobDamaged):
             return False
         if self.form(digest) != form:
@@ -202,14 +134,6 @@ class WholeBases:
         self.add(digest, form)
         return True
 
-    def add(self, digest: Digest, form: tuple[str, State]) -> None:
-        """Note a file that was hashed by others."""
+    def add(self, digest: Digest, form: tuple[str, FileState]) -> None:
+        """Record a file that the caller has hashed."""
         self._whole.setdefault(digest, set()).add(form)
-
-    def _check(self, digest: Digest, size: int, path: str) -> None:
-        if path == self._store._layout.cold_blob(digest):
-            self._store.check_cold(digest, size)
-        elif path == self._store._layout.base_blob(digest):
-            self._store.check_base_link(digest, size)
-        else:
-            self._store.check_digest(digest, size)

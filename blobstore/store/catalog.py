@@ -1,4 +1,4 @@
-"""Every name of a store with its manifest, or with why that cannot be read. No blob is touched."""
+"""The names of a store with their manifests, or with the error of reading them. No blob is read."""
 
 from __future__ import annotations
 
@@ -6,40 +6,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
-from blobstore.manifests.model import Manifest
+from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
-    from blobstore.manifests.reference import Reference
+    from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A name of a store. It has either a manifest and its digest, or an error."""
+    """A name in a store. It has either a manifest and its digest, or an error."""
 
     reference: Reference
     modified: float
-    """When the manifest was written, in seconds since the epoch; 0 if nobody can say."""
+    """When the manifest was written, in seconds since the epoch; 0 if that is unknown."""
     digest: Digest | None = None
-    """Of the manifest's bytes."""
+    """The digest of the manifest's bytes."""
     manifest: Manifest | None = None
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
     @property
     def blobs(self) -> dict[Digest, int]:
-        """Sizes of the blobs that it needs, as far as that is known."""
+        """The sizes of the blobs that the manifest references; empty if it cannot be read."""
         blobs = self.manifest.blobs if self.manifest is not None else ()
         return {blob.digest: blob.size for blob in blobs}
 
 
 def read_catalog(store: LocalStore) -> Iterator[CatalogEntry]:
-    """Yield every name of a store, sorted; a name that vanishes meanwhile is passed over.
+    """Yield an entry for every name of a store, sorted; names that are removed meanwhile are skipped.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
@@ -51,28 +49,30 @@ def read_catalog(store: LocalStore) -> Iterator[CatalogEntry]:
             continue
 
 
-def read_entries(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
-    """Return what is known of some names, each once.
+def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> list[CatalogEntry]:
+    """Return the entries of some names, each once.
 
     Raises:
         ModelNotFound: the store has no such name.
         StoreError: the store is not a folder.
     """
     store.check_root()
-    return [read_entry(store, reference) for reference in dict.fromkeys(references)]
+    return [read_entry(store, name) for name in dict.fromkeys(map(Reference.of, references))]
 
 
-def read_entry(store: LocalStore, reference: Reference) -> CatalogEntry:
-    """Return what is known of a name.
+def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:
+    """Return the entry of a name.
 
     Raises:
         ModelNotFound: the store has no such name.
     """
-    path = store._layout.manifest(reference)
-    modified = _modified(path)
+    reference = Reference.of(reference)
     try:
-        data = store.read_manifest(reference)
-        manifest = _parse(data, path)
+        modified = store.manifest_path(reference).stat().st_mtime
+    except OSError:  # reading the manifest reports the error
+        modified = 0
+    try:
+        data, manifest = store.parse(reference)
     except ModelNotFound:
         raise
     except BlobstoreError as error:
@@ -80,17 +80,3 @@ def read_entry(store: LocalStore, reference: Reference) -> CatalogEntry:
     return CatalogEntry(
         reference=reference, modified=modified, digest=Digest.of(data), manifest=manifest
     )
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # reading it says why
-        return 0
-
-
-def _parse(data: bytes, path: Path) -> Manifest:
-    try:
-        return Manifest.from_bytes(data)
-    except InvalidManifest as error:
-        raise error.at(quote(path)) from None

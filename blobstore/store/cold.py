@@ -1,12 +1,11 @@
-"""Cold blobs: the coded form of blobs that nobody maps, below ``.blobstore/cold/``.
+"""Cold blobs: the compressed forms of blobs, below ``.blobstore/cold/``.
 
-A cold blob has the name of what it decodes to: the digest of the blob as it was. So manifests say
-nothing of it, a blob may be there hot, cold or both, and what a codec makes can change. Some are coded
-against another blob, their base, which may itself be hot, or cold without a base of its own: edges are
-one deep. Where a base is here in several forms and one is damaged, the others are tried. Nothing here
-writes: freezing and thawing are workflows.
+A cold blob is named by the digest of the decoded bytes. So manifests do not mention it, a blob may be hot,
+cold or both, and better codecs can replace it. Some are deltas against another blob, their base, which is
+hot, or cold without a base of its own: chains have one link. If the base has several forms and one is
+damaged, the others are tried. Nothing here writes: freezing and thawing are workflows.
 
-What is decoded has been checked chunk by chunk; who must know that it is the very blob hashes it.
+Decoded bytes have been checked chunk by chunk. A caller that must know the digest hashes them.
 """
 
 from __future__ import annotations
@@ -14,99 +13,98 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import stat
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
-from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
-    ColdDamaged,
-    InvalidDigest,
-    StoreError,
-)
+from blobstore.core.files import FileState
+from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.hot import ADVICE
+from blobstore.store.scan import digest_of, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
+    from typing_extensions import Buffer
+
     from blobstore.compression.base import BaseBlob
-    from blobstore.compression.decoder import ChunkRange
-    from blobstore.compression.decoder import ColdBlobDecoder as Container
+    from blobstore.compression.decoder import ChunkRange, ColdBlobDecoder
     from blobstore.compression.file_view import FileBytes
     from blobstore.safetensors.header import Header
+    from blobstore.store.hot import HotShelf
     from blobstore.store.layout import Layout
 
-    Given = Callable[[Digest, int], Iterator[BaseBlob]]
-    """Gives the forms of the base of a digest and a size, each when it is wanted."""
+    BaseForms = Callable[[Digest, int], Iterator[BaseBlob]]
+    """Yields the forms of the base with a digest and a size, each opened when it is asked for."""
 
     Read = Callable[[ColdFile], FileBytes | None]
-    """Gives the bytes of a file, of which its ends were read if they are not in memory yet."""
+    """Returns the bytes of a file whose ends it has read, or None if the mapped bytes will do."""
 
 _IMPORTING = Lock()
-"""Threads that import numpy at once may find half of it."""
-# A process that is forked from among such threads would wait for them, and has none.
+"""Threads that import numpy at the same time may see half of it."""
+# A forked process would wait forever for a thread that it does not have.
 os.register_at_fork(
     before=_IMPORTING.acquire,
     after_in_parent=_IMPORTING.release,
     after_in_child=_IMPORTING.release,
 )
 _PIECE = 1 << 22
-
-State = tuple[int, ...]
-"""What tells a file from another, or from itself after a change of its bytes."""
+_LOOKS = 3
+"""How often a form is looked for: a blob may change its form between two looks."""
 
 
 class ColdBlob:
     """A cold blob whose file is mapped. Threads may share it."""
 
-    def __init__(self, path: str, digest: Digest, given: Given, read: Read | None = None) -> None:
-        """Open the cold blob of ``digest`` at ``path``; ``given`` gives the forms of its base.
+    def __init__(
+        self, path: str, digest: Digest, base_forms: BaseForms, read: Read | None = None
+    ) -> None:
+        """Open the cold blob of ``digest`` at ``path``.
 
-        With ``read`` its file stays open for :meth:`fetch`, until nobody holds this or ``read`` closes it.
+        With ``read`` its file stays open for :meth:`fetch`, until this object is deleted or ``read`` closes
+        the file.
 
         Raises:
-            BlobMissing: there is none.
-            BlobDamaged: it is no cold blob, or not that one.
+            BlobMissing: it does not exist.
+            BlobDamaged: it is not a cold blob, or another one.
             StoreError: it cannot be read.
         """
         file = ColdFile(path)
         if read is None:
             file.close()
         with _IMPORTING:
-            from blobstore.compression.decoder import ColdBlobDecoder as Opened  # brings numpy
+            from blobstore.compression.decoder import ColdBlobDecoder as Decoder  # imports numpy
 
         self.digest = digest
         self.base: Digest | None = None
-        """The blob without which it cannot be decoded."""
+        """The blob that is needed to decode it."""
         self.base_size = 0
-        """Bytes of that."""
+        """Bytes of the base."""
         self._path = path
         self._file = file
-        self._given = given
+        self._base_forms = base_forms
         self.stored = file.size
         """Bytes of its file."""
         with self._explained():
-            self.container: Container = Opened(file.data, read and read(file))
+            self.container: ColdBlobDecoder = Decoder(file.data, read and read(file))
             table = self.container.table
             if table.digest != digest:
                 raise ColdDamaged(f"it is that of {table.digest}")
         self.size = table.size
-        """Bytes of what it decodes to."""
+        """Bytes of the decoded blob."""
         if table.base is not None:
             self.base, self.base_size = table.base.digest, table.base.size
-        self._ways = [] if self.base else [self.container]
-        """The container with each form of its base that was wanted so far."""
+        self._decoders = [] if self.base else [self.container]
+        """A decoder for each form of the base that was asked for so far."""
         self._forms: Iterator[BaseBlob] | None = None if self.base else iter(())
-        """What other forms there are; None if nobody has asked yet."""
+        """The other forms of the base; None before the first is asked for."""
         self._lock = Lock()
 
     def fetch(self, chunks: ChunkRange, memory: memoryview) -> FileBytes:
-        """Read what a cut of the container is decoded from; see :meth:`ColdFile.read`.
+        """Read the stored bytes that some chunks are decoded from; see :meth:`ColdFile.read`.
 
         Raises:
             BlobDamaged: the file has become shorter.
@@ -121,17 +119,17 @@ class ColdBlob:
         They are decoded from ``source``, if that has the file's bytes in memory already.
 
         Raises:
-            BlobDamaged: it cannot be decoded, ends before, or its base is not whole.
+            BlobDamaged: it cannot be decoded, is too short, or its base is damaged.
             StoreError: a file cannot be read.
         """
         if begin + len(buffer) > self.size:
-            raise self._damaged(f"byte {begin + len(buffer)} is wanted of {self.size}")
+            raise self._damaged(f"it ends at byte {self.size}, before byte {begin + len(buffer)}")
         failure: ColdDamaged | None = None
         with self._explained():
-            # Each chunk is checked: what is decoded by other bytes than the base's is no success.
-            for container in self._all_ways():
+            # Each chunk is checked, so decoding against a damaged base does not succeed.
+            for decoder in self._all_decoders():
                 try:
-                    container.read_into(buffer, begin, source=source)
+                    decoder.read_into(buffer, begin, source=source)
                 except ColdDamaged as error:
                     failure = failure or error
                 else:
@@ -140,7 +138,7 @@ class ColdBlob:
                 raise failure
 
     def pieces(self) -> Generator[memoryview, None, None]:
-        """Yield the bytes of the blob, in pieces that are good until the next one.
+        """Yield the bytes of the blob. A piece is valid until the next one.
 
         Raises as :meth:`read_into`.
         """
@@ -151,10 +149,10 @@ class ColdBlob:
             yield piece
 
     def check(self, progress: Callable[[int], None] | None = None) -> None:
-        """Decode all of it and compare the digest; ``progress`` gets the bytes of each piece.
+        """Decode all of it and compare the digest; ``progress`` receives the bytes of each piece.
 
         Raises:
-            BlobDamaged: it cannot be decoded, or gives other bytes. Otherwise as :meth:`read_into`.
+            BlobDamaged: it cannot be decoded, or the digest differs. Otherwise as :meth:`read_into`.
         """
         digester = Digester()
         for piece in self.pieces():
@@ -179,36 +177,36 @@ class ColdBlob:
         self.read_into(begin, memoryview(buffer))
         return bytes(buffer)
 
-    def _all_ways(self) -> Iterator[Container]:
-        """Yield the container with each form of its base; the next only if there is need of it."""
+    def _all_decoders(self) -> Iterator[ColdBlobDecoder]:
+        """Yield a decoder for each form of the base; the next form is opened only if it is needed."""
         for number in itertools.count():
-            if number == len(self._ways):
-                self._add_way(number)
-            if number == len(self._ways):
+            if number == len(self._decoders):
+                self._add_decoder(number)
+            if number == len(self._decoders):
                 return
-            yield self._ways[number]
+            yield self._decoders[number]
 
-    def _add_way(self, number: int) -> None:
-        """Ask for the next form of the base, unless another thread has it by now."""
+    def _add_decoder(self, number: int) -> None:
+        """Open the next form of the base, unless another thread has done so."""
         with self._lock:
-            if self.base is None or number < len(self._ways):
+            if self.base is None or number < len(self._decoders):
                 return
             if self._forms is None:
-                self._forms = self._given(self.base, self.base_size)
+                self._forms = self._base_forms(self.base, self.base_size)
             try:
                 form = next(self._forms, None)
             except BaseException:
-                self._forms = None  # there is none; it may be put back
+                self._forms = None  # look again next time: the base may be restored
                 raise
             if form is not None:
-                # One that is in use keeps its base: other threads decode by that.
-                container = type(self.container)(self._file.data) if number else self.container
-                container.give_base(form)
-                self._ways.append(container)
+                # Other threads may be decoding with an earlier form, so that decoder keeps its base.
+                decoder = type(self.container)(self._file.data) if number else self.container
+                decoder.give_base(form)
+                self._decoders.append(decoder)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say in errors which blob it is."""
+        """Name the blob in errors."""
         try:
             yield
         except ColdDamaged as error:
@@ -220,79 +218,130 @@ class ColdBlob:
 
     def _damaged(self, what: str) -> BlobDamaged:
         base = f"; its base is {self.base}" if self.base else ""
-        return BlobDamaged(f"cold blob {quote(self._path)} is damaged: {what}{base}{ADVICE}")
+        return BlobDamaged(f"cold blob {quote(self._path)} is damaged: {what}{base}", advice=ADVICE)
 
 
 class ColdShelf:
     """The cold blobs of a store, for reading."""
 
-    def __init__(self, layout: Layout, given: Given) -> None:
-        """Take the layout of the store, and what gives a blob by which others are coded."""
+    def __init__(self, layout: Layout, hot: HotShelf, pinned: HotShelf) -> None:
+        """Read cold blobs, with bases that are ``hot``, cold, or ``pinned`` by a second hard link."""
         self._layout = layout
-        self._given = given
+        self._hot = hot
+        self._pinned = pinned
 
     def has(self, digest: Digest) -> bool:
-        """Tell whether there is a file in the place of a cold blob."""
+        """Return whether the blob has a cold form, whatever its content."""
         return os.path.lexists(self._layout.cold_blob(digest))
 
     def open(self, digest: Digest, size: int | None = None, read: Read | None = None) -> ColdBlob:
-        """Open the cold form of a blob, of ``size`` bytes if that is given.
+        """Open the cold form of a blob, which has ``size`` bytes when decoded, if that is given.
 
-        ``read`` is that of :class:`ColdBlob`.
+        See :class:`ColdBlob` for ``read``.
 
         Raises:
-            BlobMissing: there is none.
-            BlobDamaged: it is none, or that of another blob.
+            BlobMissing: there is no cold form.
+            BlobDamaged: it is not a cold blob, or that of another blob.
             StoreError: it cannot be read.
         """
         path = self._layout.cold_blob(digest)
-        blob = ColdBlob(path, digest, self._given, read)
+        blob = ColdBlob(path, digest, self.base_forms, read)
         if size is not None and blob.size != size:
             raise BlobDamaged(
-                f"cold blob {quote(path)} is damaged: it is of a blob of {blob.size} bytes, expected "
-                f"{size}{ADVICE}"
+                f"cold blob {quote(path)} is damaged: it decodes to {blob.size} bytes, expected {size}",
+                advice=ADVICE,
             )
         return blob
 
     def files(self) -> dict[Digest, os.stat_result]:
-        """Return all files that have the name of a cold blob.
+        """Return the status of every file that is named like a cold blob.
 
         Raises:
             StoreError: they cannot be listed.
         """
         found: dict[Digest, os.stat_result] = {}
-        try:
-            with os.scandir(self._layout.cold) as entries:
-                for entry in entries:
-                    with contextlib.suppress(InvalidDigest, FileNotFoundError):
-                        digest = Digest.parse(entry.name.replace("-", ":", 1))
-                        found[digest] = entry.stat(follow_symlinks=False)
-        except OSError as error:
-            # A link to nothing is one to a disk that is not mounted, perhaps.
-            if isinstance(error, FileNotFoundError) and not self._layout.cold.is_symlink():
-                return {}
-            raise StoreError(f"cannot list {quote(self._layout.cold)}: {error.strerror}") from error
+        for entry in scan_folder(self._layout.cold):
+            digest = digest_of(entry.name)
+            if digest is not None:
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    found[digest] = entry.stat(follow_symlinks=False)
         return found
+
+    def base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield a base of ``size`` bytes in each form that can be opened, the cheapest first.
+
+        Nothing is hashed: the bytes that are decoded against a base are checked afterwards. One form may
+        be intact where another is damaged.
+
+        Raises:
+            BlobDamaged: no form is here, or none has that size.
+            ColdDamaged: it is a delta itself.
+            StoreError: it cannot be read.
+        """
+        left = [self._open_hot_base, self._open_cold_base, self._open_pinned_base]
+        faults: list[BlobDamaged | ColdDamaged | StoreError] = []
+        is_here = False
+        for _ in range(_LOOKS):
+            for open_form in list(left):
+                try:
+                    base = open_form(digest, size)
+                except BlobMissing:
+                    continue
+                except (BlobDamaged, ColdDamaged, StoreError) as error:
+                    faults.append(error)
+                else:
+                    yield base
+                    is_here = True
+                left.remove(open_form)
+        if faults and not is_here:
+            raise faults[0]
+        if not is_here:
+            path = quote(self._layout.blob(digest))
+            raise BlobDamaged(f"blob {path}, the base of cold blobs, is missing", advice=ADVICE)
+
+    def _open_hot_base(self, digest: Digest, size: int) -> BaseBlob:
+        from blobstore.compression.base import BaseBlob  # imports numpy
+
+        return BaseBlob.hot(self._hot.mmap(digest, size), digest)
+
+    def _open_cold_base(self, digest: Digest, size: int) -> BaseBlob:
+        """Return a cold blob as a base whose errors name it."""
+        base = self.open(digest, size).container.as_base()
+
+        def read_into(out: Buffer, begin: int) -> None:
+            try:
+                base.read_into(out, begin)
+            except ColdDamaged as error:
+                raise ColdDamaged(f"so is its base, cold blob {digest}: {error}") from None
+
+        return base._replace(read_into=read_into)
+
+    def _open_pinned_base(self, digest: Digest, size: int) -> BaseBlob:
+        from blobstore.compression.base import BaseBlob  # imports numpy
+
+        state = FileState.of(self._layout.blob(digest))
+        if state is not None and state == FileState.of(self._layout.base_blob(digest)):
+            raise BlobMissing(f"blob {digest} has no second file")  # it is the hot form
+        return BaseBlob.hot(self._pinned.mmap(digest, size), digest)
 
 
 class BaseCache:
-    """The bases of a store's cold blobs, each file read again only when it has changed."""
+    """The bases of a store's cold blobs; a file is read again only when it has changed."""
 
     def __init__(self, shelf: ColdShelf) -> None:
         self._shelf = shelf
-        self._known: dict[Digest, tuple[State, Digest | None]] = {}
+        self._known: dict[Digest, tuple[FileState, Digest | None]] = {}
 
     def of(
         self, digest: Digest, status: os.stat_result, *, must_be_known: bool = True
     ) -> Digest | None:
-        """Return the base of a cold blob whose file has a status; None if it has none.
+        """Return the base of a cold blob whose file has that status; None if it has no base.
 
         Raises:
-            BlobDamaged: the file is no such cold blob, so that nobody knows; but None unless that
-                ``must_be_known``.
+            BlobDamaged: the file is damaged, and the base ``must_be_known``; otherwise None is returned.
             StoreError: it cannot be read.
         """
-        state = state_of(status)
+        state = FileState.of_status(status)
         known = self._known.get(digest)
         if known is None or known[0] != state:
             try:
@@ -307,22 +356,8 @@ class BaseCache:
         return known[1]
 
     def known(self, cold: Mapping[Digest, os.stat_result]) -> dict[Digest, Digest]:
-        """Return the bases of those cold blobs that have one, as far as they can be told."""
+        """Return the bases of the cold blobs that have one and can be read."""
         bases = {
             digest: self.of(digest, status, must_be_known=False) for digest, status in cold.items()
         }
         return {digest: base for digest, base in bases.items() if base is not None}
-
-
-def state_of(status: os.stat_result) -> State:
-    """Return what tells a file from another, or from itself after a change of its bytes."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def file_state(path: str) -> State | None:
-    """Return the state of a regular file; None if there is none."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return state_of(status) if stat.S_ISREG(status.st_mode) else None

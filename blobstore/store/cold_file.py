@@ -1,4 +1,4 @@
-"""The file of a cold blob: mapped, and read into other memory where it is not in the page cache yet."""
+"""The file of a cold blob: mapped, and read into other memory if it is not in the page cache yet."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
-from blobstore.store.hot import ADVICE
+from blobstore.store.hot import not_a_file
 
 _START = mmap.PAGESIZE
 _END = 16 * mmap.PAGESIZE
-"""Bytes at the end of a large file that are read first: most tables have fewer."""
+"""Bytes at the end of a large file that are read first: most tables are smaller."""
 _GONE = {errno.ENOENT, errno.ENOTDIR}
 
 
 def buffer_size(size: int) -> int:
-    """Return how many bytes memory needs for some bytes of a file, for pages are read whole."""
+    """Return how much memory reading ``size`` bytes of a file needs, because whole pages are read."""
     return (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
 
 class ColdFile:
-    """A file, whose descriptor is closed when nobody holds this."""
+    """A mapped file. Its descriptor is closed when this object is deleted."""
 
     def __init__(self, path: str) -> None:
         """Map the file at ``path``.
 
         Raises:
-            BlobMissing: there is none.
+            BlobMissing: it does not exist.
             BlobDamaged: it is a link, folder or device.
             StoreError: it cannot be read.
-            BlobstoreError: the process may not have the addresses.
+            BlobstoreError: the system refuses the address space.
         """
         try:
             self._descriptor, self.size = open_regular(path, follow=False)
         except OSError as error:
-            raise _explained(path, error) from None
+            raise _error_of(path, error) from None
         except BlobstoreError:
-            raise _not_a_file(path) from None
+            raise not_a_file(f"cold blob {quote(path)}") from None
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
             self._region = MappedRegion([self.size])
             self._region.map(0, self._descriptor, self.size)
         except OSError as error:
             self.close()
-            raise _explained(path, error) from None
+            raise _error_of(path, error) from None
         except BlobstoreError:
-            self.close()  # who keeps the error keeps this
+            self.close()  # the traceback keeps this object alive
             raise
         self.data = memoryview(self._region.memory)[: self.size]
-        """All of it, mapped."""
+        """The mapped bytes of the file."""
 
     def is_cached(self) -> bool:
-        """Tell whether most of it is in the page cache."""
+        """Return whether most of it is in the page cache."""
         return not self.size or self._region.is_cached(0, self.size)
 
     def fits(self, memory: memoryview) -> bool:
-        """Tell whether all of it can be read into memory."""
+        """Return whether all of it can be read into ``memory``."""
         return buffer_size(self.size) <= len(memory)
 
     def pass_cache(self) -> None:
-        """From now on leave no copy of what is read in the page cache, where that is possible.
+        """Bypass the page cache in all further reads, if the file system can.
 
-        Threads share the descriptor, so the flag is set once, and not for each read.
+        Threads share the descriptor, so the flag is set once and not for each read.
         """
         with contextlib.suppress(OSError):
             self._set_direct(getattr(os, "O_DIRECT", 0))
 
     def read(self, begin: int, end: int, memory: memoryview) -> FileView:
-        """Read the bytes from ``begin`` to ``end``; return all, of which these are in ``memory``.
+        """Read the bytes from ``begin`` to ``end`` into ``memory``; return a view of the whole file.
 
-        ``memory`` begins at a page and has the size that :func:`buffer_size` returns, or more.
+        ``memory`` is page-aligned and has at least the size that :func:`buffer_size` returns.
 
         Raises:
             ColdDamaged: the file has become shorter.
@@ -86,9 +86,9 @@ class ColdFile:
         return FileView(self.data, self._window(begin, end, memory))
 
     def read_ends(self, memory: memoryview) -> FileView:
-        """Read where the file tells what it is, or all of it if that fits.
+        """Read the two ends of the file, which hold its header and table, or all of it if that fits.
 
-        There is room for the ends in 64 KiB and a page. Otherwise as :meth:`read`.
+        The ends fit into 64 KiB and a page. Otherwise as :meth:`read`.
         """
         if self.fits(memory):
             return self.read(0, self.size, memory)
@@ -99,41 +99,35 @@ class ColdFile:
     def _window(self, begin: int, end: int, memory: memoryview) -> Window:
         first = begin - begin % mmap.PAGESIZE
         wanted = end - first
-        room = memory[: -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE]
+        pages = memory[: -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE]
         done = 0
         while done < wanted:
-            count = self._read(room[done:], first + done)
+            count = self._read(pages[done:], first + done)
             if not count:
                 raise ColdDamaged(
                     f"it ended at byte {first + done} of {self.size} while it was read"
                 )
             done += count
-        return Window(first, room[:wanted].toreadonly())
+        return Window(first, pages[:wanted].toreadonly())
 
-    def _read(self, room: memoryview, begin: int) -> int:
+    def _read(self, pages: memoryview, begin: int) -> int:
         try:
-            return os.preadv(self._descriptor, [room], begin)
+            return os.preadv(self._descriptor, [pages], begin)
         except OSError as error:
-            # Some file systems tell only now that they cannot pass the cache.
+            # Some file systems report only now that they cannot bypass the cache.
             if error.errno != errno.EINVAL:
                 raise
         self._set_direct(0)
-        return os.preadv(self._descriptor, [room], begin)
+        return os.preadv(self._descriptor, [pages], begin)
 
     def _set_direct(self, flag: int) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | flag)
 
 
-def _explained(path: str, error: OSError) -> BlobMissing | BlobDamaged | StoreError:
+def _error_of(path: str, error: OSError) -> BlobMissing | BlobDamaged | StoreError:
     if error.errno in _GONE:
         return BlobMissing(f"cold blob {quote(path)} is missing")
     if error.errno == errno.ELOOP:
-        return _not_a_file(path)
+        return not_a_file(f"cold blob {quote(path)}")
     return StoreError(f"cold blob {quote(path)} cannot be read: {error.strerror}")
-
-
-def _not_a_file(path: str) -> BlobDamaged:
-    return BlobDamaged(
-        f"cold blob {quote(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
-    )

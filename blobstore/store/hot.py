@@ -1,7 +1,7 @@
-"""Blobs as they are: files that are opened with care, mapped and read.
+"""Hot blobs: plain files, opened with care, mapped and read.
 
-A blob is trusted for its size when it is opened. Links are refused: a store holds files. Of cold blobs
-nothing is known here.
+A blob is trusted for its size when it is opened. Symbolic links are refused. Nothing here knows of cold
+blobs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from blobstore.core.files import read_past_cache
 from blobstore.core.mmap import is_cached, mapped
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.safetensors.file import read_header
+from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
-ADVICE = "; run 'blobstore repair NAME --from SOURCE'"
-"""What all messages about a damaged blob end in."""
-# A link is refused; opening a pipe returns at once.
+ADVICE = "run 'blobstore repair NAME --from SOURCE'"
+"""The advice of all errors about damaged blobs."""
+# O_NOFOLLOW refuses a link; with O_NONBLOCK, opening a pipe returns at once.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _READ_SIZE = 1 << 20
 
 
 class HotShelf:
-    """The files of blobs, for reading. Everything that looks for one raises as :meth:`open`."""
+    """The files of blobs, for reading. Methods that need a blob raise as :meth:`open` does."""
 
     def __init__(self, layout: Layout, path: Callable[[Digest], str] | None = None) -> None:
-        """Take the layout of the store, and what names the files, if they are not those of blobs."""
+        """Read the files that ``path`` names, by default those of the blobs."""
         self._layout = layout
         self._path = path or layout.blob
 
     def has(self, digest: Digest) -> bool:
-        """Tell whether there is a file in the place of a blob."""
+        """Return whether the blob has a file, whatever its content."""
         return os.path.lexists(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
@@ -51,7 +52,7 @@ class HotShelf:
         try:
             found = os.lstat(path)
         except OSError as error:
-            raise self.explained(digest, error) from None
+            raise self.error_of(digest, error) from None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise _damage(path, size, found)
 
@@ -60,7 +61,7 @@ class HotShelf:
 
         Raises:
             BlobMissing: it is not here; it may be cold.
-            BlobDamaged: it has another size, or is a symbolic link.
+            BlobDamaged: it has another size, or is not a regular file.
             StoreError: it cannot be read.
         """
         path = self._path(digest)
@@ -68,7 +69,7 @@ class HotShelf:
             descriptor = os.open(path, _OPEN_FLAGS)
             found = os.fstat(descriptor)
         except OSError as error:
-            raise self.explained(digest, error) from None
+            raise self.error_of(digest, error) from None
         if found.st_size == size and stat.S_ISREG(found.st_mode):
             return descriptor
         os.close(descriptor)
@@ -80,22 +81,22 @@ class HotShelf:
         try:
             region.map(slot, descriptor, size)
         except OSError as error:
-            raise self.explained(digest, error) from None
+            raise self.error_of(digest, error) from None
         finally:
             os.close(descriptor)
 
-    def whole(self, digest: Digest, size: int) -> memoryview:
-        """Map a blob by itself."""
+    def mmap(self, digest: Digest, size: int) -> memoryview:
+        """Return the bytes of a blob in a mapping of its own."""
         descriptor = self.open(digest, size)
         try:
             return mapped(descriptor, size)
         except OSError as error:
-            raise self.explained(digest, error) from None
+            raise self.error_of(digest, error) from None
         finally:
             os.close(descriptor)
 
     def is_cached(self, digest: Digest, size: int) -> bool:
-        """Tell whether most of a blob is in the page cache."""
+        """Return whether most of a blob is in the page cache."""
         descriptor = self.open(digest, size)
         try:
             return is_cached(descriptor, size)
@@ -122,18 +123,18 @@ class HotShelf:
                 buffer = buffer[count:]
                 offset += count
         except OSError as error:
-            raise self.explained(digest, error) from None
+            raise self.error_of(digest, error) from None
         finally:
             os.close(descriptor)
 
     def read_header(
         self, digest: Digest, size: int, slot: int, region: MappedRegion | None
     ) -> Header:
-        """Read the header of a blob, and map it if there is a ``region``.
+        """Read the header of a blob, and map the blob if there is a ``region``.
 
         Raises:
             InvalidHeader: the header breaks the format.
-            OSError: it cannot be read or mapped.
+            OSError: the blob cannot be read or mapped.
         """
         descriptor = self.open(digest, size)
         try:
@@ -143,10 +144,16 @@ class HotShelf:
         finally:
             os.close(descriptor)
 
-    def pieces(
+    def pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Open a blob; return a generator of its bytes. A piece is valid until the next one.
+
+        The generator raises BlobDamaged if the blob cannot be read to its end.
+        """
+        return self._read_all(self.open(digest, size), digest, size)
+
+    def _read_all(
         self, descriptor: int, digest: Digest, size: int
     ) -> Generator[memoryview, None, None]:
-        """Yield the bytes of an open blob in pieces that are good until the next one; close it."""
         done = 0
         buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
         try:
@@ -162,30 +169,33 @@ class HotShelf:
 
     def sizes(self) -> set[int]:
         """Return the sizes of all files."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._layout.blobs) as entries:
-            return {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        return set()
+        sizes = set()
+        for entry in scan_folder(self._layout.blobs):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                sizes.add(entry.stat(follow_symlinks=False).st_size)
+        return sizes
 
-    def explained(self, digest: Digest, error: OSError) -> Damaged | StoreError:
-        """Return what is wrong with a blob that the system refuses."""
+    def error_of(self, digest: Digest, error: OSError) -> Damaged | StoreError:
+        """Return the error to raise when the system refuses an operation on a blob."""
         path = self._path(digest)
         if error.errno == errno.ELOOP:
-            return not_a_file(path)
+            return not_a_file(f"blob {quote(path)}")
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return BlobMissing(f"blob {quote(path)} is missing")
         return StoreError(f"blob {quote(path)} cannot be read: {error.strerror}")
 
 
-def not_a_file(path: str) -> BlobDamaged:
-    """Return the error of something that is in the place of a blob."""
+def not_a_file(blob: str) -> BlobDamaged:
+    """Return the error for a ``blob`` that is not a regular file."""
     return BlobDamaged(
-        f"blob {quote(path)} is damaged: it is a link, folder or device and not a file{ADVICE}"
+        f"{blob} is damaged: it is a link, folder or device and not a file", advice=ADVICE
     )
 
 
 def _damage(path: str, size: int, found: os.stat_result) -> BlobDamaged:
     if not stat.S_ISREG(found.st_mode):
-        return not_a_file(path)
+        return not_a_file(f"blob {quote(path)}")
     return BlobDamaged(
-        f"blob {quote(path)} is damaged: it has {found.st_size} bytes, expected {size}{ADVICE}"
+        f"blob {quote(path)} is damaged: it has {found.st_size} bytes, expected {size}",
+        advice=ADVICE,
     )

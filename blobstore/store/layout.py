@@ -1,9 +1,8 @@
-"""Where things lie in a store. Pure: digests and references to paths, nothing is touched.
+"""The paths of a store. Pure: digests and references become paths, and nothing is touched.
 
-Only checked values become paths, so that nothing from a file or a command line can leave the root.
-``blobs/`` and ``manifests/`` are Ollama's and hold nothing else: it deletes foreign names from the one
-and stops pruning at a foreign file in the other. Everything of ours is in ``.blobstore/``, cold blobs
-among it.
+Only checked values become paths, so no file and no command line can refer to anything outside the root.
+``blobs/`` and ``manifests/`` are Ollama's and hold nothing else: Ollama deletes unknown files from the one,
+and they stop it from pruning the other. Everything else is in ``.blobstore/``, including cold blobs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 Folder = Literal[
     "blobs", "manifests", "temporary", "leases", "quarantine", "cold", "bases", "headers"
 ]
-"""The folders of a store."""
+"""The folders of a store, named as the attributes of :class:`Layout`."""
 
 
 class Layout:
@@ -29,41 +28,41 @@ class Layout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.blobs = root / "blobs"
-        """The folder of blobs."""
+        """Hot blobs."""
         self.manifests = root / "manifests"
-        """The folder of manifests."""
+        """Manifests, below host, namespace and model."""
         self.temporary = root / ".blobstore" / "tmp"
-        """The folder of files that have no name yet."""
+        """Files that have no name yet."""
         self.lock = root / ".blobstore" / "lock"
-        """The file whose lock all take who use the store; see :mod:`blobstore.store.locks`."""
+        """The file that processes lock; see :mod:`blobstore.store.locks`."""
         self.leases = root / ".blobstore" / "leases"
-        """The folder of leases."""
+        """Leases."""
         self.quarantine = root / ".blobstore" / "quarantine"
-        """The folder of damaged files that repair has put aside."""
+        """Damaged files that repair has replaced."""
         self.cold = root / ".blobstore" / "cold"
-        """The folder of cold blobs: models need them as they need those of :attr:`blobs`."""
+        """Cold blobs, which models need as much as hot ones."""
         self.bases = root / ".blobstore" / "bases"
-        """The folder of second names for hot blobs by which cold ones are coded."""
+        """Second hard links of hot blobs that are the bases of cold ones."""
         self.headers = root / ".blobstore" / "headers"
-        """The folder of the header index, a cache."""
+        """The header index, a cache."""
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)
 
     def blob(self, digest: Digest) -> str:
-        """Return the path of a blob; a text, because a model has thousands."""
+        """Return the path of a hot blob; a string, because a model has thousands of blobs."""
         return self._blob + digest.hex
 
     def cold_blob(self, digest: Digest) -> str:
-        """Return the path of a cold blob, which has the digest of what it decodes to in its name."""
+        """Return the path of a cold blob, which is named by the digest of the decoded bytes."""
         return self._cold + digest.hex
 
     def base_blob(self, digest: Digest) -> str:
-        """Return the path of the second name of a hot blob by which cold ones are coded."""
+        """Return the path of the second hard link of a hot blob that is a base."""
         return self._base + digest.hex
 
     def verified(self, user: int) -> Path:
-        """Return the path of what a user's processes found whole, a cache."""
+        """Return the path of a user's cache of blobs that were verified."""
         return self.headers.parent / f"verified-{user}"
 
     def manifest(self, reference: Reference) -> Path:
@@ -71,7 +70,7 @@ class Layout:
         return self.manifests.joinpath(*reference.parts)
 
     def reference(self, manifest: Path) -> Reference | None:
-        """Return the reference of a manifest's path, None where the path spells no name."""
+        """Return the reference that a manifest's path spells, or None."""
         try:
             return Reference(*manifest.relative_to(self.manifests).parts)
         except (InvalidReference, TypeError, ValueError):

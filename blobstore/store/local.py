@@ -19,50 +19,52 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.reference import Reference
 from blobstore.store.blobs import BlobReader
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
-from blobstore.store.locks import LOCK_TIMEOUT, Lease, Locks
+from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
+from blobstore.store.scan import is_folder, list_names, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.reference import Reference
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def default_root() -> Path:
-    """Return ``$BLOBSTORE_HOME``, else ``~/.blobstore``."""
+    """Return ``$BLOBSTORE_HOME``, or ``~/.blobstore`` if that is not set."""
     home = os.environ.get("BLOBSTORE_HOME")
     return Path(home) if home else Path.home() / ".blobstore"
 
 
 class LocalStore(BlobReader):
-    """Blobs and manifests below one folder, in Ollama's layout.
+    """A folder of blobs and manifests in Ollama's layout.
 
-    Reading needs no more than read permission; the folders are made by the first ingest. Any number
-    of processes may use a store at once. A process waits at most ``lock_timeout`` seconds for a lock
-    that others hold.
+    Reading needs only read permission; the first ingest creates the folders. Any number of processes may
+    use a store at once. A process waits at most ``lock_timeout`` seconds for a lock that others hold.
+    Methods take references as strings too.
     """
 
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, lock_timeout: float = LOCK_TIMEOUT
     ) -> None:
+        # Unlike Path.expanduser, this leaves "~" alone where there is no home folder.
+        path = os.path.expanduser(default_root() if root is None else root)  # noqa: PTH111
         # Absolute, because the program may change its working directory while a model is open.
-        path = Path(os.path.expanduser(default_root() if root is None else root))  # noqa: PTH111 - leaves ~ alone where there is no home
-        super().__init__(Layout(path.absolute()))
+        super().__init__(Layout(Path(path).absolute()))
         self._locks = Locks(self._layout, lock_timeout)
 
     @classmethod
     def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
-        """Return ``store`` itself, the store in that folder, or by default :func:`default_root`'s."""
+        """Return ``store`` itself, or the store in that folder; None means :func:`default_root`."""
         return store if isinstance(store, LocalStore) else cls(store)
 
     def __repr__(self) -> str:
-        return f"LocalStore({quote(self._layout.root)})"
+        return f"LocalStore({quote(self.root)})"
 
     @property
     def lock_timeout(self) -> float:
@@ -74,23 +76,19 @@ class LocalStore(BlobReader):
         """Set how long to wait."""
         self._locks.timeout = seconds
 
-    def manifest_path(self, reference: Reference) -> Path:
-        """Return the path of a manifest."""
-        return self._layout.manifest(reference)
-
     # Locks and leases; see blobstore.store.locks
 
     def shared_lock(self) -> contextlib.AbstractContextManager[None]:
         """Keep blobs and names from being removed while the block runs.
 
         Raises:
-            StoreBusy: another process has held the exclusive lock for ``lock_timeout`` seconds.
+            StoreBusy: another process held the exclusive lock for ``lock_timeout`` seconds.
             StoreError: the file system has no locks.
         """
         return self._locks.shared()
 
     def reading_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Take the shared lock if this process may; without it, a read-only store is read as it is.
+        """Take the shared lock, or no lock if this process may not write to the store.
 
         Raises as :meth:`shared_lock`.
         """
@@ -101,7 +99,7 @@ class LocalStore(BlobReader):
 
         Raises as :meth:`shared_lock`.
         """
-        return self._locks.alone()
+        return self._locks.exclusive()
 
     def lease(self) -> Lease:
         """Return a new lease, a context manager that keeps blobs from being collected.
@@ -127,19 +125,29 @@ class LocalStore(BlobReader):
                         raise
             yield
 
-    @contextlib.contextmanager
-    def ingest(self, *, paranoid: bool = False) -> Iterator[Ingest]:
-        """Start an import of blobs; see :class:`Ingest`. Publish its manifest before it ends.
+    def read_leases(self, *, without: str = "") -> Leases:
+        """Return the leases of all processes except the one named ``without``.
 
-        With ``paranoid``, blobs that exist already are read, and their digests compared.
+        The result stays true only while the caller holds the exclusive lock.
 
         Raises:
-            StoreError: the store cannot be written: a file in its place, read-only, full.
-            StoreBusy: another process has held the exclusive lock for ``lock_timeout`` seconds.
+            OSError: a lease cannot be read.
+        """
+        return read_leases(self._layout, without)
+
+    @contextlib.contextmanager
+    def ingest(self, *, paranoid: bool = False) -> Iterator[Ingest]:
+        """Begin an import of blobs; see :class:`Ingest`. Publish the manifest inside the block.
+
+        With ``paranoid``, blobs that are already here are read, and their digests compared.
+
+        Raises:
+            StoreError: the store cannot be written: it is not a folder, read-only or full.
+            StoreBusy: as :meth:`shared_lock`.
         """
         with self.writing():
-            for folder in (self._layout.blobs, self._layout.manifests, self._layout.temporary):
-                make_folders(folder, self._layout.root)
+            for name in ("blobs", "manifests", "temporary"):
+                make_folders(self.folder(name), self.root)
             with self.lease() as lease, Ingest(self, lease, paranoid=paranoid) as ingest:
                 yield ingest
 
@@ -153,12 +161,20 @@ class LocalStore(BlobReader):
 
     # Manifests
 
-    def resolve(self, reference: Reference) -> Manifest:
-        """Return the manifest of a name, checked against its config where that can be read.
+    def manifest_path(self, reference: str | Reference) -> Path:
+        """Return the path of a manifest."""
+        return self._layout.manifest(Reference.of(reference))
+
+    def reference_of(self, path: Path) -> Reference | None:
+        """Return the reference that a manifest's path spells, or None."""
+        return self._layout.reference(path)
+
+    def resolve(self, reference: str | Reference) -> Manifest:
+        """Return the manifest of a model, checked against its config if that can be read.
 
         Raises:
-            ModelNotFound: the store has no such name.
-            InvalidManifest: the manifest breaks the format, or is not the one that was written; the
+            ModelNotFound: the store has no such model.
+            InvalidManifest: the manifest breaks the format, or has changed since it was written; the
                 message begins with its path.
             StoreError: the manifest or the store cannot be read.
         """
@@ -169,8 +185,8 @@ class LocalStore(BlobReader):
             raise error.at(quote(self.manifest_path(reference))) from None
         return manifest
 
-    def parse(self, reference: Reference) -> tuple[bytes, Manifest]:
-        """Return the bytes of a name's manifest and what they say, not checked against the config.
+    def parse(self, reference: str | Reference) -> tuple[bytes, Manifest]:
+        """Return the bytes of a manifest and the parsed manifest, not checked against the config.
 
         Raises as :meth:`resolve`.
         """
@@ -181,31 +197,31 @@ class LocalStore(BlobReader):
             raise error.at(quote(self.manifest_path(reference))) from None
 
     def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
-        """Check by its config that ``data``, the file of ``manifest``, is what was written.
+        """Check against the config that ``data``, the bytes of ``manifest``, has not changed.
 
         Returns:
-            Whether the config could be read. Without it nothing can be told; but then the config is
-            what is lost, or a bit of its name, and the layers are what they were.
+            Whether the config could be read. If it could not, either the config is lost or its digest
+            in the manifest has changed; the layers cannot be checked.
 
         Raises:
-            InvalidManifest: it is not.
+            InvalidManifest: it has changed.
         """
         config = manifest.config
         try:
-            # As large as it is, for the size may be what was changed in the manifest.
-            size = os.lstat(self._layout.blob(config.digest)).st_size
+            # With the size of the file, because the size in the manifest may be what has changed.
+            size = os.lstat(self.blob_path(config.digest)).st_size
             content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
         except (BlobstoreError, OSError):
             return False
         check_layers(data, content)
         return True
 
-    def read_manifest(self, reference: Reference) -> bytes:
-        """Return the bytes of a name's manifest, of at most 64 MiB, unparsed.
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest, at most 64 MiB, unparsed.
 
         Raises:
-            ModelNotFound: the store has no such name.
-            InvalidManifest: it is too large or not a regular file.
+            ModelNotFound: the store has no such model.
+            InvalidManifest: the file is too large or not a regular file.
             StoreError: the manifest or the store cannot be read.
         """
         path = self.manifest_path(reference)
@@ -214,73 +230,74 @@ class LocalStore(BlobReader):
         except (FileNotFoundError, NotADirectoryError):
             self.check_root()
             if path.is_symlink():
-                raise InvalidManifest(f"{quote(path)} is a link to nothing") from None
-            raise self._not_found(reference) from None
+                raise InvalidManifest(f"{quote(path)} is a broken symbolic link") from None
+            raise self._not_found(Reference.of(reference)) from None
         except OSError as error:
             raise StoreError(f"cannot read manifest {quote(path)}: {error.strerror}") from error
         except BlobstoreError as error:
             raise InvalidManifest(str(error)) from None
 
     def _not_found(self, reference: Reference) -> ModelNotFound:
-        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self._layout.root)}")
+        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self.root)}")
 
     def references(self) -> Iterator[Reference]:
-        """Yield every name in the store, sorted. Files that spell no name are passed over.
+        """Yield the name of every model in the store, sorted. Files with other names are skipped.
 
         Raises:
             StoreError: the store is not a folder or cannot be read.
         """
         self.check_root()
-        paths = [self._layout.manifests]
-        try:
-            for _ in range(4):  # not by glob, which passes over folders that cannot be read
-                paths = [found for path in paths if path.is_dir() for found in _entries(path)]
-            # Pipes and links to nothing too: reading them says what is wrong with that name.
-            files = sorted(path for path in paths if not path.is_dir())
-        except OSError as error:
-            raise StoreError(f"cannot list {quote(error.filename)}: {error.strerror}") from error
-        for path in files:
-            reference = self._layout.reference(path)
+        folders, files = [str(self._layout.manifests)], list[str]()
+        for _ in range(4):  # host, namespace, model, tag
+            paths = [entry.path for folder in folders for entry in scan_folder(folder)]
+            folders, files = [], []
+            for path in paths:
+                # Pipes and broken links are files: reading such a manifest says what is wrong with it.
+                (folders if is_folder(path) else files).append(path)
+        for file in sorted(map(Path, files)):
+            reference = self.reference_of(file)
             if reference is not None:
                 yield reference
 
-    def check_name(self, reference: Reference) -> None:
-        """Check that no other name of the store differs from ``reference`` in case only.
+    def check_name(self, reference: str | Reference) -> None:
+        """Check that no other name in the store differs from ``reference`` only in case.
 
-        Names compare without case elsewhere, and on some file systems they would be one file.
+        Other tools ignore case in names, and on some file systems both would be one file.
 
         Raises:
             NameConflict: there is such a name.
         """
+        reference = Reference.of(reference)
         folder = self._layout.manifests
         for part in reference.parts:
-            for found in _names(folder):
-                if found != part and found.casefold() == part.casefold():
-                    raise NameConflict(
-                        f"{quote(reference)} differs only in case from the existing "
-                        f"{quote((folder / found).relative_to(self._layout.manifests))}; "
-                        "use that spelling or another name"
-                    )
+            with contextlib.suppress(StoreError):  # writing the manifest says what is wrong
+                for found in list_names(folder):
+                    if found != part and found.casefold() == part.casefold():
+                        existing = (folder / found).relative_to(self._layout.manifests)
+                        raise NameConflict(
+                            f"{quote(reference)} differs only in case from the existing "
+                            f"{quote(existing)}; use that spelling or another name"
+                        )
             folder /= part
 
-    def publish(self, reference: Reference, manifest: Manifest) -> None:
-        """Give ``manifest`` its name, in one step and durably; an old one is replaced.
+    def publish(self, reference: str | Reference, manifest: Manifest) -> None:
+        """Make ``manifest`` the one of that name, atomically and durably; it replaces an older one.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob of the manifest is not whole; nothing is changed.
-            NameConflict: see :meth:`check_name`.
+            BlobMissing, BlobDamaged: a blob is missing or has another size; nothing changes.
+            NameConflict: as :meth:`check_name`.
             StoreError: the store cannot be written.
         """
         with self.writing(), self.shared_lock():
             self.place(reference, manifest.to_bytes(), manifest.blobs)
 
-    def place(self, reference: Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
-        """Do as :meth:`publish` does, for a caller who has the store's lock.
+    def place(self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
+        """Publish a manifest while the caller holds one of the store's locks.
 
         Args:
             reference: the name.
-            data: the manifest's bytes, which are kept as they are.
-            blobs: what the manifest lists.
+            data: the bytes of the manifest, which are written unchanged.
+            blobs: the blobs that it references.
 
         Raises:
             OSError: the store cannot be written. Otherwise as :meth:`publish`.
@@ -290,89 +307,75 @@ class LocalStore(BlobReader):
             self.check_size(blob.digest, blob.size)
         self.check_name(reference)
         for folder in (path.parent, self._layout.temporary):
-            make_folders(folder, self._layout.root)
+            make_folders(folder, self.root)
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
 
-    def is_taken(self, reference: Reference, data: bytes) -> bool:
-        """Tell whether a name is there and has another manifest than ``data``."""
+    def is_taken(self, reference: str | Reference, data: bytes) -> bool:
+        """Return whether the name exists and its manifest differs from ``data``."""
         try:
             return self.read_manifest(reference) != data
         except ModelNotFound:
             return False
-        except BlobstoreError:  # whatever it is
+        except BlobstoreError:  # an unreadable manifest is another one
             return True
 
-    def remove(self, reference: Reference) -> None:
-        """Take a name away, durably, for a caller who has the store's lock alone.
+    def remove(self, reference: str | Reference) -> None:
+        """Remove a name durably. The caller holds the exclusive lock.
 
-        Folders that become empty are removed too. The blobs stay, and so does what is wrong with the
-        manifest: it is not read.
+        Folders that become empty are removed too; blobs are not. The manifest is not read, so a damaged
+        one can be removed.
 
         Raises:
-            ModelNotFound: the store has no such name; nothing is changed.
+            ModelNotFound: the store has no such model; nothing changes.
             OSError: the store cannot be written.
         """
         path = self.manifest_path(reference)
         try:
             path.unlink()
         except (FileNotFoundError, NotADirectoryError):
-            raise self._not_found(reference) from None
+            raise self._not_found(Reference.of(reference)) from None
         sync_folder(path.parent)
-        with contextlib.suppress(OSError):  # there are other names
-            for folder in path.parents[: len(reference.parts) - 1]:
+        with contextlib.suppress(OSError):  # the folder has other names
+            for folder in path.parents[:3]:  # model, namespace, host
                 folder.rmdir()
 
-    # The header index: a cache that may vanish at any time
+    # The header index, a cache that may vanish at any time
 
     def read_index(self, key: Digest) -> bytes | None:
-        """Return what :meth:`write_index` stored under ``key``, or None."""
+        """Return the data that :meth:`write_index` stored under ``key``, or None."""
         try:
             return read_regular(self._layout.headers / key.hex, MAX_MANIFEST_SIZE)
         except (OSError, BlobstoreError):
             return None
 
     def write_index(self, key: Digest, data: bytes) -> None:
-        """Store ``data`` under ``key`` if the store can be written; otherwise do nothing."""
+        """Store ``data`` under ``key``, or do nothing if the store cannot be written."""
         folder = self._layout.headers
         with contextlib.suppress(OSError):
-            for missing in (folder.parent, folder):  # but never the store itself: it may be gone
+            for missing in (folder.parent, folder):  # never the store itself, which may be gone
                 missing.mkdir(exist_ok=True)
             write_file(folder / key.hex, [data], durable=False)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Say in errors that writing to the store has failed, and why.
+        """Convert an OSError of the block into an error that says why the store cannot be written.
 
         Raises:
-            StoreError: the system refused something.
+            StoreError: the system refused an operation.
         """
         try:
             yield
         except OSError as error:
             self.check_root()
-            root = quote(self._layout.root)
+            root = quote(self.root)
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
                 errno.EACCES: f"no permission to write to the store {root}",
                 errno.EPERM: f"no permission to write to the store {root}",
                 errno.ENOSPC: f"no space left for the store {root}; free some or use another",
                 errno.EDQUOT: f"the disk quota of the store {root} is used up",
-                errno.EXDEV: f"the folders of the store {root} lie on different file systems",
+                errno.EXDEV: f"the folders of the store {root} are on different file systems",
             }
             place = f" ({quote(error.filename)})" if error.filename else ""
             otherwise = f"writing to the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:  # removed since it was seen, as Ollama does with empty folders
-        return []
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return []

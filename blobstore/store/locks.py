@@ -1,13 +1,14 @@
-"""Who uses a store: one lock that is shared by all but collecting, and leases on blobs.
+"""Locks and leases: how processes share a store.
 
-A blob is garbage when no manifest reaches it. What an import has written or found, but has no manifest
-for yet, is held by its lease: a file that lists digests and stays locked for as long as its process
-lives. The system lets go of a lock when a process ends, however it ends, so that a lease nobody has
-locked is a dead process's.
+A blob is garbage if no manifest references it. Blobs that an import has written or found, but that no
+manifest references yet, are held by its lease: a file that lists digests and stays locked while its process
+lives. The system releases a lock when a process ends, however it ends, so an unlocked lease belongs to a
+dead process.
 
-The store's lock is held for moments: shared, while a lease is written or a manifest gets its name;
-alone, while unreferenced blobs or names are removed. Whoever holds it alone has read all leases since,
-and a digest that is added to a lease afterwards is looked for afterwards.
+The store's lock is held only for moments: shared while a lease is written or a manifest is published,
+exclusive while unreferenced blobs or names are removed. The holder of the exclusive lock has read all
+leases since taking it. A digest that is added to a lease later is looked for later, so its owner sees
+whether the blob was removed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from blobstore.store.blobs import BlobReader
     from blobstore.store.layout import Layout
 
 LOCK_TIMEOUT = 60.0
-"""Seconds to wait for a lock, where nothing else is said."""
+"""Seconds to wait for a lock by default."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
@@ -44,7 +44,7 @@ _LINE = len(Digest("0" * 64).hex) + 1
 
 
 class Locks:
-    """The locks of a store. ``timeout`` is how many seconds to wait for one at most."""
+    """The locks of a store. Waiting for one times out after ``timeout`` seconds."""
 
     def __init__(self, layout: Layout, timeout: float = LOCK_TIMEOUT) -> None:
         self._layout = layout
@@ -55,7 +55,7 @@ class Locks:
         """Keep blobs and names from being removed.
 
         Raises:
-            StoreBusy: another process has kept the lock for itself all the time.
+            StoreBusy: another process held the exclusive lock all the time.
             StoreError: the file system has no locks.
         """
         self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
@@ -63,15 +63,15 @@ class Locks:
             yield
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep all others from writing and from finding blobs to use. Raises as :meth:`shared`."""
+    def exclusive(self) -> Iterator[None]:
+        """Keep other processes from writing and from looking for blobs. Raises as :meth:`shared`."""
         self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
         with self._held(fcntl.LOCK_EX):
             yield
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Do as :meth:`shared` does where this process may: a store can be read-only."""
+        """Take the shared lock, or none if this process may not: a store can be read-only."""
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._held(fcntl.LOCK_SH))
@@ -83,7 +83,7 @@ class Locks:
     def lease(self) -> Lease:
         """Return a new lease, which the caller closes. Raises as :meth:`shared`."""
         self._layout.leases.mkdir(parents=True, exist_ok=True)
-        with self.shared():  # who is alone takes a lease that is not locked yet for a dead one's
+        with self.shared():  # a holder of the exclusive lock would think an unlocked lease dead
             return Lease(self._layout, self)
 
     def join_lease(self, name: str) -> JoinedLease:
@@ -96,35 +96,35 @@ class Locks:
 
     @contextlib.contextmanager
     def _held(self, kind: int) -> Iterator[None]:
-        # NFS wants a file to be open for writing by who locks it alone.
-        way = os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY
-        descriptor = os.open(self._layout.lock, way | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # NFS requires a file to be open for writing for an exclusive lock.
+        mode = os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY
+        descriptor = os.open(self._layout.lock, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._take(descriptor, kind)
+            self._wait_for(descriptor, kind)
             yield
         finally:
             os.close(descriptor)
 
-    def _take(self, descriptor: int, kind: int) -> None:
+    def _wait_for(self, descriptor: int, kind: int) -> None:
         deadline = time.monotonic() + self.timeout
         pause = _FIRST_PAUSE
-        while not _is_taken(descriptor, kind, self._layout.root):
+        while not _try_lock(descriptor, kind, self._layout.root):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StoreBusy(
-                    f"the store {quote(self._layout.root)} is in use: others have held its lock "
-                    f"for {self.timeout:g} s; try again, or wait longer"
+                    f"timed out after {self.timeout:g} s waiting for the lock of the store "
+                    f"{quote(self._layout.root)}, which another process holds; try again, or wait longer"
                 )
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LAST_PAUSE)
 
 
 class Lease:
-    """The digests that a process needs and no manifest reaches yet. Threads may share it."""
+    """The blobs that a process needs and no manifest references yet. Threads may share a lease."""
 
     def __init__(self, layout: Layout, locks: Locks) -> None:
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        """Of no other lease; temporary files that begin with it are this lease's too."""
+        """Unique; temporary files whose names begin with it belong to this lease."""
         self._locks = locks
         self._held: set[Digest] = set()
         self._path = layout.leases / self.name
@@ -132,8 +132,8 @@ class Lease:
         self._descriptor = os.open(self._path, flags, 0o644)
         _OPEN_LEASES.add(self)
         try:
-            while not _is_taken(self._descriptor, fcntl.LOCK_EX, layout.root):
-                time.sleep(_FIRST_PAUSE)  # a dry collection looks whether it is
+            while not _try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
+                time.sleep(_FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
         except BaseException:
             self.close()
             raise
@@ -145,10 +145,10 @@ class Lease:
         self.close()
 
     def hold(self, digests: Iterable[Digest]) -> None:
-        """Keep blobs from being removed: those that are there now, and those that come.
+        """Keep blobs from being removed, those that exist now and those that are added later.
 
         Raises:
-            StoreBusy: the store's lock could not be had.
+            StoreBusy: waiting for the store's lock timed out.
             OSError: the lease could not be written.
         """
         fresh = set(digests) - self._held
@@ -158,11 +158,11 @@ class Lease:
             self._held |= fresh
 
     def end(self) -> None:
-        """Hold nothing any more: the blobs are garbage now, or referenced by a manifest."""
+        """End the lease: its blobs are garbage now, or referenced by a manifest."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End it, and close its file."""
+        """End the lease and close its file."""
         self.end()
         _OPEN_LEASES.discard(self)
         os.close(self._descriptor)
@@ -203,46 +203,39 @@ class JoinedLease(Lease):
         """Do nothing: the lease belongs to the other process."""
 
 
-class Leased(NamedTuple):
-    """What the leases of a store say."""
+class Leases(NamedTuple):
+    """The leases of a store."""
 
     digests: set[Digest]
-    """Held by processes that live."""
+    """Blobs that living processes hold."""
     names: set[str]
-    """The leases of these processes."""
+    """The names of their leases."""
     dead: list[Path]
-    """Leases of processes that have ended without a word."""
+    """Leases whose processes have died."""
 
 
-def read_leases(store: BlobReader, without: str = "") -> Leased:
-    """Return what is leased. Only who has the store's lock alone may believe it.
-
-    A lease of the name ``without`` is passed over: that of the caller.
-
-    Raises:
-        OSError: a lease cannot be read.
-    """
-    layout = store._layout
-    leased = Leased(set(), set(), [])
+def read_leases(layout: Layout, without: str = "") -> Leases:
+    """Return the leases of a store; see :meth:`LocalStore.read_leases`."""
+    leases = Leases(set(), set(), [])
     paths: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         paths.extend(sorted(layout.leases.iterdir()))
     for path in paths:
         if path.name == without:
             continue
-        with contextlib.suppress(FileNotFoundError):  # one ends at any time, but not the others
-            _read_lease(path, leased, layout.root)
-    return leased
+        with contextlib.suppress(FileNotFoundError):  # a lease can end at any time
+            _read_lease(path, leases, layout.root)
+    return leases
 
 
-def _read_lease(path: Path, leased: Leased, root: Path) -> None:
+def _read_lease(path: Path, leases: Leases, root: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if _is_taken(descriptor, fcntl.LOCK_SH, root):
-            leased.dead.append(path)
+        if _try_lock(descriptor, fcntl.LOCK_SH, root):
+            leases.dead.append(path)
         else:
-            leased.names.add(path.name)
-            leased.digests.update(_digests(descriptor))
+            leases.names.add(path.name)
+            leases.digests.update(_digests(descriptor))
     finally:
         os.close(descriptor)
 
@@ -254,8 +247,8 @@ def _digests(descriptor: int) -> Iterator[Digest]:
             yield Digest(line[:-1].decode("ascii", "replace"))
 
 
-def _is_taken(descriptor: int, kind: int, root: Path) -> bool:
-    """Take a lock if it is free.
+def _try_lock(descriptor: int, kind: int, root: Path) -> bool:
+    """Take a lock if it is free; return whether it was.
 
     Raises:
         StoreError: the file system has no locks.
@@ -269,6 +262,7 @@ def _is_taken(descriptor: int, kind: int, root: Path) -> bool:
             raise
         raise StoreError(
             f"the file system of the store {quote(root)} has no locks (flock): {error.strerror}; "
-            "keep the store on one that has, for without them processes could lose each other's data"
+            "keep the store on one that has locks, because without them processes could delete each "
+            "other's data"
         ) from error
     return True

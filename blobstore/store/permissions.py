@@ -1,4 +1,4 @@
-"""What makes a store one that others could have tampered with: who may write to it, whose its names are."""
+"""Warnings about stores and names that other users could have tampered with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ROOT_USER = 0
 
 
 def folder_warnings(store: LocalStore) -> Iterator[str]:
-    """Yield what a person should know before trusting a store."""
+    """Yield a warning for each folder of the store that every user may write to."""
     for folder in (
-        store._layout.root,
-        store._layout.blobs,
-        store._layout.manifests,
-        store._layout.cold,
+        store.root,
+        store.folder("blobs"),
+        store.folder("manifests"),
+        store.folder("cold"),
     ):
         status = _status(folder)
         if status is not None and status.st_mode & stat.S_IWOTH:
@@ -32,12 +32,12 @@ def folder_warnings(store: LocalStore) -> Iterator[str]:
 
 
 def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterator[str]:
-    """Yield what a person should know before trusting names of a store.
+    """Yield a warning for each name that another user has published.
 
-    Digests tell that blobs are those of a manifest, but not whose manifest it is.
+    Digests prove that blobs belong to a manifest, but not who wrote the manifest.
     """
     for reference in references:
-        path = store._layout.manifest(reference)
+        path = store.manifest_path(reference)
         status = _status(path)
         if status is not None and status.st_uid not in (os.getuid(), _ROOT_USER):
             yield (
@@ -49,5 +49,5 @@ def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterato
 def _status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
-    except OSError:  # whoever reads it says why
+    except OSError:  # reading the folder or manifest reports the error
         return None

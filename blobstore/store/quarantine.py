@@ -1,8 +1,8 @@
-"""A damaged blob put aside, and the right one put in its place.
+"""Quarantine: damaged files are kept when intact ones replace them.
 
-What was there is never deleted: it gets a second name in ``.blobstore/quarantine/``, made of its digest
-and the time, before the right file takes its place by a rename. So there is no moment at which a crash
-leaves neither, and whoever has the damaged file mapped keeps it as it is.
+A damaged file is never deleted. It first gets a second name in ``.blobstore/quarantine/``, made of its
+digest and the time; then a rename puts the intact file in its place. So no crash can leave neither, and a
+process that has the damaged file mapped is not disturbed.
 """
 
 from __future__ import annotations
@@ -20,80 +20,80 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.store.blobs import BlobReader
-    from blobstore.store.layout import Layout
 
 
 def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:
-    """Make ``ready``, which is durable and has been checked, the blob of ``digest``, durably.
+    """Make ``ready``, which is durable and checked, the hot blob of ``digest``, durably.
 
-    Only who has the store's lock alone may do this.
+    The caller holds the exclusive lock.
 
     Returns:
-        Where a file that was in its place is now; None if there was none.
+        The new path of the file that was in its place; None if there was none.
 
     Raises:
-        OSError: the system refused something; the blob is what it was, or the right one.
+        OSError: the system refused an operation; the blob is either unchanged or replaced.
     """
-    layout = store._layout
-    blob = layout.blob(digest)
-    aside = put_aside(layout, blob, digest) if os.path.lexists(blob) else None
+    blob = store.blob_path(digest)
+    quarantined = _quarantine(store, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
-    sync_folder(layout.blobs)
-    if os.path.lexists(layout.base_blob(digest)):  # the second name of what is aside now
+    sync_folder(store.folder("blobs"))
+    if store.has_base_link(digest):  # it still links to the damaged file
         link_base(store, digest)
-    return aside
+    return quarantined
 
 
-def put_cold_aside(store: BlobReader, digest: Digest) -> Path | None:
-    """Put a damaged cold blob aside, durably; its hot form must be there. Raises as :func:`put_in_place`."""
-    layout = store._layout
-    cold = layout.cold_blob(digest)
-    if not os.path.lexists(cold):
-        return None
-    aside = put_aside(layout, cold, digest)
-    link_base(store, digest)  # others may be coded by it; a collection tells
-    if os.path.lexists(cold):
-        os.unlink(cold)  # noqa: PTH108 - a blob's path is a text
-    sync_folder(layout.cold)
-    return aside
+def quarantine_cold(store: BlobReader, digest: Digest) -> Path | None:
+    """Move a damaged cold blob to quarantine, durably; the hot form must exist.
 
-
-def put_aside(layout: Layout, damaged: str, digest: Digest) -> Path:
-    """Give a file a second name in quarantine, durably, and return it; who calls replaces the first.
-
-    Where there are no hard links the file loses its first name. Raises as :func:`put_in_place`.
+    Returns and raises as :func:`put_in_place`.
     """
-    make_folders(layout.quarantine, layout.root)
-    found = os.lstat(damaged)
-    for path in layout.quarantine.glob(f"{digest.file_name}.*"):
-        if os.path.samestat(path.lstat(), found):  # by a repair that did not come to its end
-            return path
-    aside = _free_name(layout.quarantine, digest)
-    try:
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError
-        os.link(damaged, aside, follow_symlinks=False)
-    except OSError:  # a folder; or a file system without hard links, or one that forbids them
-        os.rename(damaged, aside)  # noqa: PTH104 - a blob's path is a text
-    sync_folder(layout.quarantine)
-    return aside
+    if not store.has_cold(digest):
+        return None
+    cold = store.cold_path(digest)
+    quarantined = _quarantine(store, cold, digest)
+    link_base(store, digest)  # it may be a base; gc removes the link if it is not
+    if os.path.lexists(cold):
+        os.unlink(cold)  # noqa: PTH108 - a blob's path is a string
+    sync_folder(store.folder("cold"))
+    return quarantined
 
 
-def keep_copy(store: BlobReader, data: bytes) -> Path:
-    """Write what a small file held into quarantine, durably, and return where.
+def quarantine_copy(store: BlobReader, data: bytes) -> Path:
+    """Write the content of a damaged small file to quarantine, durably, and return its path.
 
     The file itself keeps its name until it is replaced, on any file system. Raises as
     :func:`put_in_place`.
     """
-    layout = store._layout
-    for folder in (layout.quarantine, layout.temporary):
-        make_folders(folder, layout.root)
-    path = _free_name(layout.quarantine, Digest.of(data))
-    write_file(path, [data], mode=0o444, temporary=layout.temporary)
+    for name in ("quarantine", "temporary"):
+        make_folders(store.folder(name), store.root)
+    path = _free_path(store.folder("quarantine"), Digest.of(data))
+    write_file(path, [data], mode=0o444, temporary=store.folder("temporary"))
     return path
 
 
-def _free_name(folder: Path, digest: Digest) -> Path:
+def _quarantine(store: BlobReader, damaged: str, digest: Digest) -> Path:
+    """Give a file a second name in quarantine, durably, and return it; the caller replaces the first.
+
+    Without hard links the file loses its first name.
+    """
+    folder = store.folder("quarantine")
+    make_folders(folder, store.root)
+    found = os.lstat(damaged)
+    for path in folder.glob(f"{digest.file_name}.*"):
+        if os.path.samestat(path.lstat(), found):  # left by a repair that was interrupted
+            return path
+    path = _free_path(folder, digest)
+    try:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError
+        os.link(damaged, path, follow_symlinks=False)
+    except OSError:  # a folder; or a file system that has no hard links or forbids this one
+        os.rename(damaged, path)  # noqa: PTH104 - a blob's path is a string
+    sync_folder(folder)
+    return path
+
+
+def _free_path(folder: Path, digest: Digest) -> Path:
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path, number = folder / f"{digest.file_name}.{moment}", 1
     while os.path.lexists(path):

@@ -1,16 +1,16 @@
-"""Blobs that were hashed and found whole, so that they need not be hashed again: a cache.
+"""A cache of blobs that were hashed and found intact, so that they need not be hashed again.
 
-An entry tells what a blob's file was just before its bytes were hashed: device, inode, size and the
-times of its last changes. While the file is still that, nobody has written to it. Three traps:
+An entry holds the state of a blob's file just before its bytes were hashed: device, inode, size and the
+times of its last changes. While the file still has that state, nobody has written to it. Three traps:
 
-- A file that changes twice within a tick of the clock, once before it is hashed and once after, looks
-  the same (git calls that racily clean). So nothing is noted of a file that had changed in the last
-  seconds before it was hashed, by the clock that stamps the store's own files.
-- The time of modification can be set back, that of the last change of the inode cannot: both count.
-- What rots on the disk changes no time, nor does a write through a shared map that was dirty before.
-  No cache can tell; who must know hashes again.
+- A file that changes twice within one tick of the clock, before and after it is hashed, looks the same (git
+  calls this racily clean). So a file that changed in the last seconds before it was hashed gets no entry;
+  the clock is the one that stamps the store's own files.
+- The modification time can be set back, the time of the last inode change cannot: both count.
+- Bit rot changes no time, nor does a write through a shared mapping that was already dirty. No cache can
+  detect that; callers that must know hash again.
 
-A cache that others could have written is not read: each user has their own, writable by no one else.
+A cache that others could have written is ignored: each user has their own, writable by nobody else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import open_regular, read_exactly, write_file
+from blobstore.core.files import FileState, open_regular, read_exactly, write_file
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
@@ -33,72 +33,72 @@ if TYPE_CHECKING:
 
     from blobstore.store.blobs import BlobReader
 
-_FORM = b"verified blobs 1\n"
+_HEADER = b"verified blobs 1\n"
 _MAX_ENTRIES = 1 << 16
 _MAX_BYTES = 16 << 20
 _MARGIN_NS = 3 * 10**9
-"""More than the coarsest clock of a file system, FAT's of two seconds."""
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""More than the coarsest clock of any file system, two seconds on FAT."""
+_OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _Stamp = tuple[int, ...]
-"""Device, inode, size, and the times of the last modification and of the last change."""
+"""The :class:`FileState` of a file, and the time of the last change of its inode."""
 _STAMP_SIZE = 5
 
 
 class VerifiedBlobs:
-    """What is noted about the blobs of a store. Use :meth:`save` to keep it."""
+    """The cache of one store and user. Call :meth:`save` to keep new entries."""
 
     def __init__(self, store: BlobReader) -> None:
-        self._layout = store._layout
-        self._path = self._layout.verified(os.geteuid())
+        self._store = store
+        self._path = store._layout.verified(os.geteuid())
         self._known = _read(self._path)
-        self._news: dict[str, _Stamp | None] = {}
+        self._new: dict[str, _Stamp | None] = {}
 
     def has(self, digest: Digest, size: int) -> bool:
-        """Tell whether the blob's file, of ``size`` bytes, is as it was when it was found whole."""
+        """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
         known = self._known.get(digest.hex)
         if known is None:
             return False
-        return known == _stamp(self._layout.blob(digest)) and known[2] == size
+        return known == _stamp(self._store.blob_path(digest)) and known[2] == size
 
     @contextlib.contextmanager
     def noting(self, digest: Digest) -> Iterator[None]:
-        """Note whether the blob is whole, which the block finds out by raising nothing or Damaged."""
-        # If it changes from now on, the note of what it was before will never fit again.
-        quiet, before = self._quiet, _stamp(self._layout.blob(digest))
+        """Record whether the blob is intact: whether the block, which reads it, raises Damaged."""
+        # If the file changes from now on, its state before will never match again.
+        latest, before = self._latest, _stamp(self._store.blob_path(digest))
         try:
             yield
         except Damaged:
-            self._news[digest.hex] = None
+            self._new[digest.hex] = None
             raise
-        if before is not None and max(before[3:]) <= quiet:
-            self._news[digest.hex] = before
+        if before is not None and max(before[3:]) <= latest:
+            self._new[digest.hex] = before
 
     def save(self) -> None:
-        """Keep what was noted if the store can be written; otherwise do nothing."""
-        if not self._news:
+        """Write the new entries, or do nothing if the store cannot be written."""
+        if not self._new:
             return
-        old = _read(self._path)  # as it is now: other processes write to it too
-        known = {spelled: stamp for spelled, stamp in old.items() if spelled not in self._news}
-        known |= {spelled: stamp for spelled, stamp in self._news.items() if stamp is not None}
+        old = _read(self._path)  # read again: other processes write to it too
+        known = {spelled: stamp for spelled, stamp in old.items() if spelled not in self._new}
+        known |= {spelled: stamp for spelled, stamp in self._new.items() if stamp is not None}
         if known != old:
             with contextlib.suppress(OSError):
                 write_file(self._path, [_encode(known)], mode=0o600, durable=False)
 
     @functools.cached_property
-    def _quiet(self) -> int:
-        """The time after which no file that is noted may have changed; 0 if nothing can be kept."""
+    def _latest(self) -> int:
+        """Files that changed after this time get no entry; 0 if the cache cannot be written."""
         folder = self._path.parent
         try:
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()  # but never the store itself: it may be gone
+                folder.mkdir()  # never the store itself, which may be gone
             return min(_file_time(folder), time.time_ns()) - _MARGIN_NS
         except OSError:
             return 0
 
 
 def _file_time(folder: Path) -> int:
-    """Return the time that a new file in ``folder`` gets, which on a network is the server's."""
+    """Return the time that a new file in ``folder`` gets, on a network by the server's clock."""
     path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -115,25 +115,25 @@ def _stamp(path: str) -> _Stamp | None:
         return None
     if not stat.S_ISREG(found.st_mode):
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return (*FileState.of_status(found), found.st_ctime_ns)
 
 
 def _encode(known: Mapping[str, _Stamp]) -> bytes:
     latest = list(known.items())[-_MAX_ENTRIES:]
     lines = (f"{spelled} {' '.join(map(str, stamp))}\n" for spelled, stamp in latest)
     text = "".join(lines).encode()
-    return _FORM + f"{Digest.of(text)}\n".encode() + text
+    return _HEADER + f"{Digest.of(text)}\n".encode() + text
 
 
 def _read(path: Path) -> dict[str, _Stamp]:
-    """Return what is noted in a file, nothing if it is not what this user wrote."""
+    """Return the entries of a cache file, none if this user did not write it."""
     try:
         descriptor, size = open_regular(path, follow=False)
     except (OSError, BlobstoreError):
         return {}
     try:
         found = os.fstat(descriptor)
-        if size > _MAX_BYTES or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+        if size > _MAX_BYTES or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_CAN_WRITE:
             return {}
         data = read_exactly(descriptor, size, 0)
     except OSError:
@@ -144,8 +144,8 @@ def _read(path: Path) -> dict[str, _Stamp]:
 
 
 def _decode(data: bytes) -> dict[str, _Stamp]:
-    digest, _, text = data.removeprefix(_FORM).partition(b"\n")
-    if not data.startswith(_FORM) or digest != str(Digest.of(text)).encode():
+    digest, _, text = data.removeprefix(_HEADER).partition(b"\n")
+    if not data.startswith(_HEADER) or digest != str(Digest.of(text)).encode():
         return {}
     known: dict[str, _Stamp] = {}
     try:

@@ -31,7 +31,7 @@ _PAGE = 4096
 _LEAST = 1024
 """Bytes that a file may have under the smallest limit: the message has to be written too."""
 _YEAR = 365 * 86400
-_BUSY = "is in use"
+_BUSY = "waiting for the lock of the store"
 
 
 class _Case:

@@ -28,7 +28,6 @@ from blobstore.operations.create.jobs import SharedImport, add_blob, add_in_work
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
-from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -243,4 +242,4 @@ def _with_advice(
                 path = shlex.quote(escape(str(source)))
                 advice = f"run blobstore repair {reference} --from {path}"
                 break
-    return BlobDamaged(f"{str(error).removesuffix(ADVICE)}; {advice}, and create again")
+    return BlobDamaged(error.message, advice=f"{advice}, and create again")

@@ -125,7 +125,8 @@ def _tensor_bytes(
     if blob.digester.digest() != layer.digest:
         raise BlobDamaged(
             f"blob {quote(store.blob_path(layer.digest))} is damaged: its bytes "
-            f"have digest {blob.digester.digest()}{ADVICE}"
+            f"have digest {blob.digester.digest()}",
+            advice=ADVICE,
         )
 
 

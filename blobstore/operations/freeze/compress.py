@@ -12,10 +12,10 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.files import write_all
+from blobstore.core.files import FileState, write_all
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.store.bases import WholeBases, forms_of_base
-from blobstore.store.cold import ColdBlob, file_state
+from blobstore.store.bases import WholeBases
+from blobstore.store.cold import ColdBlob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.batches import TemporaryFiles
     from blobstore.operations.freeze.blob_encoder import BlobEncoder, SizeEstimator
-    from blobstore.store.cold import State
     from blobstore.store.local import LocalStore
 
 BLOCK: Final = 4096
@@ -42,7 +41,7 @@ class EncodedBlob(NamedTuple):
     blob: Descriptor
     path: Path | None = None
     """The temporary file; None if the cold form has its final path already."""
-    state: State | None = None
+    state: FileState | None = None
     """Identifies the verified file; None if there is no cold form."""
     stored: int = 0
     base: Digest | None = None
@@ -175,7 +174,7 @@ class ColdBlobBuilder:
         Raises:
             BlobMissing, BlobDamaged: it is not there, or does not decode to the blob.
         """
-        state = file_state(where)
+        state = FileState.of(where)
         for _ in range(_ATTEMPTS):
             cold = ColdBlob(where, blob.digest, self._first_form)
             form = None
@@ -193,7 +192,7 @@ class ColdBlobBuilder:
 
     def _first_form(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
         """Yield the form of a base that was hashed, and no other."""
-        return islice(forms_of_base(self._store, digest, size), 1)
+        return islice(self._store.base_forms(digest, size), 1)
 
 
 def count_blocks(size: int) -> int:

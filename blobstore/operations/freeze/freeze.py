@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from blobstore.compression.level import Level
 from blobstore.core.escape import quote
-from blobstore.core.files import sync_folder
+from blobstore.core.files import FileState, sync_folder
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
@@ -29,9 +29,7 @@ from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, count_blocks
 from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin
-from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import read_leases
 
 if TYPE_CHECKING:
     import os
@@ -182,7 +180,7 @@ class _Run:
     def estimate(self, pool: WorkerPool) -> None:
         """Estimate the compressed sizes from samples."""
         with self._store.reading_lock():
-            leased = read_leases(self._store).digests
+            leased = self._store.read_leases().digests
         needs = self._plan.must_stay_hot(leased)
         for blob in self._plan.blobs.values():
             if self._is_to_encode(blob, needs):
@@ -239,7 +237,7 @@ class _Run:
         """Give cold blobs their paths and remove hot files; return the blobs to encode again."""
         self._store.cold_bases()  # opens the cold blobs that are new, before the lock is held
         with self._store.exclusive_lock():
-            leased = read_leases(self._store, without=lease).digests
+            leased = self._store.read_leases(without=lease).digests
             self._plan.reachable.update()
             needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
             ready, again = self._select(batch, needs)
@@ -250,7 +248,7 @@ class _Run:
             placed = [
                 item.blob.digest
                 for item in ready
-                if file_state(self._store.cold_path(item.blob.digest)) == item.state
+                if FileState.of(self._store.cold_path(item.blob.digest)) == item.state
             ]
             sync_folder(self._store.folder("cold"))
             if not self._keep_hot:
@@ -306,7 +304,9 @@ class _Run:
         if item.base is not None and (digest in bases or not self._is_base(item.base, cold)):
             return "in use"  # no base has a base itself
         path = item.path or self._store.cold_path(digest)
-        if file_state(str(path)) != item.state:  # another process has thawed it, or frozen it again
+        if (
+            FileState.of(str(path)) != item.state
+        ):  # another process has thawed it, or frozen it again
             return "in use"
         return None
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import sync_folder, write_all
+from blobstore.core.files import FileState, sync_folder, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.store.bases import link_base
-from blobstore.store.cold import file_state
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.store.cold import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +116,9 @@ class _DecodedBlob(NamedTuple):
     blob: Descriptor
     path: Path | None = None
     """The temporary file; None if the hot form has its final path already."""
-    state: State | None = None
+    state: FileState | None = None
     """Identifies the verified file; None if there is none."""
-    replaced: State | None = None
+    replaced: FileState | None = None
     """Identifies the damaged file at the final path; None if there was none."""
     stored: int = 0
     fault: BlobstoreError | None = None
@@ -150,7 +148,7 @@ def _decode(
     """Decode a blob into a temporary file, or verify the hot file that is there."""
     cold = store.open_cold(*blob.id)
     hot = store.blob_path(blob.digest)
-    state = file_state(hot)
+    state = FileState.of(hot)
     if state is not None and _is_intact(store, blob, report):
         return _DecodedBlob(blob, None, state, None, cold.stored)
     with files.create() as (path, descriptor):
@@ -162,7 +160,7 @@ def _decode(
         if digester.digest() != blob.digest:
             cold.check()  # raises, and says what is wrong
             raise BlobDamaged(f"blob {quote(hot)} was decoded twice, to different bytes")
-    return _DecodedBlob(blob, path, file_state(str(path)), state, cold.stored)
+    return _DecodedBlob(blob, path, FileState.of(str(path)), state, cold.stored)
 
 
 def _is_intact(store: LocalStore, blob: Descriptor, report: Callable[[int, str], None]) -> bool:
@@ -191,7 +189,7 @@ def _commit(
             bases = set(store.cold_bases().values())
             for item in placed:
                 digest, cold = item.blob.digest, store.cold_path(item.blob.digest)
-                if file_state(store.blob_path(digest)) != item.state or not os.path.lexists(cold):
+                if FileState.of(store.blob_path(digest)) != item.state or not os.path.lexists(cold):
                     continue
                 # The base of other blobs must get its second link, or it stays cold too.
                 if digest not in bases or link_base(store, digest):
@@ -204,11 +202,11 @@ def _place(store: LocalStore, batch: Sequence[_DecodedBlob]) -> Iterator[_Decode
     """Move verified files to their final paths, and yield the blobs that have them there."""
     for item in batch:
         hot = store.blob_path(item.blob.digest)
-        if item.path is not None and file_state(hot) == item.replaced:
+        if item.path is not None and FileState.of(hot) == item.replaced:
             if os.path.lexists(hot):
                 put_in_place(store, item.blob.digest, item.path)
             else:
                 item.path.replace(hot)
         # If another process has put a different file there, the blob stays cold too.
-        if file_state(hot) == item.state:
+        if FileState.of(hot) == item.state:
             yield item

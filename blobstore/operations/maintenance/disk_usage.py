@@ -5,23 +5,23 @@ What counts is the size of a file as it is on disk, not as a manifest has it.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, InvalidDigest, StoreError
+from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
+from blobstore.store.scan import digest_of, walk_files
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.digest import Digest
     from blobstore.store.catalog import CatalogEntry
 
 
@@ -149,15 +149,15 @@ class _Measuring:
         self._uses = Counter(digest for entry in entries for digest in entry.blobs)
         self._sizes: dict[Digest, int] = {}
         self._foreign: list[int] = []
-        for path, status in _files(store.folder("blobs")):
-            digest = _digest_of(path, status)
-            if digest is None:
+        for entry, status in _files(store.folder("blobs")):
+            digest = digest_of(entry.name)
+            if digest is None or not stat.S_ISREG(status.st_mode):
                 self._foreign.append(status.st_size)
             else:
                 self._sizes[digest] = status.st_size
         self._cold = {digest: found.st_size for digest, found in store.cold_files().items()}
-        for path, status in _files(store.folder("bases")):
-            digest = _digest_of(path, status)
+        for entry, status in _files(store.folder("bases")):
+            digest = digest_of(entry.name)
             if digest is not None and digest not in self._sizes:  # else it is the same file
                 self._cold[digest] = self._cold.get(digest, 0) + status.st_size
         self._saved = 0
@@ -235,47 +235,21 @@ class _Measuring:
                     yield error
 
 
-def _digest_of(path: str, status: os.stat_result) -> Digest | None:
-    """Return the digest of a blob by its name, None for a file that is no blob."""
-    folder, name = os.path.split(path)
-    del folder
-    try:
-        digest = Digest.parse(name.replace("-", ":", 1))
-    except InvalidDigest:
-        return None
-    return digest if stat.S_ISREG(status.st_mode) else None
-
-
 def _total(sizes: Iterable[int]) -> Space:
     found = list(sizes)
     return Space(len(found), sum(found))
 
 
 def _space_of(folder: Path, without: Collection[Path] = ()) -> Space:
-    return _total(status.st_size for _, status in _files(folder, set(map(str, without))))
+    return _total(status.st_size for _, status in _files(folder, without))
 
 
 def _files(
-    folder: Path | str, without: Collection[str] = ()
-) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all below a folder that is no folder; what vanishes meanwhile is passed over.
-
-    Raises:
-        StoreError: a folder cannot be read.
-    """
-    try:
-        with os.scandir(folder) as found:
-            entries = list(found)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            if entry.path not in without:
-                yield from _files(entry.path, without)
-            continue
+    folder: Path, without: Collection[Path] = ()
+) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield the files below a folder; those that are removed meanwhile are skipped."""
+    for entry in walk_files(folder, set(map(str, without))):
         try:
-            yield entry.path, entry.stat(follow_symlinks=False)
+            yield entry, entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue

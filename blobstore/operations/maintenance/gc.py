@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import read_regular, sync_folder
-from blobstore.errors import BlobstoreError, InvalidDigest, UsageError
+from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import read_leases
 from blobstore.store.reachability import ReachableBlobs
+from blobstore.store.scan import digest_of, list_names, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -151,9 +151,9 @@ class _Collection:
 
     def _is_any_missing(self) -> bool:
         """Tell whether a blob that is needed is not there, as where a disk is not mounted."""
-        if not _names(self._store.folder("bases")):
+        if not list_names(self._store.folder("bases")):
             return False  # and if so, no base would be lost
-        there = {*_names(self._store.folder("blobs")), *_names(self._store.folder("cold"))}
+        there = {*list_names(self._store.folder("blobs")), *list_names(self._store.folder("cold"))}
         return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
 
     def _unreached(self) -> tuple[list[Path], list[Path]]:
@@ -162,10 +162,10 @@ class _Collection:
         deltas = self._store.cold_bases()
         found: tuple[list[Path], list[Path]] = ([], [])
         for folder in (self._store.folder("cold"), self._store.folder("blobs")):
-            for name in sorted(_names(folder)):
+            for name in list_names(folder):
                 if name.removeprefix(_PREFIX) not in reached:
-                    with contextlib.suppress(InvalidDigest):  # a foreign file is not ours to remove
-                        digest = Digest.parse(name.replace("-", ":", 1))
+                    digest = digest_of(name)
+                    if digest is not None:  # a foreign file is not ours to remove
                         is_delta = folder == self._store.folder("cold") and digest in deltas
                         found[not is_delta].append(folder / name)
         return found
@@ -179,9 +179,10 @@ class _Collection:
     def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
         """Yield the blobs by which others are coded that are there, be they needed or too young."""
         if self._keeps_bases:
-            for name in _names(self._store.folder("bases")):
-                with contextlib.suppress(InvalidDigest):
-                    yield Digest.parse(name.replace("-", ":", 1))
+            for name in list_names(self._store.folder("bases")):
+                digest = digest_of(name)
+                if digest is not None:
+                    yield digest
         for digest, status in self._store.cold_files().items():
             if digest.file_name not in self._gone:
                 # What is hot too does without its base, a base has none, and the rest is no loss.
@@ -194,7 +195,7 @@ class _Collection:
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
             with self._alone():
-                leased = read_leases(self._store).digests
+                leased = self._store.read_leases().digests
                 self._marks.update()
                 needed = self._needed(leased)
                 lost = self._marks.lost()
@@ -226,23 +227,27 @@ class _Collection:
 
     def _leftovers(self) -> Iterator[Removed]:
         """Remove what only living processes need. No name is being published meanwhile."""
-        leased = read_leases(self._store)
+        leased = self._store.read_leases()
         self._marks.update()
         temporary = [
             entry
-            for entry in _scan(self._store.folder("temporary"))
+            for entry in scan_folder(self._store.folder("temporary"))
             if entry.name.rpartition("-")[0] not in leased.names
         ]
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [
-            entry for entry in _scan(self._store.folder("headers")) if entry.name not in known
+            entry for entry in scan_folder(self._store.folder("headers")) if entry.name not in known
         ]
         caches += [
-            entry for entry in _scan(self._store.folder("headers").parent) if entry.name[0] == "."
+            entry
+            for entry in scan_folder(self._store.folder("headers").parent)
+            if entry.name[0] == "."
         ]
         caches = [entry for entry in caches if self._is_old(entry)]
         bases = {base.file_name for base in self._needed_bases(self._needed(leased.digests))}
-        pins = [entry for entry in _scan(self._store.folder("bases")) if entry.name not in bases]
+        pins = [
+            entry for entry in scan_folder(self._store.folder("bases")) if entry.name not in bases
+        ]
         for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches, *pins))):
             with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
                 yield self._remove(path, path.lstat().st_size)
@@ -282,20 +287,3 @@ def _promise_of(path: Path) -> str | None:
 def _age(status: os.stat_result) -> float:
     # A clock that was set back makes files of the future: they are as young as can be.
     return max(0.0, time.time() - status.st_mtime)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
-    except FileNotFoundError:
-        return []
-
-
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        if folder.is_symlink():  # to a disk that is not mounted, perhaps
-            raise
-        return []

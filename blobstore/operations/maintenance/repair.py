@@ -32,7 +32,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.sources.base import SourceOptions
 from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
-from blobstore.store.quarantine import put_cold_aside, put_in_place
+from blobstore.store.quarantine import put_in_place, quarantine_cold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -181,7 +181,7 @@ def _remaining(
         if fault.blob not in whole:
             told.add((fault.reference, fault.layer, fault.blob))
             reason = reasons.get(fault.blob, "")
-            message = fault.message.removesuffix(ADVICE)
+            message = fault.message.removesuffix(f"; {ADVICE}")
             yield replace(fault, message=f"{message}; {reason}") if reason else fault
     mended = dict.fromkeys(fault.reference for fault in faults if fault.blob in whole)
     for name in () if is_dry else mended:
@@ -252,7 +252,7 @@ class _Repair:
             if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
                 with self._store.exclusive_lock():
                     if states(self._store, blob.digest) == seen:
-                        self._note(blob, put_cold_aside(self._store, blob.digest), is_right=True)
+                        self._note(blob, quarantine_cold(self._store, blob.digest), is_right=True)
                         del self._wanted[key]
 
     def _try_rounds(self, origin: BlobProvider | None) -> None:
@@ -359,7 +359,7 @@ class _Repair:
                     continue
                 aside = None if is_whole else put_in_place(self._store, blob.digest, ready)
                 if not is_cold_whole:
-                    aside = put_cold_aside(self._store, blob.digest) or aside
+                    aside = quarantine_cold(self._store, blob.digest) or aside
                 break
         self._note(blob, aside, is_right=True)
 

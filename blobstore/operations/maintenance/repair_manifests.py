@@ -15,7 +15,7 @@ from blobstore.core.files import write_file
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
-from blobstore.store.quarantine import keep_copy
+from blobstore.store.quarantine import quarantine_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ def restore_manifests(
             if _damaged(store, reference) != damaged:
                 continue
             path = store.manifest_path(reference)
-            aside = keep_copy(store, damaged)
+            aside = quarantine_copy(store, damaged)
             # Whatever is wrong with the blobs: they are mended when it is known which they are. And
             # whatever other names there are: this one has been among them.
             write_file(path, [whole], mode=0o644, temporary=store.folder("temporary"))

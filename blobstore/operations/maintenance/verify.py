@@ -32,7 +32,6 @@ from blobstore.manifests import media_types
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.tensors import COMPANIONS, read_tensors
-from blobstore.store.blobs import ADVICE
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import bases_of, damaged_blobs
@@ -385,4 +384,4 @@ def _tensor_fault(
 
 def _said(error: Exception) -> str:
     """Return a message without the advice, which is given once for all faults."""
-    return str(error).removesuffix(ADVICE)
+    return error.message if isinstance(error, BlobstoreError) else str(error)

@@ -87,7 +87,7 @@ def test_waits_no_longer_than_it_is_told(stored: LocalStore, options: tuple[str,
                 command, env=environment(), capture_output=True, text=True, check=False
             )
             assert done.returncode == 1
-            assert "is in use" in done.stderr
+            assert "waiting for the lock of the store" in done.stderr
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:

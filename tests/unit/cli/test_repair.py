@@ -195,7 +195,7 @@ def test_others_that_keep_the_lock_are_waited_for(stored: LocalStore, dense: Pat
     with stored.shared_lock():
         result = run("repair", "--from", dense, "--wait", "0.01")
     assert result.exit_code == 1
-    assert "others have held its lock" in result.stderr
+    assert "waiting for the lock of the store" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["x\x1b[2Jy", "a\nb"])

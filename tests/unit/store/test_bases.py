@@ -9,7 +9,7 @@ import pytest
 from blobstore.errors import BlobDamaged
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.store.bases import WholeBases, forms_of_base, states, which_are_whole
+from blobstore.store.bases import WholeBases, states, which_are_whole
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
@@ -123,7 +123,7 @@ def test_threads_share_the_forms(store: LocalStore, base: Descriptor) -> None:
 
 
 def test_a_form_is_opened_when_it_is_wanted(store: LocalStore, base: Descriptor) -> None:
-    forms = forms_of_base(store, base.digest, base.size)
+    forms = store.base_forms(base.digest, base.size)
     next(forms)
     Path(paths(store, base)["cold"]).write_bytes(b"no cold blob at all")
     assert list(forms) == []  # the second name is that of the first file
@@ -135,7 +135,7 @@ def test_a_base_that_is_put_back_serves_again(store: LocalStore, base: Descripto
     data = Path(found["hot"]).read_bytes()
     for path in found.values():
         Path(path).unlink()
-    with pytest.raises(BlobDamaged, match="by which others are coded, is missing"):
+    with pytest.raises(BlobDamaged, match="the base of cold blobs, is missing"):
         read_all(blob.read_into)
     Path(found["hot"]).write_bytes(data)
     assert read_all(blob.read_into) == CHILD

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blobstore.core.files import FileState
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import cold
-from blobstore.store.cold import BaseCache, file_state
+from blobstore.store.cold import BaseCache
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, layer, layers, put, weights
@@ -99,7 +100,7 @@ def test_a_part_is_decoded_by_itself(store: LocalStore, digest: Digest) -> None:
 
 def test_no_byte_behind_the_end_is_made_up(store: LocalStore, digest: Digest) -> None:
     blob = store.open_cold(digest)
-    with pytest.raises(BlobDamaged, match="is wanted of"):
+    with pytest.raises(BlobDamaged, match="it ends at byte"):
         blob.read_into(len(DATA) - 10, memoryview(bytearray(11)))
 
 
@@ -113,7 +114,7 @@ def test_looks_are_answered_for_cold_blobs(store: LocalStore, digest: Digest) ->
     store.check_cold(digest, size)
     assert list(store.read_blob_header(digest, size).tensors) == ["x"]
     for wrong in (size - 1, size + 1):
-        with pytest.raises(BlobDamaged, match=f"of a blob of {size} bytes, expected {wrong}"):
+        with pytest.raises(BlobDamaged, match=f"it decodes to {size} bytes, expected {wrong}"):
             store.check_size(digest, wrong)
 
 
@@ -209,17 +210,17 @@ def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -
 
 def test_a_file_s_state_tells_it_from_another(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert file_state(str(path)) is None
+    assert FileState.of(str(path)) is None
     path.write_bytes(b"a")
-    first = file_state(str(path))
+    first = FileState.of(str(path))
     assert first is not None
     path.rename(tmp_path / "new")
-    assert file_state(str(tmp_path / "new")) == first
+    assert FileState.of(str(tmp_path / "new")) == first
     path.write_bytes(b"a")
-    assert file_state(str(path)) != first
+    assert FileState.of(str(path)) != first
     path.unlink()
     path.symlink_to("new")
-    assert file_state(str(path)) is None
+    assert FileState.of(str(path)) is None
 
 
 def test_files_without_a_name_are_made_where_there_is_no_memfd(

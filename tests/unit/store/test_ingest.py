@@ -16,7 +16,6 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import read_leases
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -354,7 +353,7 @@ def test_what_is_found_is_held_until_the_end(store: LocalStore) -> None:
     with store.ingest() as ingest:
         assert ingest.find(added.digest, 4) == replace(added, written=False)
         assert ingest.find(Digest.of(b"other"), 5) is None
-        assert added.digest in read_leases(store).digests
+        assert added.digest in store.read_leases().digests
         with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):
             ingest.find(added.digest, 5)
-    assert read_leases(store).digests == set()
+    assert store.read_leases().digests == set()

@@ -25,6 +25,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
+from blobstore.store.scan import is_folder
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
 
@@ -287,15 +288,14 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(
     publish(store)
     publish(store, "n/other")
     gone = store.manifest_path(Reference.parse("n/other")).parent.parent
-    is_dir = Path.is_dir
 
-    def seen(path: Path) -> bool:
-        found = is_dir(path)
-        if path == gone:
+    def seen(path: str) -> bool:
+        found = is_folder(path)
+        if path == str(gone):
             shutil.rmtree(path, ignore_errors=True)
         return found
 
-    monkeypatch.setattr(Path, "is_dir", seen)
+    monkeypatch.setattr("blobstore.store.local.is_folder", seen)
     assert list(store.references()) == [NAME]
 
 

@@ -17,7 +17,6 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import read_leases
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -74,12 +73,12 @@ def other(
     ("theirs", "ours", "is_free"),
     [
         ("shared", "shared", True),
-        ("shared", "alone", False),
-        ("alone", "shared", False),
-        ("alone", "reading", False),
-        ("alone", "alone", False),
+        ("shared", "exclusive", False),
+        ("exclusive", "shared", False),
+        ("exclusive", "reading", False),
+        ("exclusive", "exclusive", False),
         ("reading", "shared", True),
-        ("lease", "alone", True),
+        ("lease", "exclusive", True),
     ],
 )
 def test_who_is_alone_is_alone(
@@ -95,7 +94,7 @@ def test_who_is_alone_is_alone(
         with getattr(store._locks, ours)():
             pass
     else:
-        with pytest.raises(StoreBusy, match=r"is in use: others have held its lock for 0.05 s"):
+        with pytest.raises(StoreBusy, match=r"timed out after 0.05 s waiting for the lock"):
             getattr(store._locks, ours)().__enter__()
     process.kill()
     process.wait()
@@ -129,10 +128,10 @@ def test_a_lease_lists_what_it_holds(store: LocalStore) -> None:
     with store.lease() as lease:
         lease.hold([A])
         lease.hold([A, B])
-        found = read_leases(store)
+        found = store.read_leases()
         assert found == ({A, B}, {lease.name}, [])
         assert (store.folder("leases") / lease.name).stat().st_size == 2 * 65
-    assert read_leases(store) == (set(), set(), [])
+    assert store.read_leases() == (set(), set(), [])
     assert list(store.folder("leases").iterdir()) == []
 
 
@@ -142,7 +141,7 @@ def test_leases_of_the_dead_are_told_from_those_of_the_living(
     dead, living = (other(others, store, "lease") for _ in range(2))
     dead.kill()
     dead.wait()
-    found = read_leases(store)
+    found = store.read_leases()
     assert found.digests == {A, B}
     assert [name.partition("-")[0] for name in found.names] == [str(living.pid)]
     assert [path.name.partition("-")[0] for path in found.dead] == [str(dead.pid)]
@@ -158,25 +157,25 @@ def test_a_lease_lives_as_long_as_a_forked_child(store: LocalStore) -> None:
             os.read(reader, 1)
             os._exit(0)
         (store.folder("leases") / lease.name).rename(store.folder("leases") / "kept")
-    assert read_leases(store).digests == {A}
+    assert store.read_leases().digests == {A}
     os.close(writer)
     os.close(reader)
     os.waitpid(child, 0)
-    assert read_leases(store).digests == set()
+    assert store.read_leases().digests == set()
 
 
 @pytest.mark.parametrize("junk", [b"\xff" * 65, b"zz", A.hex.encode(), b"\n" * 70])
 def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
     with store.lease() as lease:
         (store.folder("leases") / lease.name).write_bytes(junk)
-        assert not read_leases(store).digests & {A, B, C}
+        assert not store.read_leases().digests & {A, B, C}
 
 
 def test_a_link_is_no_lease(store: LocalStore, tmp_path: Path) -> None:
     store.folder("leases").mkdir(parents=True)
     (store.folder("leases") / "1-a").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic"):
-        read_leases(store)
+        store.read_leases()
 
 
 def test_readers_need_no_lock_where_they_may_not_write(tmp_path: Path) -> None:
@@ -211,7 +210,12 @@ def test_a_file_system_without_locks_is_an_error(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    for way in (store._locks.shared, store._locks.alone, store._locks.lease, store._locks.reading):
+    for way in (
+        store._locks.shared,
+        store._locks.exclusive,
+        store._locks.lease,
+        store._locks.reading,
+    ):
         if way == store._locks.reading:
             store.root.mkdir(exist_ok=True)
         with pytest.raises(StoreError, match=r"has no locks \(flock\)"):
@@ -240,7 +244,7 @@ def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
             return really_open(path, *arguments)
 
         monkeypatch.setattr(os, "open", late)
-        assert read_leases(store).digests == {A}
+        assert store.read_leases().digests == {A}
 
 
 def test_a_lease_waits_for_who_looks_whether_it_is_locked(
@@ -258,4 +262,4 @@ def test_a_lease_waits_for_who_looks_whether_it_is_locked(
     with store.lease() as lease:
         lease.hold([A])
         assert not refusals
-        assert read_leases(store).digests == {A}
+        assert store.read_leases().digests == {A}

@@ -721,7 +721,7 @@ def test_notices_a_blob_that_shrinks_while_it_is_read(store: LocalStore, tmp_pat
 def test_says_where_a_blob_cannot_be_read(tmp_path: Path, store: LocalStore) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
     with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
-        list(_BlobReader(store._hot.pieces(descriptor, Digest.of(b""), 8)).read(8))
+        list(_BlobReader(store._hot._read_all(descriptor, Digest.of(b""), 8)).read(8))
 
 
 def test_pieces_are_cut_where_tensors_end() -> None:

@@ -17,7 +17,6 @@ from blobstore.operations.maintenance import gc as collect
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import read_leases
 from tests.support import sandbox
 from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
@@ -348,6 +347,8 @@ def test_a_manifest_that_comes_while_it_runs_is_heeded(
     put(store, data, age=10_000)
     put(store, b"garbage")
 
+    read_leases = LocalStore.read_leases
+
     def late(store: LocalStore) -> object:
         # By then manifests have been marked once.
         path = store.manifest_path(A)
@@ -355,7 +356,7 @@ def test_a_manifest_that_comes_while_it_runs_is_heeded(
         path.write_bytes(elsewhere.read_manifest(A))
         return read_leases(store)
 
-    monkeypatch.setattr(collect, "read_leases", late)
+    monkeypatch.setattr(LocalStore, "read_leases", late)
     found = collect_garbage(store, older_than=0)
     assert names(found.blobs) == {Digest.of(b"garbage").file_name}
     assert Path(store.blob_path(Digest.of(data))).read_bytes() == data

@@ -1,0 +1,142 @@
+"""The abilities that a place for models can have, one protocol each.
+
+Workflows ask for the abilities that they use, so that they work with a folder, an archive, a registry or
+an object store alike. No signature assumes a local file. ``tests/support/store_suite.py`` tests the
+promises below; every implementation runs it.
+
+Four promises hold throughout. Digests name the decoded bytes of a blob, however they are stored. Content
+that is already present is not an error. Methods may be called from several threads. Errors are those of
+:mod:`blobstore.errors`; a place that cannot be reached raises :class:`~blobstore.errors.StoreError`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from contextlib import AbstractContextManager
+
+    from typing_extensions import Buffer
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.ingest import Ingested
+
+
+class BlobFetcher(Protocol):
+    """Reads blobs by digest and size."""
+
+    def exists(self, digest: Digest, size: int) -> bool:
+        """Return whether the blob is here, without reading its content.
+
+        Raises:
+            BlobDamaged: it is here with another size.
+        """
+        ...
+
+    def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob in order. A piece is valid until the next one is asked for.
+
+        Only the size is verified: a caller that needs the digest hashes the pieces. The generator
+        releases its resources when it is exhausted or closed, and each call starts from the first byte.
+
+        Raises:
+            BlobMissing: it is not here.
+            BlobDamaged: it has another size, or its end cannot be read.
+        """
+        ...
+
+    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of a blob from ``offset`` on; nothing is verified.
+
+        Raises as :meth:`read_pieces`; BlobDamaged also if the blob ends before the buffer does.
+        """
+        ...
+
+
+class BlobWriter(Protocol):
+    """One import of blobs, which takes effect as a whole. Any number of threads may add blobs."""
+
+    def add(
+        self, size: int, buffers: Callable[[], Iterable[Buffer]], *, once: bool = False
+    ) -> Ingested:
+        """Take in a blob of ``size`` bytes and return its digest and whether it is new.
+
+        ``buffers`` gives the bytes from the start each time it is called: twice at most, with ``once``
+        one time only. The digest is computed here and never taken from the caller. Readers may see the
+        blob only after :meth:`publish`.
+
+        Raises:
+            DamagedSource: the buffers do not have ``size`` bytes in all.
+            BlobDamaged: the blob is already here, and damaged.
+        """
+        ...
+
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that is already here and keep it until the import ends; None if it is not.
+
+        Raises:
+            BlobDamaged: it is here, and damaged.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Make every added blob readable and durable. Repeated calls publish what was added since."""
+        ...
+
+
+class BlobIngester(Protocol):
+    """Takes in blobs."""
+
+    def ingest(self) -> AbstractContextManager[BlobWriter]:
+        """Begin an import, which ends with the block.
+
+        Blobs that were not published by then are discarded, also after an error. Published blobs are
+        kept until the block ends even if no manifest references them; publish the manifest inside it.
+        """
+        ...
+
+
+class ManifestResolver(Protocol):
+    """Finds manifests by name."""
+
+    def references(self) -> Iterable[Reference]:
+        """Return the names that are here."""
+        ...
+
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest as they were published.
+
+        The bytes are not parsed, and the blobs need not be here.
+
+        Raises:
+            ModelNotFound: there is no such name.
+            InvalidManifest: it is too large to be a manifest.
+        """
+        ...
+
+
+class ManifestPublisher(Protocol):
+    """Gives manifests names."""
+
+    def publish(self, reference: str | Reference, manifest: Manifest) -> None:
+        """Make ``manifest`` the one of that name, in one step and durably; it replaces an older one.
+
+        Readers see either the old manifest or the new one. The blobs come first: a name never refers to
+        a manifest whose blobs are not here.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is not here with its size; nothing changes.
+            NameConflict: another name differs from this one in case only; nothing changes.
+        """
+        ...
+
+
+class ModelReader(BlobFetcher, ManifestResolver, Protocol):
+    """A place to read models from."""
+
+
+class ModelStore(ModelReader, BlobIngester, ManifestPublisher, Protocol):
+    """A place to read models from and write models to."""

@@ -1,0 +1,82 @@
+"""Folders of a store, listed with one policy for errors.
+
+A folder that does not exist is empty. Anything else that cannot be listed is an error, and so is a broken
+symbolic link to a folder: it may point to a disk that is not mounted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidDigest, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+
+def list_names(folder: str | Path) -> list[str]:
+    """Return the names in a folder, sorted.
+
+    Raises:
+        StoreError: it cannot be listed.
+    """
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - the names are enough
+    except OSError as error:
+        _check_absent(folder, error)
+        return []
+
+
+def scan_folder(folder: str | Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, sorted by name. Raises as :func:`list_names`."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        _check_absent(folder, error)
+        return []
+
+
+def _check_absent(folder: str | Path, error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError) or os.path.islink(folder):  # noqa: PTH114 - may be a string
+        raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error
+
+
+def walk_files(folder: str | Path, without: Collection[str] = ()) -> Iterator[os.DirEntry[str]]:
+    """Yield everything below a folder that is not a folder, sorted, except below ``without``.
+
+    Symbolic links are not followed. Raises as :func:`list_names`.
+    """
+    for entry in scan_folder(folder):
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry
+        elif entry.path not in without:
+            yield from walk_files(entry.path, without)
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder or a symbolic link to one.
+
+    Raises:
+        StoreError: it cannot be reached, so that nobody knows.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116 - there are thousands of strings
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise StoreError(f"cannot list {quote(path)}: {error.strerror}") from error
+
+
+def digest_of(name: str) -> Digest | None:
+    """Return the digest that the name of a blob's file spells, None for other files."""
+    try:
+        return Digest.parse(name.replace("-", ":", 1))
+    except InvalidDigest:
+        return None

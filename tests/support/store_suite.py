@@ -1,0 +1,244 @@
+"""The contract of stores as tests; see ``blobstore/store/protocols.py`` for the promises.
+
+A new store binds the suite in its own test module, by a class that has one fixture::
+
+    class TestMyStore(ModelReaderSuite):
+        @pytest.fixture
+        def reader(self, origin: LocalStore) -> ModelReader:
+            return a_reader_of_the_models_in(origin)
+
+
+    class TestWritingMyStore(ModelStoreSuite):
+        @pytest.fixture
+        def store(self) -> ModelStore:
+            return an_empty_store()
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.core.digest import BlobId, Digest
+from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, ModelNotFound, NameConflict
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.protocols import ModelReader, ModelStore
+
+NAMES = ("one", "team/two:v1")
+ABSENT = Digest.of(b"in no store")
+
+
+def blobs_of(store: LocalStore) -> list[BlobId]:
+    """Return the blobs that the models of ``store`` reference."""
+    return [blob.id for name in NAMES for blob in store.resolve(name).blobs]
+
+
+def content(reader: ModelReader, blob: BlobId) -> bytes:
+    return b"".join(map(bytes, reader.read_pieces(*blob)))
+
+
+class ModelReaderSuite:
+    """What every place to read models from must do. Bind ``reader``."""
+
+    @pytest.fixture
+    def origin(self, tmp_path: Path) -> LocalStore:
+        """A store with the models ``NAMES``, which share a blob."""
+        store = LocalStore(tmp_path / "origin")
+        frozen.put(store, NAMES[0], {"shared": 1, "own": 2})
+        frozen.put(store, NAMES[1], {"shared": 1})
+        return store
+
+    @pytest.fixture
+    def reader(self, origin: LocalStore) -> ModelReader:
+        raise NotImplementedError
+
+    def test_every_name_is_listed(self, reader: ModelReader) -> None:
+        assert sorted(reader.references()) == sorted(map(Reference.parse, NAMES))
+
+    def test_manifests_are_read_byte_for_byte(
+        self, origin: LocalStore, reader: ModelReader
+    ) -> None:
+        for name in NAMES:
+            assert reader.read_manifest(name) == origin.read_manifest(name)
+            assert reader.read_manifest(Reference.parse(name)) == origin.read_manifest(name)
+
+    def test_an_unknown_name_is_not_found(self, reader: ModelReader) -> None:
+        with pytest.raises(ModelNotFound, match="other:latest"):
+            reader.read_manifest("other")
+
+    def test_every_blob_of_a_model_exists(self, origin: LocalStore, reader: ModelReader) -> None:
+        assert all(reader.exists(*blob) for blob in blobs_of(origin))
+
+    def test_an_unknown_blob_does_not_exist(self, reader: ModelReader) -> None:
+        assert not reader.exists(ABSENT, 11)
+
+    def test_a_blob_of_another_size_is_damaged(
+        self, origin: LocalStore, reader: ModelReader
+    ) -> None:
+        for digest, size in blobs_of(origin):
+            with pytest.raises(BlobDamaged):
+                reader.exists(digest, size + 1)
+            with pytest.raises(BlobDamaged):
+                list(reader.read_pieces(digest, size + 1))
+
+    def test_pieces_have_the_digest_and_the_size(
+        self, origin: LocalStore, reader: ModelReader
+    ) -> None:
+        for blob in blobs_of(origin):
+            data = content(reader, blob)
+            assert BlobId(Digest.of(data), len(data)) == blob
+
+    def test_each_reading_starts_at_the_first_byte(
+        self, origin: LocalStore, reader: ModelReader
+    ) -> None:
+        blob = blobs_of(origin)[0]
+        with_one_piece = reader.read_pieces(*blob)
+        first = bytes(next(with_one_piece))
+        with_one_piece.close()
+
+        assert content(reader, blob).startswith(first)
+        assert content(reader, blob) == content(reader, blob)
+
+    def test_an_unknown_blob_cannot_be_read(self, reader: ModelReader) -> None:
+        with pytest.raises(BlobMissing):
+            list(reader.read_pieces(ABSENT, 11))
+        with pytest.raises(BlobMissing):
+            reader.read_into(ABSENT, 11, 0, memoryview(bytearray(11)))
+
+    def test_parts_of_a_blob_are_read_alone(self, origin: LocalStore, reader: ModelReader) -> None:
+        for blob in blobs_of(origin):
+            data = content(reader, blob)
+            for begin, end in ((0, 1), (0, blob.size), (blob.size // 3, blob.size // 2)):
+                buffer = bytearray(end - begin)
+                reader.read_into(*blob, begin, memoryview(buffer))
+                assert buffer == data[begin:end]
+
+    def test_nothing_can_be_read_past_the_end(
+        self, origin: LocalStore, reader: ModelReader
+    ) -> None:
+        for blob in blobs_of(origin):
+            with pytest.raises(BlobDamaged):
+                reader.read_into(*blob, blob.size - 1, memoryview(bytearray(2)))
+
+    def test_threads_share_a_reader(self, origin: LocalStore, reader: ModelReader) -> None:
+        blobs = blobs_of(origin) * 4
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda blob: content(reader, blob), blobs))
+
+        assert [Digest.of(data) for data in read] == [blob.digest for blob in blobs]
+
+
+class ModelStoreSuite:
+    """What every place to write models to must do. Bind ``store``, which is empty."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ModelStore:
+        raise NotImplementedError
+
+    def put(self, store: ModelStore, name: str, data: bytes = b"config") -> Manifest:
+        """Publish a model whose config is ``data``."""
+        with store.ingest() as ingest:
+            added = ingest.add(len(data), lambda: [data])
+            ingest.publish()
+            config = Descriptor(media_type=media_types.CONFIG, digest=added.digest, size=added.size)
+            manifest = Manifest(config=config, layers=())
+            store.publish(name, manifest)
+        return manifest
+
+    def test_an_empty_store_has_no_names(self, store: ModelStore) -> None:
+        assert list(store.references()) == []
+        with pytest.raises(ModelNotFound):
+            store.read_manifest("a")
+
+    def test_a_published_blob_is_read_back(self, store: ModelStore) -> None:
+        with store.ingest() as ingest:
+            added = ingest.add(6, lambda: [b"abc", memoryview(b"def")])
+            ingest.publish()
+
+        assert (added.digest, added.size, added.written) == (Digest.of(b"abcdef"), 6, True)
+        assert store.exists(added.digest, 6)
+        assert content(store, BlobId(added.digest, 6)) == b"abcdef"
+
+    def test_an_empty_blob_is_a_blob(self, store: ModelStore) -> None:
+        with store.ingest() as ingest:
+            added = ingest.add(0, list)
+            ingest.publish()
+
+        assert store.exists(added.digest, 0)
+        assert content(store, BlobId(added.digest, 0)) == b""
+
+    def test_a_present_blob_is_not_written_again(self, store: ModelStore) -> None:
+        self.put(store, "a")
+        with store.ingest() as ingest:
+            again = ingest.add(6, lambda: [b"config"])
+            once = ingest.add(6, lambda: [b"config"], once=True)
+            found = ingest.find(Digest.of(b"config"), 6)
+
+        assert not again.written
+        assert again == once == found
+
+    def test_an_absent_blob_is_not_found(self, store: ModelStore) -> None:
+        with store.ingest() as ingest:
+            assert ingest.find(ABSENT, 11) is None
+
+    def test_blobs_that_are_not_published_are_discarded(self, store: ModelStore) -> None:
+        with store.ingest() as ingest:
+            added = ingest.add(3, lambda: [b"abc"])
+
+        assert not store.exists(added.digest, 3)
+
+    @pytest.mark.parametrize("data", [b"ab", b"abcd", b""])
+    def test_a_blob_of_another_size_than_announced_is_refused(
+        self, store: ModelStore, data: bytes
+    ) -> None:
+        with store.ingest() as ingest:
+            with pytest.raises(DamagedSource):
+                ingest.add(3, lambda: [data])
+            ingest.publish()
+
+        assert not store.exists(Digest.of(data), len(data))
+
+    def test_threads_add_blobs_to_one_ingest(self, store: ModelStore) -> None:
+        contents = [bytes([number]) * 1000 for number in range(20)]
+        with store.ingest() as ingest:
+            with ThreadPoolExecutor(8) as pool:
+                added = list(pool.map(lambda data: ingest.add(1000, lambda: [data]), contents))
+            ingest.publish()
+
+        assert [item.digest for item in added] == list(map(Digest.of, contents))
+        assert all(store.exists(item.digest, 1000) for item in added)
+
+    def test_a_manifest_is_read_back_by_its_name(self, store: ModelStore) -> None:
+        manifest = self.put(store, "team/a:v1")
+
+        assert list(store.references()) == [Reference.parse("team/a:v1")]
+        assert Manifest.from_bytes(store.read_manifest("team/a:v1")) == manifest
+
+    def test_publishing_replaces_an_older_manifest(self, store: ModelStore) -> None:
+        self.put(store, "a", b"old")
+        manifest = self.put(store, "a", b"new")
+
+        assert Manifest.from_bytes(store.read_manifest("a")) == manifest
+
+    def test_a_manifest_without_its_blobs_gets_no_name(self, store: ModelStore) -> None:
+        missing = Descriptor(media_type=media_types.CONFIG, digest=ABSENT, size=11)
+        with pytest.raises(BlobMissing):
+            store.publish("a", Manifest(config=missing, layers=()))
+
+        assert list(store.references()) == []
+
+    def test_a_name_that_differs_in_case_only_is_refused(self, store: ModelStore) -> None:
+        manifest = self.put(store, "model")
+        with pytest.raises(NameConflict):
+            store.publish("Model", manifest)

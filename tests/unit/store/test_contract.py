@@ -1,0 +1,36 @@
+"""LocalStore by the contract of stores, with hot blobs and with cold ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.store.local import LocalStore
+from tests.support.store_suite import NAMES, ModelReaderSuite, ModelStoreSuite, blobs_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.store.protocols import ModelReader, ModelStore
+
+
+class TestHotBlobs(ModelReaderSuite):
+    @pytest.fixture
+    def reader(self, origin: LocalStore) -> ModelReader:
+        return origin
+
+
+class TestColdBlobs(ModelReaderSuite):
+    @pytest.fixture
+    def reader(self, origin: LocalStore) -> ModelReader:
+        freeze_models(NAMES, store=origin)
+        assert any(origin.is_cold(digest) for digest, _ in blobs_of(origin))
+        return origin
+
+
+class TestWriting(ModelStoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ModelStore:
+        return LocalStore(tmp_path / "store")
