@@ -21,7 +21,7 @@ MINE = Reference.parse("mine")
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A store with a model, what it was made from, and others."""
+    """A store with a fine-tune, its base and other models."""
     store = LocalStore(tmp_path / "store")
     add_blobs(store, "mine", {"x": layer("x", tuned(10, 1))})
     put(store, "unlike", {"x": 7})
@@ -40,15 +40,15 @@ def found(store: LocalStore, *excluded: str) -> str | None:
     return None if base is None else base.model
 
 
-def test_the_nearest_is_found_by_its_bytes(store: LocalStore) -> None:
+def test_finds_the_most_similar_model_by_its_bytes(store: LocalStore) -> None:
     assert found(store) == "base"
 
 
-def test_what_is_excluded_is_not_found(store: LocalStore) -> None:
+def test_does_not_find_an_excluded_model(store: LocalStore) -> None:
     assert found(store, "base") is None
 
 
-def test_of_several_the_nearest_is_found(store: LocalStore) -> None:
+def test_chooses_the_most_similar_of_several_models(store: LocalStore) -> None:
     add_blobs(store, "far", {"x": layer("x", tuned(11, 1)[:40_000] + weights(3)[40_000:])})
     assert found(store) == "base"
 
@@ -62,7 +62,7 @@ def test_of_several_the_nearest_is_found(store: LocalStore) -> None:
         ("config.json", '{"base_model": "unlike"}'),
     ],
 )
-def test_a_model_says_what_it_was_made_from(
+def test_uses_the_base_that_the_card_or_config_names(
     store: LocalStore, tmp_path: Path, file: tuple[str, str]
 ) -> None:
     assert found_in_folder(store, tmp_path, file) == "unlike"
@@ -79,7 +79,7 @@ def test_a_model_says_what_it_was_made_from(
         ("config.json", '{"_name_or_path": ["unlike"], "base_model": ""}'),
     ],
 )
-def test_what_it_does_not_say_is_found_by_its_bytes(
+def test_searches_by_bytes_if_the_files_name_no_base_in_the_store(
     store: LocalStore, tmp_path: Path, file: tuple[str, str]
 ) -> None:
     assert found_in_folder(store, tmp_path, file) == "base"
@@ -94,8 +94,8 @@ def found_in_folder(store: LocalStore, tmp_path: Path, file: tuple[str, str]) ->
     return found(store)
 
 
-def test_a_family_is_coded_by_what_it_was_made_from(tmp_path: Path) -> None:
-    """Whatever the names are: pairs of children would leave two hubs."""
+def test_all_fine_tunes_get_the_same_base(tmp_path: Path) -> None:
+    """Whatever their names are: pairs of fine-tunes would leave two bases."""
     store = LocalStore(tmp_path / "family")
     put(store, "a-base", {"x": 1})
     for child in (2, 3, 4):
@@ -113,17 +113,17 @@ def test_a_family_is_coded_by_what_it_was_made_from(tmp_path: Path) -> None:
         ({"a": None, "b": None}, {}),
         ({"a": "b", "b": "a"}, {"a": "b"}),
         ({"a": "b", "b": "c", "c": "b", "d": "b"}, {"a": "b", "c": "b", "d": "b"}),
-        # What is best for one is coded itself: the next best will do, if there is any.
+        # The best base of one model has a base itself: the next best is chosen, if there is one.
         (
             {"a": "b", "b": "c", "c": "d", "d": "c", "e": "c"},
             {"b": "c", "d": "c", "e": "c", "a": "c"},
         ),
         ({"a": "b", "b": "x", "c": "x", "d": "x"}, {"b": "x", "c": "x", "d": "x"}),
-        # A model outside of these is the best.
+        # The best base is another model.
         ({"a": "x", "b": "x"}, {"a": "x", "b": "x"}),
     ],
 )
-def test_the_best_base_of_most_is_that_of_all(
+def test_the_most_frequent_base_is_chosen_first(
     best: dict[str, str | None], bases: dict[str, str], tmp_path: Path
 ) -> None:
     models = {name: Reference.parse(name) for name in "abcdex"}

@@ -28,11 +28,11 @@ def add(store: LocalStore, data: bytes) -> BlobId:
     return BlobId(Digest.of(data), len(data))
 
 
-def coded(coding: BlobEncoder) -> ColdBlobDecoder:
+def encode(encoder: BlobEncoder) -> ColdBlobDecoder:
     written = bytearray()
-    told: list[int] = []
-    coding.write(written.extend, told.append)
-    assert sum(told) == ColdBlobDecoder(bytes(written)).size
+    reported: list[int] = []
+    encoder.write(written.extend, reported.append)
+    assert sum(reported) == ColdBlobDecoder(bytes(written)).size
     return ColdBlobDecoder(bytes(written))
 
 
@@ -53,23 +53,23 @@ def decoded(store: LocalStore, cold: ColdBlobDecoder) -> bytes:
     ],
     ids=["one", "empty", "equal", "foreign", "nothing"],
 )
-def test_any_blob_comes_back(store: LocalStore, data: bytes) -> None:
-    cold = coded(BlobEncoder(store, add(store, data), "fast"))
+def test_any_blob_is_restored(store: LocalStore, data: bytes) -> None:
+    cold = encode(BlobEncoder(store, add(store, data), "fast"))
     assert cold.table.digest == Digest.of(data)
     assert decoded(store, cold) == data
 
 
-def test_a_base_saves_what_tensors_have_in_common(store: LocalStore) -> None:
+def test_a_base_saves_space(store: LocalStore) -> None:
     base = add(store, layer("x", weights(1)))
     mine = layer("x", tuned(10, 1))
     item = add(store, mine)
-    alone, beside = BlobEncoder(store, item, "fast"), BlobEncoder(store, item, "fast", base)
-    assert (alone.has_base, beside.has_base) == (False, True)
-    assert beside.estimate().size < 0.8 * alone.estimate().size
-    cold = coded(beside)
+    alone, delta = BlobEncoder(store, item, "fast"), BlobEncoder(store, item, "fast", base)
+    assert (alone.has_base, delta.has_base) == (False, True)
+    assert delta.estimate().size < 0.8 * alone.estimate().size
+    cold = encode(delta)
     assert cold.table.base == (base.digest, base.size)
     assert decoded(store, cold) == mine
-    without = beside.without_base()
+    without = delta.without_base()
     assert (without.has_base, without.estimate()) == (False, alone.estimate())
 
 
@@ -89,7 +89,7 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
         ("d", "BF16", (0,), b""),
     )
     item = add(store, mine)
-    cold = coded(BlobEncoder(store, item, "fast", base))
+    cold = encode(BlobEncoder(store, item, "fast", base))
     begins = [part.base_begin for part in cold.table.parts]
     header = store.read_blob_header(*base)
     assert begins == [
@@ -111,17 +111,17 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
     ],
     ids=["foreign", "type", "shape", "names"],
 )
-def test_a_base_that_has_nothing_alike_is_none(store: LocalStore, base: bytes) -> None:
+def test_a_base_without_similar_tensors_is_not_used(store: LocalStore, base: bytes) -> None:
     item = add(store, layer("x", weights(1)))
     assert not BlobEncoder(store, item, "fast", add(store, base)).has_base
 
 
-def test_a_base_that_is_gone_is_none(store: LocalStore) -> None:
+def test_a_missing_base_is_not_used(store: LocalStore) -> None:
     item = add(store, layer("x", weights(1)))
     assert not BlobEncoder(store, item, "fast", BlobId(Digest.of(b"gone"), 4)).has_base
 
 
-def test_a_blob_that_is_gone_is_missing(store: LocalStore) -> None:
+def test_a_missing_blob_is_an_error(store: LocalStore) -> None:
     with pytest.raises(BlobMissing):
         BlobEncoder(store, BlobId(Digest.of(b"gone"), 4), "fast")
 
@@ -144,26 +144,26 @@ def test_freezing_estimates_each_blob_against_a_base_once(
     assert len(estimated) == len(set(estimated)) >= 4
 
 
-def test_an_estimate_is_near_what_comes_of_it(store: LocalStore) -> None:
+def test_an_estimate_is_near_the_compressed_size(store: LocalStore) -> None:
     item = add(store, layer("x", weights(1, 3_000_000)))
-    coding = BlobEncoder(store, item, "fast")
+    encoder = BlobEncoder(store, item, "fast")
     written = bytearray()
-    coding.write(written.extend, lambda _: None)
-    assert abs(coding.estimate().size - len(written)) < 0.01 * len(written)
+    encoder.write(written.extend, lambda _: None)
+    assert abs(encoder.estimate().size - len(written)) < 0.01 * len(written)
 
 
-def beside(
+def encode_against(
     store: LocalStore, mine: bytes, *tensors: tuple[str, str, tuple[int, ...], bytes]
 ) -> ColdBlobDecoder:
-    """Return a blob coded by another, once it has been decoded."""
+    """Return a blob encoded against another, once it has been decoded."""
     item = add(store, mine)
-    cold = coded(BlobEncoder(store, item, "fast", add(store, blob(*tensors))))
+    cold = encode(BlobEncoder(store, item, "fast", add(store, blob(*tensors))))
     assert decoded(store, cold) == mine
     return cold
 
 
-def test_a_tensor_is_found_under_another_name_and_shape(store: LocalStore) -> None:
-    cold = beside(
+def test_finds_a_tensor_under_another_name_and_shape(store: LocalStore) -> None:
+    cold = encode_against(
         store,
         blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
         ("a", "BF16", (2, COUNT // 2), weights(2)),
@@ -175,9 +175,9 @@ def test_a_tensor_is_found_under_another_name_and_shape(store: LocalStore) -> No
     assert stored(cold) < 0.02 * cold.size
 
 
-def test_a_tensor_of_the_same_name_is_preferred(store: LocalStore) -> None:
-    """Where both are equal, and where neither is."""
-    cold = beside(
+def test_prefers_the_tensor_of_the_same_name(store: LocalStore) -> None:
+    """Whether both candidates are equal to it or neither is."""
+    cold = encode_against(
         store,
         blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), tuned(10, 2))),
         ("a", "BF16", (COUNT,), weights(1)),
@@ -190,10 +190,10 @@ def test_a_tensor_of_the_same_name_is_preferred(store: LocalStore) -> None:
     assert begins == [header.data_start + header.tensors[name].begin for name in ("x", "y")]
 
 
-def test_a_tensor_of_the_same_name_that_differs_gives_way_to_an_equal_one(
+def test_prefers_an_equal_tensor_to_a_different_one_of_the_same_name(
     store: LocalStore,
 ) -> None:
-    cold = beside(
+    cold = encode_against(
         store,
         blob(("x", "BF16", (COUNT,), weights(1)), ("y", "BF16", (COUNT,), weights(2))),
         ("x", "BF16", (COUNT,), weights(2)),
@@ -202,21 +202,21 @@ def test_a_tensor_of_the_same_name_that_differs_gives_way_to_an_equal_one(
     assert stored(cold) < 0.02 * cold.size
 
 
-def test_slices_of_a_stack_are_found_one_by_one(store: LocalStore) -> None:
+def test_finds_the_slices_of_a_stack_one_by_one(store: LocalStore) -> None:
     parts = [weights(seed) for seed in range(4)]
     shape = (200, COUNT // 200)
     stack = blob(("stack", "BF16", (4, *shape), b"".join(parts)))
     packed = [(str(number), "BF16", shape, part) for number, part in enumerate(parts)]
-    cold = beside(store, stack, *packed[::-1])
+    cold = encode_against(store, stack, *packed[::-1])
     assert [part.size for part in cold.table.parts[1:]] == [2 * COUNT] * 4
     assert stored(cold) < 0.02 * cold.size
-    cold = beside(store, blob(*packed), ("stack", "BF16", (4, *shape), b"".join(parts)))
+    cold = encode_against(store, blob(*packed), ("stack", "BF16", (4, *shape), b"".join(parts)))
     assert stored(cold) < 0.02 * cold.size
-    cold = beside(store, stack, packed[1], packed[3])
+    cold = encode_against(store, stack, packed[1], packed[3])
     assert [part.base_begin is None for part in cold.table.parts[1:]] == [True, False] * 2
 
 
-def test_equal_samples_that_say_nothing_make_nothing_equal(store: LocalStore) -> None:
+def test_constant_samples_do_not_make_tensors_equal(store: LocalStore) -> None:
     mine = blob(("x", "BF16", (COUNT,), bytes(2 * COUNT)))
     base = blob(("y", "BF16", (COUNT,), bytes(2 * COUNT)), ("z", "U8", (1,), b"1"))
     assert not BlobEncoder(store, add(store, mine), "fast", add(store, base)).has_base

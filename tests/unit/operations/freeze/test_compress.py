@@ -33,7 +33,7 @@ def base(store: LocalStore) -> Digest:
     return layers(store, "base")["x"].digest
 
 
-def coded_by(store: LocalStore) -> Digest | None:
+def delta_base(store: LocalStore) -> Digest | None:
     return store.open_cold(layers(store, "child")["x"].digest).base
 
 
@@ -43,10 +43,10 @@ def assert_whole(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("moment", ["coded", "decoded", "checked"])
-def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
+def test_no_delta_uses_a_base_that_changes_after_it_was_hashed(
     store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Once its bytes are put back, what was coded by others would be lost."""
+    """Once the base was repaired, such a delta would be lost."""
     path = store.blob_path(base)
     whole = Path(path).read_bytes()
     done: list[object] = []
@@ -84,7 +84,7 @@ def test_nothing_is_coded_by_a_base_that_changes_after_it_was_hashed(
     assert_whole(store)
 
 
-def test_a_base_that_becomes_cold_meanwhile_serves_all_the_same(
+def test_a_base_that_is_frozen_at_the_same_time_remains_usable(
     store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze_models(["base"], store=store, keep_hot=True, find_base=False)
@@ -100,22 +100,22 @@ def test_a_base_that_becomes_cold_meanwhile_serves_all_the_same(
     monkeypatch.setattr(ColdBlob, "check", then)
     (frozen,) = freeze_models(["child"], store=store, base="base").blobs
     assert len(checks) == 2
-    assert frozen.base == base == coded_by(store)
+    assert frozen.base == base == delta_base(store)
     assert_whole(store)
 
 
-def test_a_cold_form_that_was_left_by_a_damaged_base_is_made_anew(
+def test_an_existing_delta_against_a_damaged_base_is_replaced(
     store: LocalStore, base: Digest
 ) -> None:
     freeze_models(["child"], store=store, base="base", keep_hot=True)
-    assert coded_by(store) == base
+    assert delta_base(store) == base
     flip_in_place(store.blob_path(base))
     (frozen,) = freeze_models(["child"], store=store, base="base").blobs
     assert (frozen.outcome, frozen.base) == ("frozen", None)
     assert_whole(store)
 
 
-def test_says_of_a_damaged_blob_which_file_it_is(store: LocalStore) -> None:
+def test_names_the_file_of_a_damaged_blob(store: LocalStore) -> None:
     path = store.blob_path(layers(store, "child")["x"].digest)
     flip_in_place(path)
     frozen = freeze_models(["child"], store=store, base="base")

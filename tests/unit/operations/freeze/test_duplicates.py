@@ -1,5 +1,3 @@
-"""Equal tensors under different names: which are kept, and what becomes of the others."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.operations.freeze import duplicates as equals
+from blobstore.operations.freeze import duplicates
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.fingerprints import Piece, fingerprint_of
 from blobstore.operations.freeze.freeze import freeze_models
@@ -41,19 +39,19 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def put(store: LocalStore, name: str, tensors: Mapping[str, bytes]) -> dict[Digest, bytes]:
-    """Give a store a model; return its blobs."""
+    """Add a model; return its blobs."""
     data = {key: layer(key, item) for key, item in tensors.items()}
     add_blobs(store, name, data)
     return {item.digest: data[key] for key, item in layers(store, name).items()}
 
 
 def bases_of(frozen: Frozen) -> dict[str, Digest | None]:
-    """Return by what each blob is coded, by its name."""
+    """Return the base of each blob by name."""
     return {item.name: item.base for item in frozen.blobs}
 
 
 def assert_whole(store: LocalStore, blobs: Mapping[Digest, bytes]) -> None:
-    """Check that blobs come back, cold as they are."""
+    """Check that the store verifies and that frozen blobs read the same."""
     assert verify_models(store=store).faults == ()
     for digest, data in blobs.items():
         assert store.read_blob(digest, len(data)) == data
@@ -76,21 +74,21 @@ def test_tied_weights_are_stored_once(store: LocalStore) -> None:
     assert_whole(store, blobs)
 
 
-def test_what_would_be_is_what_comes(store: LocalStore) -> None:
+def test_a_dry_run_estimates_the_size_of_duplicates(store: LocalStore) -> None:
     put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
-    foretold = freeze_models(["m"], store=store, dry_run=True)
+    estimated = freeze_models(["m"], store=store, dry_run=True)
     frozen = freeze_models(["m"], store=store)
-    assert abs(foretold.stored - frozen.stored) < 0.01 * frozen.size
+    assert abs(estimated.stored - frozen.stored) < 0.01 * frozen.size
 
 
-def test_nothing_is_looked_for_without_bases(store: LocalStore) -> None:
+def test_no_duplicates_are_searched_without_bases(store: LocalStore) -> None:
     put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
     frozen = freeze_models(["m"], store=store, find_base=False)
     assert set(bases_of(frozen).values()) == {None}
 
 
 @pytest.mark.parametrize("form", ["hot", "cold", "together"])
-def test_a_renamed_tensor_is_coded_by_the_other_model_s(store: LocalStore, form: str) -> None:
+def test_a_renamed_tensor_is_stored_once(store: LocalStore, form: str) -> None:
     other = put(store, "other", {"a": weights(1), "b": weights(2)})
     blobs = put(store, "m", {"long.name.x": weights(1), "long.name.y": weights(2)})
     if form == "cold":
@@ -104,18 +102,18 @@ def test_a_renamed_tensor_is_coded_by_the_other_model_s(store: LocalStore, form:
     assert_whole(store, blobs | other)
 
 
-SEEDS = range(4)  # of which digests have one order or the other
+SEEDS = range(4)  # so that digests are in either order
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_base_that_nobody_freezes_is_preferred(store: LocalStore, seed: int) -> None:
+def test_prefers_a_base_that_is_not_being_frozen(store: LocalStore, seed: int) -> None:
     other = put(store, "other", {"a": weights(seed)})
     put(store, "m", {HEAD: weights(seed), EMBED: weights(seed)})
     frozen = freeze_models(["m"], store=store)
     assert set(bases_of(frozen).values()) == set(other)
 
 
-def test_what_others_have_outlives_its_names(store: LocalStore) -> None:
+def test_the_original_of_a_duplicate_outlives_its_model(store: LocalStore) -> None:
     other = put(store, "other", {"a": weights(1)})
     blobs = put(store, "m", {"x": weights(1)})
     freeze_models(["m"], store=store)
@@ -129,7 +127,7 @@ def test_what_others_have_outlives_its_names(store: LocalStore) -> None:
     assert not store.has(next(iter(other)))
 
 
-def test_a_base_frozen_later_is_no_copy_itself(store: LocalStore) -> None:
+def test_a_base_frozen_later_does_not_become_a_delta(store: LocalStore) -> None:
     other = put(store, "other", {"a": weights(1)})
     blobs = put(store, "m", {"x": weights(1)})
     freeze_models(["m"], store=store)
@@ -141,9 +139,7 @@ def test_a_base_frozen_later_is_no_copy_itself(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("keep_hot", [False, True])
-def test_what_is_coded_by_another_is_no_base(
-    store: LocalStore, seed: int, *, keep_hot: bool
-) -> None:
+def test_a_delta_never_becomes_a_base(store: LocalStore, seed: int, *, keep_hot: bool) -> None:
     first = put(store, "first", {"a": weights(seed)})
     second = put(store, "second", {"bb": weights(seed)})
     freeze_models(["second"], store=store, keep_hot=keep_hot)
@@ -154,7 +150,7 @@ def test_what_is_coded_by_another_is_no_base(
 
 
 def sampled_like(true: bytes, other: bytes) -> bytes:
-    """Return the second bytes, with those of the first where samples are taken."""
+    """Return the second bytes with those of the first at the sampled positions."""
     data = bytearray(other)
 
     def copy(out: memoryview, begin: int) -> None:
@@ -164,7 +160,7 @@ def sampled_like(true: bytes, other: bytes) -> bytes:
     return bytes(data)
 
 
-def test_equal_samples_alone_make_no_copy(store: LocalStore) -> None:
+def test_equal_samples_alone_do_not_make_a_duplicate(store: LocalStore) -> None:
     crafted = sampled_like(weights(1), weights(2))
     assert crafted != weights(2)
     blobs = put(store, "m", {"x": weights(1), "y": crafted})
@@ -173,8 +169,8 @@ def test_equal_samples_alone_make_no_copy(store: LocalStore) -> None:
     assert_whole(store, blobs)
 
 
-def test_what_only_looks_equal_keeps_nothing_from_what_is(store: LocalStore) -> None:
-    """Though its model is not frozen, which would make it the better base."""
+def test_a_false_duplicate_does_not_hide_a_real_one(store: LocalStore) -> None:
+    """Even if its model is not being frozen, which would make it the preferred base."""
     put(store, "other", {"a": sampled_like(weights(1), weights(2))})
     blobs = put(store, "m", {HEAD: weights(1), EMBED: weights(1)})
     frozen = freeze_models(["m"], store=store)
@@ -182,8 +178,8 @@ def test_what_only_looks_equal_keeps_nothing_from_what_is(store: LocalStore) -> 
     assert_whole(store, blobs)
 
 
-def test_what_is_nearly_equal_is_right_all_the_same(store: LocalStore) -> None:
-    """Bytes that no sample and no estimate sees are coded too."""
+def test_a_nearly_equal_tensor_is_restored_exactly(store: LocalStore) -> None:
+    """No sample and no estimate sees the byte that differs."""
     count = 4_000_000
     data = bytearray(weights(1, count))
     data[3 * count // 4] ^= 1
@@ -194,12 +190,12 @@ def test_what_is_nearly_equal_is_right_all_the_same(store: LocalStore) -> None:
 
 
 def lightly(seed: int, of: int) -> bytes:
-    """Return what weights are after a training that changed few."""
+    """Return weights after a training that changed few of them."""
     return tuned(seed, of)[:2000] + weights(of)[2000:]
 
 
 @pytest.mark.parametrize("names", [["tuned"], ["base", "tuned"], ["tuned", "base"]])
-def test_tied_weights_that_differ_little_from_a_base_are_differences(
+def test_tied_weights_that_differ_little_from_a_base_are_deltas(
     store: LocalStore, names: list[str]
 ) -> None:
     blobs = put(store, "base", {HEAD: weights(1), EMBED: weights(1), "x": weights(2)})
@@ -217,7 +213,7 @@ def test_tied_weights_that_differ_little_from_a_base_are_differences(
 
 
 def retrained(seed: int, of: int) -> bytes:
-    """Return what weights are after a training that changed most of them."""
+    """Return weights after a training that changed most of them."""
     return weights(of)[:COUNT] + weights(seed)[COUNT:]
 
 
@@ -233,7 +229,7 @@ def test_tied_weights_that_differ_much_from_a_base_are_stored_once(store: LocalS
 
 
 def test_a_tied_pair_of_a_model_with_a_base_that_differs_is_stored_once(store: LocalStore) -> None:
-    """That it is as large as one of another model makes that one no base of it."""
+    """A blob of equal size in another model is not a base of it."""
     blobs = put(store, "base", {"x": weights(2), EMBED: weights(5)})
     blobs |= put(store, "tuned", {"x": lightly(3, 2), EMBED: weights(6), HEAD: weights(6)})
     frozen = freeze_models(["tuned"], store=store, base="base")
@@ -285,7 +281,7 @@ def pair(prefix: str, *seeds: int) -> bytes:
     return blob(*((f"{prefix}.{seed}", "BF16", (COUNT,), weights(seed)) for seed in seeds))
 
 
-def test_half_of_a_blob_may_be_another_s(store: LocalStore) -> None:
+def test_half_of_a_blob_may_be_a_duplicate(store: LocalStore) -> None:
     add_blobs(store, "other", {"experts": pair("experts", 1, 3)})
     mine = pair("my.experts", 1, 2)
     add_blobs(store, "m", {"my.experts": mine})
@@ -295,13 +291,13 @@ def test_half_of_a_blob_may_be_another_s(store: LocalStore) -> None:
     assert_whole(store, {layers(store, "m")["my.experts"].digest: mine})
 
 
-def test_a_group_that_others_are_coded_by_is_no_copy(store: LocalStore) -> None:
-    """Those look for their tensors by name, which another group has not."""
+def test_a_group_with_deltas_does_not_become_a_duplicate(store: LocalStore) -> None:
+    """The deltas find their tensors in it by name, which another group lacks."""
     group = "model.experts"
     tuned_pair = blob(*((f"{group}.{n}", "BF16", (COUNT,), tuned(5, n)) for n in (1, 2)))
     add_blobs(store, "base", {group: pair(group, 1, 2)})
     add_blobs(store, "tuned", {group: tuned_pair})
-    longer = "model.language_model.experts"  # so that it covers less of its blob
+    longer = "model.language_model.experts"  # so that the tensors are a smaller share of the blob
     add_blobs(store, "renamed", {longer: pair(longer, 1, 2)})
     frozen = freeze_models(["tuned", "renamed", "base"], store=store, base="base")
     base = layers(store, "base")[group].digest
@@ -314,8 +310,8 @@ def test_a_group_that_others_are_coded_by_is_no_copy(store: LocalStore) -> None:
     assert_whole(store, {layers(store, "tuned")[group].digest: tuned_pair})
 
 
-def test_few_models_are_looked_at(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have layers of the same sizes, and not those of the same names."""
+def test_reads_few_models(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only models with layers of the same sizes and other names."""
     for number in range(4):
         put(store, f"alike-{number}", {"x": weights(10 + number), "y": weights(20 + number)})
     for number in range(12):
@@ -330,22 +326,22 @@ def test_few_models_are_looked_at(store: LocalStore, monkeypatch: pytest.MonkeyP
         return base(self, digest, size)
 
     monkeypatch.setattr(LocalStore, "base", noted)
-    look_at(store, "m")
-    assert len(sampled) == len(set(sampled)) == 2 + 12 + equals._MAX_MODELS
+    read_fingerprints(store, "m")
+    assert len(sampled) == len(set(sampled)) == 2 + 12 + duplicates._MAX_MODELS
     assert not {item.digest for item in layers(store, "alike-0").values()} & {*sampled}
     monkeypatch.undo()
     frozen = freeze_models(["m"], store=store)
     assert bases_of(frozen)["x"] == layers(store, "renamed-11")["xx"].digest
 
 
-def look_at(store: LocalStore, name: str) -> None:
-    """Look for equals of a model."""
+def read_fingerprints(store: LocalStore, name: str) -> None:
+    """Read the fingerprints that the duplicates of a model need."""
     mine = {item.digest: item for item in layers(store, name).values()}
     others = [layers(store, item.model) for item in store.references() if item.model != name]
-    equals.DuplicateFinder(store, SizeEstimator(store, "fast"), mine, {}).read(others)
+    duplicates.DuplicateFinder(store, SizeEstimator(store, "fast"), mine, {}).read(others)
 
 
-def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:
+def test_unreadable_blobs_are_not_bases(store: LocalStore) -> None:
     put(store, "other", {"a": weights(1), "b": weights(2)})
     digests = [item.digest for item in layers(store, "other").values()]
     Path(store.blob_path(digests[0])).unlink()
@@ -356,8 +352,7 @@ def test_blobs_that_cannot_be_read_are_no_bases(store: LocalStore) -> None:
         assert store.read_blob(digest, len(data)) == data
 
 
-def test_a_base_of_differences_is_not_a_copy(store: LocalStore) -> None:
-    """What others are coded by already stays what it is."""
+def test_a_base_with_deltas_does_not_become_a_delta(store: LocalStore) -> None:
     blobs = put(store, "base", {"x": weights(1)})
     blobs |= put(store, "tuned", {"x": lightly(3, 1)})
     freeze_models(["tuned"], store=store, base="base")

@@ -49,7 +49,7 @@ def test_pieces_are_tensors_and_slices_of_stacks() -> None:
     ]
 
 
-def test_small_odd_and_single_slices_are_no_pieces() -> None:
+def test_small_and_single_slices_are_not_pieces() -> None:
     shapes = [("U8", (1, 2, SIZE)), ("F4", (2, 2, SIZE)), ("U8", (2 * SIZE // 64, 1, 64))]
     for code, shape in shapes:
         data = blob(("x", code, shape, noise(2 * SIZE)))
@@ -57,7 +57,7 @@ def test_small_odd_and_single_slices_are_no_pieces() -> None:
         assert slices_of(header.tensors["x"], header.data_start) == []
 
 
-def test_a_piece_is_found_where_its_bytes_are() -> None:
+def test_finds_a_piece_by_its_bytes() -> None:
     one, other = noise(SIZE, 1), noise(SIZE, 2)
     data = blob(("a", "U8", (SIZE,), one), ("b", "U8", (2, 1, SIZE), other + one))
     pieces = FingerprintIndex(header_of(data), reading(data))
@@ -68,7 +68,7 @@ def test_a_piece_is_found_where_its_bytes_are() -> None:
     assert pieces.find(fingerprint_of(Piece(0, SIZE, 16), reading(one))) is None
 
 
-def test_what_is_one_byte_over_and_over_is_like_nothing() -> None:
+def test_constant_pieces_have_no_fingerprint() -> None:
     data = blob(("a", "U8", (SIZE,), bytes(SIZE)))
     pieces = FingerprintIndex(header_of(data), reading(data))
     assert fingerprint_of(Piece(0, SIZE, 8), reading(bytes(SIZE))) is None

@@ -12,8 +12,7 @@ import pytest
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze import batches
-from blobstore.operations.freeze import thaw as thawing
+from blobstore.operations.freeze import batches, thaw
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -35,14 +34,14 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def content(store: LocalStore, name: str) -> dict[str, bytes]:
-    """Return the files of a model's blobs as they are."""
+    """Return the content of the files of a model's blobs."""
     return {
         key: Path(store.blob_path(item.digest)).read_bytes()
         for key, item in layers(store, name).items()
     }
 
 
-def test_files_are_as_they_were(store: LocalStore) -> None:
+def test_restores_the_original_files(store: LocalStore) -> None:
     thawed = thaw_models(["a"], store=store)
     assert content(store, "a") == {"x": layer("x", weights(1)), "y": layer("y", weights(2))}
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
@@ -53,19 +52,19 @@ def test_files_are_as_they_were(store: LocalStore) -> None:
     assert mode & 0o777 == 0o444
 
 
-def test_hot_models_have_nothing_to_thaw(store: LocalStore) -> None:
+def test_thawing_hot_models_has_nothing_to_do(store: LocalStore) -> None:
     thaw_models(["a"], store=store)
     assert thaw_models(["a", "a"], store=store).blobs == 0
 
 
-def test_cold_forms_can_be_kept(store: LocalStore) -> None:
+def test_keep_cold_keeps_both_forms(store: LocalStore) -> None:
     assert thaw_models(["a"], store=store, keep_cold=True).blobs == 2
     assert forms_of(store, "a") == {"x": "both", "y": "both"}
     assert thaw_models(["a"], store=store).blobs == 2
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
 
 
-def test_what_is_damaged_stays_cold_and_is_told(store: LocalStore) -> None:
+def test_reports_a_damaged_blob_and_leaves_it_cold(store: LocalStore) -> None:
     flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     thawed = thaw_models(["a"], store=store)
     assert forms_of(store, "a") == {"x": "cold", "y": "hot"}
@@ -75,14 +74,14 @@ def test_what_is_damaged_stays_cold_and_is_told(store: LocalStore) -> None:
     assert list(store.folder("temporary").iterdir()) == []
 
 
-def test_what_is_missing_is_told(store: LocalStore) -> None:
+def test_reports_a_missing_blob(store: LocalStore) -> None:
     Path(store.cold_path(layers(store, "a")["x"].digest)).unlink()
     (fault,) = thaw_models(["a"], store=store).faults
     assert isinstance(fault, BlobMissing)
     assert forms_of(store, "a") == {"x": "neither", "y": "hot"}
 
 
-def test_a_damaged_file_is_put_aside_for_what_is_decoded(store: LocalStore) -> None:
+def test_quarantines_a_damaged_hot_file(store: LocalStore) -> None:
     thaw_models(["a"], store=store, keep_cold=True)
     flip(store.blob_path(layers(store, "a")["x"].digest))
     thaw_models(["a"], store=store)
@@ -92,23 +91,23 @@ def test_a_damaged_file_is_put_aside_for_what_is_decoded(store: LocalStore) -> N
     assert aside.name.startswith(layers(store, "a")["x"].digest.file_name)
 
 
-def test_what_others_have_written_meanwhile_is_not_replaced_nor_believed(
+def test_neither_replaces_nor_trusts_a_file_that_another_process_has_written(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(store.blob_path(layers(store, "a")["x"].digest))
-    real = thawing._commit
+    real = thaw._commit
 
     def later(store: LocalStore, batch: Sequence[Any], *, keep_cold: bool) -> Any:
-        path.write_bytes(b"whatever another process has put there")
+        path.write_bytes(b"the bytes of another process")
         return real(store, batch, keep_cold=keep_cold)
 
-    monkeypatch.setattr(thawing, "_commit", later)
+    monkeypatch.setattr(thaw, "_commit", later)
     assert thaw_models(["a"], store=store).blobs == 1
     assert forms_of(store, "a") == {"x": "both", "y": "hot"}
-    assert path.read_bytes() == b"whatever another process has put there"
+    assert path.read_bytes() == b"the bytes of another process"
 
 
-def test_what_a_thawed_model_shares_is_hot_for_both(store: LocalStore) -> None:
+def test_thaws_shared_blobs_for_all_models(store: LocalStore) -> None:
     put(store, "b", {"x": 1, "z": 3})
     freeze_models(["b"], store=store)
     thaw_models(["a"], store=store)
@@ -117,19 +116,19 @@ def test_what_a_thawed_model_shares_is_hot_for_both(store: LocalStore) -> None:
     assert forms_of(store, "b") == {"x": "hot", "z": "cold"}
 
 
-def test_opening_can_thaw(store: LocalStore) -> None:
+def test_open_can_thaw(store: LocalStore) -> None:
     with blobstore.open("a", store=store, thaw=True) as model:
         assert model["x"].tobytes() == weights(1)
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
 
 
-def test_opening_tells_what_cannot_be_thawed(store: LocalStore) -> None:
+def test_open_reports_blobs_that_cannot_be_thawed(store: LocalStore) -> None:
     flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     with pytest.raises(BlobDamaged, match="a:latest: layer 'x'"):
         blobstore.open("a", store=store, thaw=True)
 
 
-def test_an_interrupt_leaves_nothing_half(store: LocalStore) -> None:
+def test_an_interrupt_leaves_every_blob_intact(store: LocalStore) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if done > total // 2:
             raise KeyboardInterrupt
@@ -140,7 +139,7 @@ def test_an_interrupt_leaves_nothing_half(store: LocalStore) -> None:
     assert list(store.folder("temporary").iterdir()) == []
 
 
-def test_a_full_disk_leaves_all_cold(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_all_blobs_cold(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
         store = LocalStore(disk / "store")
         put(store, "a", {f"x{number}": number for number in range(18)})
@@ -154,7 +153,7 @@ def test_a_full_disk_leaves_all_cold(tmp_path: Path) -> None:
         assert collect_garbage(store, older_than=0).blobs == ()
 
 
-def test_rejects_what_means_nothing(store: LocalStore) -> None:
+def test_rejects_invalid_arguments(store: LocalStore) -> None:
     with pytest.raises(UsageError, match="jobs must be at least 1"):
         thaw_models(["a"], store=store, jobs=0)
     with pytest.raises(ModelNotFound):
