@@ -205,6 +205,7 @@ def test_rejects_a_manifest_that_declares_a_larger_blob(target: LocalStore) -> N
     manifest, config = model_of({"a": (Digest.of(b"blob"), 2**62)})
     members = [raw(manifest, Kind.MANIFEST), raw(config), raw(b"blob")]
     message = refused(archive(members, [manifest, config, b"blob"], [(NAME, 0)]), target)
+    assert f"layer 'a': blob {Digest.of(b'blob')} has 4 bytes" in message
     assert "has 4 bytes, expected 4611686018427387904" in message
 
 
@@ -254,7 +255,16 @@ def test_a_decompression_bomb_needs_free_space(
         "h/n/m\x00:t",
         "h/n/\x1b[2Jm:t",
         "h\\n\\m:t",
+        "registry.ollama.ai/library/m",
+        "registry.ollama.ai/library/..:latest",
+        "../../../etc:latest",
+        "/a/b:c",
+        "a//b:c",
+        "a/b/c/d:e",
+        "h/n/m:t\n",
+        "h/n/-m:t",
         "h/n/m",
+        "library/m:latest",
         "m",
         "HTTP://h/n/m:t",
     ],
@@ -316,6 +326,16 @@ def test_rejects_bytes_that_are_not_a_manifest(target: LocalStore, manifest: byt
     assert "model 'm:latest': " in refused(data, target)
 
 
+def test_rejects_a_manifest_that_breaks_its_format(target: LocalStore) -> None:
+    parts = Parts(model_archive({"a": b"blob"}))
+    value = json.loads(parts.stored[0])
+    del value["layers"]
+    manifest = json.dumps(value).encode()
+    parts.put(0, manifest)
+    parts.members[0] = raw(manifest, Kind.MANIFEST)
+    assert "model 'm:latest': $.layers" in refused(parts.data(), target)
+
+
 def test_rejects_a_manifest_with_other_layers_than_its_config_states(target: LocalStore) -> None:
     parts = Parts(model_archive({"a": b"blob", "b": b"other"}))
     value = json.loads(parts.stored[0])
@@ -356,7 +376,8 @@ def test_rejects_a_delta_that_is_listed_as_a_cold_blob(family: bytes, target: Lo
 def test_rejects_members_that_no_model_needs(family: bytes, target: LocalStore) -> None:
     parts = Parts(family)
     parts.add(raw(b"stowaway"), b"stowaway")
-    assert "no model needs blob" in refused(parts.data(), target)
+    assert "no model needs blob sha256:" in refused(parts.data(), target)
+    check_archive(target.root.parent / "hostile.bsar", ["base"])  # reads no other model
 
 
 def test_rejects_other_versions(family: bytes, target: LocalStore) -> None:

@@ -222,10 +222,16 @@ class _ArchiveWriter:
 
     def _write_cold(self, planned: PlannedMember, slot: OrderedSlot) -> bool:
         """Write the cold form of a blob; return False, with nothing written, if it is not smaller."""
-        blob = planned.blob
-        if planned.cold is not None and self._is_usable(planned):
-            for begin in range(0, len(planned.cold), _CHUNK):
-                slot.write(planned.cold[begin : begin + _CHUNK])
+        blob, copied = planned.blob, planned.cold
+        if copied is not None and self._store.has_hot(blob.digest):
+            try:
+                cold = self._store.open_cold(*blob)
+                cold.check(lambda _: self._workers.report(0, planned.label))
+            except (BlobMissing, BlobDamaged):
+                copied = None
+        if copied is not None:
+            for begin in range(0, len(copied), _CHUNK):
+                slot.write(copied[begin : begin + _CHUNK])
                 self._workers.report(0, planned.label)
             self._workers.report(blob.size, planned.label)
             return True
@@ -240,17 +246,6 @@ class _ArchiveWriter:
             return True
         slot.clear()
         return False
-
-    def _is_usable(self, planned: PlannedMember) -> bool:
-        """Return whether to copy the cold form: always, unless it is damaged and the blob is hot too."""
-        if not self._store.has_hot(planned.blob.digest):
-            return True
-        try:
-            cold = self._store.open_cold(*planned.blob)
-            cold.check(lambda _: self._workers.report(0, planned.label))
-        except (BlobMissing, BlobDamaged):
-            return False
-        return True
 
     def _compress_again(self, planned: PlannedMember, slot: OrderedSlot) -> None:
         """Compress a cold blob without its base, which is not in the archive."""
@@ -273,36 +268,31 @@ class _ArchiveWriter:
         Raises:
             BlobDamaged: it is not the blob.
         """
+        data = written.slot.read_back()
         if written.is_raw:
             digester = Digester()
-            for chunk in self._chunks(written.slot.read_back(), planned.label):
+            for chunk in self._chunks(data, planned.label):
                 digester.update(chunk)
             if digester.digest() == written.slot.digest == planned.blob.digest:
                 return None
         else:
             with contextlib.suppress(ColdDamaged):
-                return self._verify_cold(planned, written)
+                cold, base = ColdBlobDecoder(data), None
+                if cold.table.base is not None:
+                    base = self._written[cold.table.base.digest]
+                    cold.give_base(
+                        BaseBlob.hot(base.slot.read_back(), cold.table.base.digest)
+                        if base.is_raw
+                        else ColdBlobDecoder(base.slot.read_back()).as_base()
+                    )
+                for piece in cold.pieces():
+                    self._workers.report(len(piece), planned.label)
+                return None if base is None else base.number
         # If the store is damaged, report that.
         self._store.check_digest(*planned.blob)
         if planned.base is not None:
             self._store.check_digest(*planned.base)
         raise BlobDamaged(f"blob {planned.blob.digest} does not match its digest after packing")
-
-    def _verify_cold(self, planned: PlannedMember, written: _WrittenBlob) -> int | None:
-        """Decode a cold blob, against its base in the archive; return the number of that."""
-        cold = ColdBlobDecoder(written.slot.read_back())
-        number = None
-        if cold.table.base is not None:
-            base = self._written[cold.table.base.digest]
-            data, number = base.slot.read_back(), base.number
-            cold.give_base(
-                BaseBlob.hot(data, cold.table.base.digest)
-                if base.is_raw
-                else ColdBlobDecoder(data).as_base()
-            )
-        for piece in cold.pieces():
-            self._workers.report(len(piece), planned.label)
-        return number
 
     def _chunks(self, data: memoryview, label: str) -> Iterator[memoryview]:
         """Yield and report bytes, chunk by chunk."""

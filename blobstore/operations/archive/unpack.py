@@ -213,17 +213,12 @@ def _publish(store: LocalStore, models: Sequence[ArchivedModel]) -> None:
     """Give the models their names: all of them, or none if one fails."""
     with contextlib.ExitStack() as undo:
         for model in models:
-            undo.callback(_restore, store, model, _current_manifest(store, model.reference))
+            before = None
+            with contextlib.suppress(BlobstoreError):  # no such name, or damaged
+                before = store.read_manifest(model.reference)
+            undo.callback(_restore, store, model, before)
             store.place(model.reference, model.data, model.manifest.blobs)
         undo.pop_all()
-
-
-def _current_manifest(store: LocalStore, reference: Reference) -> bytes | None:
-    """Return the manifest that a name has; None if it has none that can be read."""
-    try:
-        return store.read_manifest(reference)
-    except BlobstoreError:
-        return None
 
 
 def _restore(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
