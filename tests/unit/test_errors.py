@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore import errors
 from blobstore.errors import BlobstoreError, InvalidHeader, TensorNotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CLASSES: list[type[BlobstoreError]] = [
     item
@@ -63,8 +68,11 @@ def test_an_error_can_be_placed_and_keeps_its_class(kind: type[BlobstoreError]) 
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_error_can_be_copied(kind: type[BlobstoreError]) -> None:
-    error = copy.copy(kind("message"))
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_can_be_copied_and_pickled(
+    kind: type[BlobstoreError], copied: Callable[[BlobstoreError], BlobstoreError]
+) -> None:
+    error = copied(kind("message"))
     assert type(error) is kind
     assert str(error) == "message"
 
@@ -74,3 +82,9 @@ def test_what_python_has_a_class_for_can_be_caught_as_that() -> None:
     assert issubclass(TensorNotFound, KeyError)
     assert issubclass(errors.UnsupportedDType, TypeError)
     assert not issubclass(InvalidHeader, ValueError)
+
+
+def test_the_digest_of_a_damaged_blob_is_pickled() -> None:
+    error = errors.BlobDamaged("damaged")
+    error.digest = "sha256:0"
+    assert pickle.loads(pickle.dumps(error)).digest == "sha256:0"

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
-from blobstore.store.local import LocalStore
+from blobstore.ingest import Ingested
+from blobstore.local import LocalStore
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -318,7 +320,7 @@ def test_a_slow_disk_takes_few_descriptors(
 
 PUT_MANY = """
 import sys
-from blobstore.store.local import LocalStore
+from blobstore.local import LocalStore
 with LocalStore(sys.argv[1]).ingest() as ingest:
     print("ready", flush=True)
     sys.stdin.readline()
@@ -357,3 +359,69 @@ def test_what_is_found_is_held_until_the_end(store: LocalStore) -> None:
         with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):
             ingest.find(added.digest, 5)
     assert store.read_leases().digests == set()
+
+
+# Worker processes
+
+
+def test_an_import_adopts_and_publishes_the_blobs_of_a_worker(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        worker = store.join_ingest(ingest.name)
+        item = worker.add(3, lambda: [b"abc"])
+        assert item.written
+        assert [path.name for path in temporary(store)] == [item.file]
+        assert item.file.rpartition("-")[0] == ingest.name  # by which gc knows that it is in use
+        assert item.digest in store.read_leases().digests
+        assert blobs(store) == {}
+        ingest.adopt(item)
+        ingest.publish()
+        worker.close()
+    assert blobs(store) == {item.digest.file_name: b"abc"}
+    assert temporary(store) == []
+
+
+def test_a_worker_leases_the_blobs_that_it_finds(store: LocalStore) -> None:
+    digest = put(store, b"abc")
+    with store.ingest() as ingest:
+        with contextlib.closing(store.join_ingest(ingest.name)) as worker:
+            assert worker.add(3, lambda: [b"abc"]) == Ingested(digest, 3, written=False)
+        assert digest in store.read_leases().digests
+
+
+def test_an_import_removes_the_blobs_of_a_worker_that_it_did_not_adopt(store: LocalStore) -> None:
+    with store.ingest() as ingest, contextlib.closing(store.join_ingest(ingest.name)) as worker:
+        worker.add(3, lambda: [b"abc"])
+    assert temporary(store) == []
+
+
+def test_a_worker_leaves_no_file_once_the_import_has_ended(store: LocalStore) -> None:
+    ended = contextlib.ExitStack()
+    ingest = ended.enter_context(store.ingest())
+
+    def pieces() -> Iterator[bytes]:
+        yield b"a"
+        ended.close()
+        yield b"b"
+
+    with contextlib.closing(store.join_ingest(ingest.name)) as worker:
+        with pytest.raises(Cancelled, match="the import was stopped"):
+            worker.add(2, pieces)
+        assert worker.has_ended
+        with pytest.raises(Cancelled):
+            worker.add(2, lambda: [b"ab"])
+    with pytest.raises(Cancelled):
+        store.join_ingest(ingest.name)
+    assert temporary(store) == []
+
+
+def test_a_worker_is_an_error_if_its_blob_cannot_be_synced(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.ingest() as ingest, contextlib.closing(store.join_ingest(ingest.name)) as worker:
+        with monkeypatch.context() as patched:
+            break_sync(patched, stat.S_ISREG)
+            with pytest.raises(OSError, match="Input/output error"):
+                worker.add(3, lambda: [b"abc"])
+        ingest.publish()
+    assert blobs(store) == {}
+    assert temporary(store) == []

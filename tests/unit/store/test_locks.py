@@ -16,7 +16,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
-from blobstore.store.local import LocalStore
+from blobstore.local import LocalStore
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ A, B, C = (Digest.of(name) for name in (b"a", b"b", b"c"))
 HOLD = """
 import sys, time
 from blobstore.core.digest import Digest
-from blobstore.store.local import LocalStore
+from blobstore.local import LocalStore
 store = LocalStore(sys.argv[1])
 with getattr(store._locks, sys.argv[2])() as lease:
     if lease is not None:
@@ -263,3 +263,22 @@ def test_a_lease_waits_for_who_looks_whether_it_is_locked(
         lease.hold([A])
         assert not refusals
         assert store.read_leases().digests == {A}
+
+
+def test_a_forked_process_does_not_keep_leases_alive(store: LocalStore) -> None:
+    lease = store.lease()
+    lease.hold([A])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # waits until the end of the test, as a worker process does that lost its parent
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    assert A in store.read_leases().digests
+    os.close(lease._descriptor)  # as the system does when the process is killed
+    assert [path.name for path in store.read_leases().dead] == [lease.name]
+    lease._descriptor = os.open(os.devnull, os.O_RDONLY)
+    lease.close()
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
