@@ -31,7 +31,7 @@ PolicyName = Literal["recommended", "uniform"]
     type=click.Choice(["packed", "stacked"]),
     default="packed",
     show_default=True,
-    help="Keep a layer's experts as they are in one blob, or join them to one tensor a projection.",
+    help="Keep the experts of a layer as they are in one blob, or join them to one tensor per projection.",
 )
 @click.option(
     "--quantize",
@@ -43,43 +43,45 @@ PolicyName = Literal["recommended", "uniform"]
     "--group-size",
     type=int,
     metavar="N",
-    help="Elements that share a scale: 32, 64 or 128 for int4 and int8.",
+    help="Elements per scale: 32, 64 or 128 for int4 and int8.",
 )
 @click.option(
     "--policy",
     type=click.Choice(["recommended", "uniform"]),
     default="recommended",
     show_default=True,
-    help="Keep or promote to 8 bits what suffers most, or give all matrices the type.",
+    help="Keep the most sensitive tensors or promote them to 8 bits, or quantize all matrices.",
 )
 @click.option(
     "--quantize-override",
     "overrides",
     metavar="GLOB=TYPE",
     multiple=True,
-    help="The type of the tensors that match, none to keep them; the last that matches decides.",
+    help="Type of the tensors that match, or none to keep them. The last match decides.",
 )
 @click.option(
     "--weights",
     metavar="PATTERN",
-    help="File names of the weights, where a folder holds several sets.",
+    help="File names of the weights, if a folder has several sets.",
 )
 @click.option(
-    "--ignore-unindexed", is_flag=True, help="Leave out tensors that the index does not name."
+    "--ignore-unindexed", is_flag=True, help="Skip tensors that the weight index does not name."
 )
 @click.option(
-    "--subtree", metavar="PATH", help="The part of a PyTorch checkpoint; '.' is all of it."
+    "--subtree",
+    metavar="PATH",
+    help="Part of a PyTorch checkpoint to import; '.' is the whole checkpoint.",
 )
 @click.option(
     "--list",
     "is_list",
     is_flag=True,
-    help="Print the parts of a PyTorch checkpoint that --subtree can choose; write nothing.",
+    help="Print the parts of a PyTorch checkpoint for --subtree; write nothing.",
 )
 @click.option(
-    "--keep-names", is_flag=True, help="Keep the names and the order of rows of Meta's Llamas."
+    "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llama."
 )
-@click.option("--paranoid", is_flag=True, help="Hash the blobs again that the store has already.")
+@click.option("--paranoid", is_flag=True, help="Hash blobs that the store already has.")
 @jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @json_option
@@ -105,8 +107,9 @@ def command(
     """Import SOURCE into the store under NAME.
 
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
-    Meta's Llamas, or the id of a Hub repository (org/name, or hf://org/name@revision). NAME is [host/][namespace/]model[:tag]. Blobs that the
-    store has already are not written again; the name appears last, when all of it is safe on disk.
+    Meta's Llama, or the id of a Hub repository (org/name, or hf://org/name@revision). NAME is
+    [host/][namespace/]model[:tag]. Blobs that the store already has are not rewritten. The name
+    appears last, when everything else is safely on disk.
     """
     if is_list:
         from blobstore.cli.inspect import show_parts
@@ -256,7 +259,7 @@ def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
     after = sum(row.bytes_after for row in decisions)
     bits = after * 8 / max(sum(row.elements for row in decisions), 1)
     render.show(
-        f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits a weight"
+        f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits per weight"
     )
 
 

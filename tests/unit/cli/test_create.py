@@ -21,7 +21,7 @@ def blob_bytes(store: LocalStore) -> int:
     return sum(path.stat().st_size for path in store.folder("blobs").iterdir())
 
 
-def test_tells_what_was_written(store: LocalStore, dense: Path) -> None:
+def test_reports_what_was_written(store: LocalStore, dense: Path) -> None:
     created = run_json("create", dense, "dense")
 
     assert created["name"] == "dense:latest"
@@ -32,7 +32,7 @@ def test_tells_what_was_written(store: LocalStore, dense: Path) -> None:
     assert created["seconds"] >= 0
 
 
-def test_tells_that_all_was_there_already(stored: LocalStore, dense: Path) -> None:
+def test_reports_that_everything_existed_already(stored: LocalStore, dense: Path) -> None:
     created = run_json("create", dense, "again")
 
     assert created["bytes_written"] == 0
@@ -49,7 +49,7 @@ def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: P
     assert result.stderr == ""
 
 
-def test_makes_the_store_that_is_named(tmp_path: Path, store: LocalStore, dense: Path) -> None:
+def test_creates_the_given_store(tmp_path: Path, store: LocalStore, dense: Path) -> None:
     assert run("create", dense, "dense", "--store", tmp_path / "other" / "deep").exit_code == 0
 
     assert run_json("list", "--store", tmp_path / "other" / "deep")["models"]
@@ -57,7 +57,7 @@ def test_makes_the_store_that_is_named(tmp_path: Path, store: LocalStore, dense:
 
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
-def test_takes_the_form_of_experts(store: LocalStore, moe: Path, form: str) -> None:
+def test_accepts_the_form_of_experts(store: LocalStore, moe: Path, form: str) -> None:
     created = run_json("create", moe, "moe", "--experts", form, "--jobs", 3)
     shown = run_json("show", "moe")
 
@@ -86,7 +86,7 @@ def test_chooses_weights_by_pattern(store: LocalStore, dense: Path) -> None:
     assert run_json("create", dense, "m", "--weights", "model*")["tensors"] == 9
 
 
-def test_leaves_out_what_no_index_names_when_asked(store: LocalStore, moe: Path) -> None:
+def test_skips_tensors_that_the_index_does_not_name_if_requested(store: LocalStore, moe: Path) -> None:
     path = moe / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     del index["weight_map"]["model.layers.0.mlp.gate.weight"]
@@ -98,7 +98,7 @@ def test_leaves_out_what_no_index_names_when_asked(store: LocalStore, moe: Path)
 
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
-def test_a_dry_run_prints_what_would_be_made(store: LocalStore, moe: Path, form: str) -> None:
+def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> None:
     planned = run_json("create", moe, "moe", "--experts", form, "--dry-run")
     text = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
     assert not store.root.exists()
@@ -137,7 +137,7 @@ def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_a_name_that_differs_in_case_only_is_refused(
+def test_rejects_a_name_that_differs_only_in_case(
     stored: LocalStore, dense: Path, more: list[str]
 ) -> None:
     result = run("create", dense, "Dense", *more)
@@ -146,7 +146,7 @@ def test_a_name_that_differs_in_case_only_is_refused(
     assert "differs only in case" in result.stderr
 
 
-def test_a_file_in_the_place_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
+def test_a_file_at_the_path_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
     store.root.write_bytes(b"")
 
     assert run("create", dense, "dense").exit_code == 1
@@ -164,7 +164,7 @@ def bf16(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "bf16", quantizable_tensors())
 
 
-def test_quantizes_to_the_type_that_is_asked_for(store: LocalStore, bf16: Path) -> None:
+def test_quantizes_to_the_requested_type(store: LocalStore, bf16: Path) -> None:
     options = ("--quantize", "Q4", "--group-size", 64, "--policy", "uniform")
     override = ("--quantize-override", "lm_head*=none")
     assert run("create", bf16, "m", *options, *override).exit_code == 0
@@ -185,12 +185,12 @@ def test_a_dry_run_prints_every_decision_with_its_reason(store: LocalStore, bf16
     row = f"{LAYER}.self_attn.q_proj.weight BF16 int4 g32 32.8 kB 10.2 kB requested type"
     assert " ".join(rows[f"{LAYER}.self_attn.q_proj.weight"].split()) == row
     assert " ".join(rows["model.embed_tokens.weight"].split()).endswith(" embedding")
-    assert printed[-2].endswith(" bits a weight")
+    assert printed[-2].endswith(" bits per weight")
     assert printed[-1].endswith("; nothing was written")
     assert not store.root.exists()
 
 
-def test_a_dry_run_s_decisions_are_what_is_then_made(store: LocalStore, bf16: Path) -> None:
+def test_an_import_follows_the_decisions_of_a_dry_run(store: LocalStore, bf16: Path) -> None:
     options = ("--quantize", "nvfp4", "--experts", "stacked")
     planned = run_json("create", bf16, "m", *options, "--dry-run")
     run_json("create", bf16, "m", *options)
@@ -221,7 +221,7 @@ def test_a_dry_run_s_decisions_are_what_is_then_made(store: LocalStore, bf16: Pa
         (["--quantize", "int4", "--policy", "best"], "--policy"),
     ],
 )
-def test_a_request_that_means_nothing_is_a_usage_error(
+def test_invalid_options_are_usage_errors(
     store: LocalStore, bf16: Path, options: list[str], what: str, more: list[str]
 ) -> None:
     result = run("create", bf16, "m", *options, *more)
@@ -231,7 +231,7 @@ def test_a_request_that_means_nothing_is_a_usage_error(
     assert not store.root.exists()
 
 
-def test_numbers_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path: Path) -> None:
+def test_values_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path: Path) -> None:
     tensors = quantizable_tensors()
     tensors["lm_head.weight"][3, 5] = float("nan")
     folder = write_folder(tmp_path / "model", tensors)
@@ -259,7 +259,7 @@ def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
     assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
 
 
-def test_imports_the_part_of_a_checkpoint_that_is_chosen(
+def test_imports_the_requested_part_of_a_checkpoint(
     store: LocalStore, checkpoint: Path
 ) -> None:
     assert run_json("create", checkpoint, "e", "--subtree", "ema")["tensors"] == 2
@@ -284,19 +284,19 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
     assert not store.root.exists()
 
 
-def test_a_part_is_of_a_checkpoint_only(store: LocalStore, dense: Path) -> None:
+def test_rejects_a_part_of_anything_but_a_checkpoint(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "m", "--subtree", "model")
     assert result.exit_code == 2
     assert "so it has no parts for --subtree" in result.stderr
 
 
-def test_names_are_kept_of_metas_folders_only(store: LocalStore, dense: Path) -> None:
+def test_rejects_keeping_the_names_of_other_folders_than_metas(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "m", "--keep-names")
     assert result.exit_code == 2
     assert "is not a Meta Llama folder" in result.stderr
 
 
-def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": os.getcwd}, tmp_path / "x.pt")
     result = run("create", tmp_path / "x.pt", "m")
     assert result.exit_code == 4
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_asks_for_code_changes_nothing(store: LocalStore, tmp_
     assert not store.folder("blobs").exists()
 
 
-def test_a_paranoid_import_reads_again_what_is_there(stored: LocalStore, dense: Path) -> None:
+def test_a_paranoid_import_hashes_existing_blobs(stored: LocalStore, dense: Path) -> None:
     assert run("create", dense, "again", "--paranoid").exit_code == 0
     path = blob_path(stored, "merges.txt", "dense")
     flip(path)
