@@ -86,7 +86,9 @@ def test_chooses_weights_by_pattern(store: LocalStore, dense: Path) -> None:
     assert run_json("create", dense, "m", "--weights", "model*")["tensors"] == 9
 
 
-def test_skips_tensors_that_the_index_does_not_name_if_requested(store: LocalStore, moe: Path) -> None:
+def test_skips_tensors_that_the_index_does_not_name_if_requested(
+    store: LocalStore, moe: Path
+) -> None:
     path = moe / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     del index["weight_map"]["model.layers.0.mlp.gate.weight"]
@@ -259,9 +261,7 @@ def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
     assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
 
 
-def test_imports_the_requested_part_of_a_checkpoint(
-    store: LocalStore, checkpoint: Path
-) -> None:
+def test_imports_the_requested_part_of_a_checkpoint(store: LocalStore, checkpoint: Path) -> None:
     assert run_json("create", checkpoint, "e", "--subtree", "ema")["tensors"] == 2
     assert run_json("create", checkpoint, "all", "--subtree", ".")["tensors"] == 3
     assert [row["name"] for row in run_json("show", "all")["tensors"]] == [
@@ -290,13 +290,17 @@ def test_rejects_a_part_of_anything_but_a_checkpoint(store: LocalStore, dense: P
     assert "so it has no parts for --subtree" in result.stderr
 
 
-def test_rejects_keeping_the_names_of_other_folders_than_metas(store: LocalStore, dense: Path) -> None:
+def test_rejects_keeping_the_names_of_other_folders_than_metas(
+    store: LocalStore, dense: Path
+) -> None:
     result = run("create", dense, "m", "--keep-names")
     assert result.exit_code == 2
     assert "is not a Meta Llama folder" in result.stderr
 
 
-def test_a_checkpoint_that_would_run_code_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_changes_nothing(
+    store: LocalStore, tmp_path: Path
+) -> None:
     torch.save({"a": torch.ones(1), "b": os.getcwd}, tmp_path / "x.pt")
     result = run("create", tmp_path / "x.pt", "m")
     assert result.exit_code == 4

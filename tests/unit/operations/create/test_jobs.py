@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,13 @@ NAME = Reference.parse("m")
 @pytest.fixture(scope="module", params=["threads", "fork", "spawn", "dask"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "dask":
-        options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 2}
-        with LocalCluster(dashboard_address=None, **options) as cluster, Client(cluster) as client:
-            yield client.get_executor()
+        with warnings.catch_warnings(action="ignore"):  # of Dask itself, about its sockets
+            cluster = LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None)
+            client = Client(cluster)
+        yield client.get_executor()
+        with warnings.catch_warnings(action="ignore"):
+            client.close()
+            cluster.close()
     elif request.param == "threads":
         with ThreadPoolExecutor(2) as pool:
             yield pool
