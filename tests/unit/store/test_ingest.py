@@ -16,8 +16,8 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
-from blobstore.ingest import Ingested
-from blobstore.local import LocalStore
+from blobstore.store.ingest import Ingested
+from blobstore.store.local import LocalStore
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def test_a_slow_disk_takes_few_descriptors(
 
 PUT_MANY = """
 import sys
-from blobstore.local import LocalStore
+from blobstore.store.local import LocalStore
 with LocalStore(sys.argv[1]).ingest() as ingest:
     print("ready", flush=True)
     sys.stdin.readline()

@@ -16,7 +16,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
-from blobstore.local import LocalStore
+from blobstore.store.local import LocalStore
 from tests.support import sandbox
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ A, B, C = (Digest.of(name) for name in (b"a", b"b", b"c"))
 HOLD = """
 import sys, time
 from blobstore.core.digest import Digest
-from blobstore.local import LocalStore
+from blobstore.store.local import LocalStore
 store = LocalStore(sys.argv[1])
 with getattr(store._locks, sys.argv[2])() as lease:
     if lease is not None:
