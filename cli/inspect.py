@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.state_dict import Subtree
 
 
-@click.command("inspect", short_help="Tell what is in a PyTorch checkpoint, running none of it.")
+@click.command(
+    "inspect", short_help="Show the contents of a PyTorch checkpoint without executing it."
+)
 @click.argument("file")
 @click.option("--subtree", metavar="PATH", help="List the tensors below these keys.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
@@ -27,10 +29,9 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context, file: str, subtree: str | None, with_tensors: bool, as_json: bool
 ) -> None:
-    """Tell what the PyTorch checkpoint FILE contains, and every global that its pickles ask for.
+    """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
-    Nothing of the file is run, and a file that create would refuse is told about too; the exit code
-    is then 4.
+    No code of the file is executed. Files that create would refuse are shown too, with exit code 4.
     """
     from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
@@ -44,7 +45,7 @@ def command(
 
 
 def show_parts(file: str, *, as_json: bool) -> None:
-    """Print the parts of a checkpoint that ``--subtree`` can choose."""
+    """Print the parts of a checkpoint that ``--subtree`` can name."""
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
     with open_checkpoint(file) as checkpoint:
@@ -75,7 +76,7 @@ def _sections(inspected: Inspection, *, with_tensors: bool) -> Iterator[str]:
 
 
 def _parts_table(subtrees: Sequence[Subtree]) -> str:
-    """Return the parts of a checkpoint that ``--subtree`` can choose."""
+    """Return the parts of a checkpoint that ``--subtree`` can name."""
     rows = [(render.cell(part.path), f"{part.tensors:,}") for part in subtrees]
     return render.table(("PART", "TENSORS"), rows, right=(1,))
 

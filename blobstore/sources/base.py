@@ -1,4 +1,4 @@
-"""What every source of tensors offers."""
+"""The interface of all sources of tensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ KEPT_FILES = (
     "NOTICE*",
     "USE_POLICY*",
 )
-"""Patterns of the small files that a runtime or its user needs. Code is kept, and never run."""
-MAX_FILE_DEPTH = 3
-"""Parts of a kept file's name: ``folder/folder/file`` at most."""
+"""Patterns of the small files that runtimes or users need. Code is kept, and never executed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +48,12 @@ DEFAULT_OPTIONS = SourceOptions()
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A small file to keep: its checked name (``file`` or ``folder/file``) and where it is."""
+    """A small file to keep: its checked name (``file`` or ``folder/file``) and its path."""
 
     name: str
     path: Path
     content: bytes | None = None
-    """Its content if it was made, and ``path`` is what from."""
+    """The content of a generated file. ``path`` is then the file that it was generated from."""
 
 
 class Shard(Protocol):
@@ -66,7 +64,7 @@ class Shard(Protocol):
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors, in the order in which their bytes lie in the file."""
+        """The tensors, in the order of their bytes in the file."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :meth:`TensorSource.read`."""
@@ -78,13 +76,13 @@ class Shard(Protocol):
 class TensorSource(Protocol):
     """A checkpoint being read.
 
-    Opening one has read and checked all headers, so that nothing is written for a source that is
-    not whole. Reading is safe from any number of threads.
+    All headers are read and checked when a source is opened, so that nothing is written for an
+    incomplete one. Any number of threads may read at once.
     """
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors, in the order in which their bytes lie in the files."""
+        """The tensors, in the order of their bytes in the files."""
 
     @property
     def files(self) -> Sequence[SourceFile]:
@@ -92,24 +90,24 @@ class TensorSource(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The decoded ``config.json``, empty where there is none that can be read."""
+        """The decoded ``config.json``; empty if there is none or it cannot be read."""
 
     @property
     def notices(self) -> Sequence[str]:
-        """What a person should know: files left out, checks not possible. One line each."""
+        """Remarks for users, one line each: files that are left out, checks that are not possible."""
 
     @property
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in pieces, each in ``buffer`` until the next is asked for.
+        """Yield the bytes of a tensor in pieces, each in ``buffer`` and valid until the next one.
 
-        Bytes are read, not mapped: a file that shrinks while it is read is then an error and not
-        a killed process.
+        Bytes are read, not mapped: a file that shrinks while it is read raises an error, and does
+        not kill the process.
 
         Raises:
-            DamagedSource: the file ended before the tensor did, or could not be read.
+            DamagedSource: the file ended before the tensor, or cannot be read.
         """
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Repositories of the Hugging Face Hub, fetched through its own client and proved whole.
+"""Downloads repositories of the Hugging Face Hub through its own client, and verifies them.
 
-The client decides about tokens, cache, offline mode and endpoint, as its users know them. It does not
-compare what it received with what the Hub promised: a damaged body of the right length is
-accepted and filed under the name of the digest that it should have. So every file is compared here with
-the listing of the exact commit: sha256 for large files, git's sha1 for small ones.
+Tokens, cache, offline mode and endpoint are those of the client, as its users know them. The client
+does not verify what it receives: it accepts a damaged body of the right length, and caches it under
+the digest that it should have. So each file is compared here with the listing of the exact commit:
+sha256 for large files, git's sha1 for small ones.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import glob
 import hashlib
 import os
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from blobstore.core.escape import escape, quote
-from blobstore.core.progress import Meter
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
-from blobstore.sources.base import KEPT_FILES, MAX_FILE_DEPTH
+from blobstore.manifests.file_names import MAX_DEPTH
+from blobstore.sources.base import KEPT_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,22 +32,29 @@ if TYPE_CHECKING:
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
-# What git allows in a reference, so that a revision is no way out of the client's cache.
+# The references that git allows, so that a revision cannot lead out of the client's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": _COMMIT}
 _WANTED = ("*.safetensors", *KEPT_FILES)
-_MAX_REPO, _DOWNLOADS, _CHECKS = 96, 4, 2  # the first is the client's own bound
+_MAX_REPO = 96
+"""The client's own limit."""
+_DOWNLOADS = 4
+"""Threads that download."""
+_CHECKS = 2
+"""Threads that hash files."""
 _CHUNK = 1 << 20
-# By name, as the client is not imported yet; the nearest base of an error decides.
+# By class name, because the client is not imported yet. The nearest base of an error counts.
 _TEXTS = {
     "GatedRepoError": "{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN",
-    "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or set HF_TOKEN",
+    "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or "
+    "set HF_TOKEN",
     "RevisionNotFoundError": "{name}: no such revision on the Hub",
-    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached and the cache does not hold it whole; check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
+    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached, and the cache has not all of its "
+    "files; check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
     "HfHubHTTPError": "{name}: the Hub answered with status {status}; {advice}",
     "HFValidationError": "not a Hub id: {name}",
-    "Exception": "{name}: fetching failed: {reason}; check the network and try again",
+    "Exception": "{name}: the download failed: {reason}; check the network and try again",
 }
 _KINDS: dict[str, type[BlobstoreError]] = {
     "RepositoryNotFoundError": SourceNotFound,
@@ -59,7 +65,7 @@ _KINDS: dict[str, type[BlobstoreError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSnapshot:
-    """A repository at one commit, in the client's cache."""
+    """A repository at one commit in the client's cache."""
 
     folder: Path
     repo: str
@@ -79,9 +85,9 @@ class _Listed:
 
 
 def is_hub_id(text: str) -> bool:
-    """Tell whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``.
+    """Return whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``.
 
-    The Hub's oldest repositories have one part; they need the ``hf://``, as a bare word is a path.
+    The Hub's oldest repositories have a name of one part. They need ``hf://``: a bare word is a path.
     """
     name = text.partition("@")[0]
     repo = name.removeprefix(SCHEME)
@@ -93,7 +99,7 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
     """Return the repository and the revision, None for the default branch.
 
     Raises:
-        UsageError: ``text`` is no Hub id.
+        UsageError: ``text`` is not a Hub id.
     """
     repo, at, revision = text.removeprefix(SCHEME).partition("@")
     if not is_hub_id(text) or (at and not _REVISION.fullmatch(revision)):
@@ -104,17 +110,17 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
 
 
 def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
-    """Fetch the files of a repository that a store keeps, and check them against its listing.
+    """Download the files of a repository that a store keeps, and verify them against its listing.
 
-    Files that the client's cache has are not fetched again, but they are checked. Without the Hub
-    (offline mode, no network) the cached snapshot is used, compared with the listing that the client
-    cached; a notice says so if there is none.
+    Files in the client's cache are verified, but not downloaded again. Without the Hub (offline mode,
+    no network) the cached snapshot is used and compared with the listing that the client cached; if
+    there is none, a notice says so.
 
     Raises:
-        UsageError: ``text`` is no Hub id.
-        SourceNotFound: there is no such repository or revision.
-        SourceError: access is denied, or the Hub cannot be reached and the cache does not help.
-        DamagedSource: a file is not what the listing says.
+        UsageError: ``text`` is not a Hub id.
+        SourceNotFound: the repository or the revision does not exist.
+        SourceError: access is denied, or the Hub cannot be reached and the cache is incomplete.
+        DamagedSource: a file does not match the listing.
     """
     repo, revision = parse_hub_id(text)
     with _client_errors(repo, revision):
@@ -127,19 +133,21 @@ def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
     if listed is not None:
         _check(folder, repo, listed, progress)
         return HubSnapshot(folder=folder, repo=repo, revision=folder.name)
-    what = f"the Hub could not be asked: {_name(repo, revision)} was taken from the cache"
-    notices = (f"{what}, its files not compared with the Hub's listing",)
-    return HubSnapshot(folder=folder, repo=repo, revision=folder.name, notices=notices)
+    notice = (
+        f"the Hub cannot be reached: {_name(repo, revision)} is read from the cache, without "
+        "comparing its files with the Hub's listing"
+    )
+    return HubSnapshot(folder=folder, repo=repo, revision=folder.name, notices=(notice,))
 
 
 def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
-    """Return the commit and its wanted files; None if the Hub cannot be asked."""
+    """Return the commit and its wanted files; None if the Hub cannot be reached."""
     import httpx2
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     api = HfApi()
-    # Without a timeout of ours, the client waits for ever on a Hub that takes the connection only.
+    # Without a timeout, the client waits forever for a Hub that accepts connections and is silent.
     wait = constants.HF_HUB_ETAG_TIMEOUT
     try:
         commit = api.model_info(repo, revision=revision, timeout=wait).sha
@@ -150,16 +158,16 @@ def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
     except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException):
         return None
     except HfHubHTTPError:
-        raise  # some are ValueErrors, and all say more than the next clause
+        raise  # some are ValueErrors, but their own message is better
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SourceError(
-            f"{_name(repo, revision)}: what answered is not the Hub, or its listing is malformed; "
+            f"{_name(repo, revision)}: the server is not the Hub, or its listing is malformed; "
             "check HF_ENDPOINT, HF_TOKEN and the network"
         ) from error
 
 
 def _wanted(tree: Iterable[Any]) -> list[_Listed]:
-    """Return the files of a listing that a store keeps: checkpoints where nothing better is."""
+    """Return the files of a listing that a store keeps: checkpoints only without safetensors."""
     from huggingface_hub import RepoFile
 
     files = [item for item in tree if isinstance(item, RepoFile)]
@@ -168,7 +176,7 @@ def _wanted(tree: Iterable[Any]) -> list[_Listed]:
 
 
 def _listed(item: Any) -> _Listed:
-    """Return a listed file, checked (ValueError): the client takes any JSON for size and digest."""
+    """Return a listed file, checked (ValueError): the client accepts any JSON as size and digest."""
     large = item.lfs
     size, algorithm, digest = (
         (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
@@ -180,7 +188,7 @@ def _listed(item: Any) -> _Listed:
 
 def _is_wanted(path: str, safe: set[str]) -> bool:
     *folders, name = path.split("/")
-    if len(folders) >= MAX_FILE_DEPTH or not {"", ".", ".."}.isdisjoint((*folders, name)):
+    if len(folders) >= MAX_DEPTH or not {"", ".", ".."}.isdisjoint((*folders, name)):
         return False
     wanted = _WANTED if "/".join(folders) in safe else (*_WANTED, "*pytorch_model*.bin")
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
@@ -193,7 +201,7 @@ def _fetch(
     listed: Sequence[_Listed],
     progress: Progress | None,
 ) -> Path:
-    """Bring the listed files into the client's cache; return the folder of the snapshot."""
+    """Download the listed files to the client's cache; return the folder of the snapshot."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub import try_to_load_from_cache as cached
     from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -201,22 +209,21 @@ def _fetch(
     if not listed:
         raise SourceError(f"{_name(repo, revision)} has no files that a store keeps")
     missing = [it for it in listed if not isinstance(cached(repo, it.name, revision=commit), str)]
-    meter = Meter(progress, sum(file.size for file in missing))
+    pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
 
-    def fetch(file: _Listed, stop: threading.Event) -> None:
-        count = _FileCount(meter, file, stop)
+    def fetch(file: _Listed) -> None:
+        count = _FileCount(pool, file)
         try:
             hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
         except RemoteEntryNotFoundError as error:
-            wrong = "the Hub lists it, but does not serve it; name another revision"
             raise DamagedSource(
-                f"file {quote(file.name)} of {_name(repo, commit)}: {wrong}"
+                f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
+                "serve it; choose another revision"
             ) from error
         count.add(file.size)
 
-    for _ in _each(fetch, missing, _DOWNLOADS):
-        pass
-    # All is cached by now; this leaves the branch's commit and listing there for offline use.
+    pool.run(missing, fetch)
+    # All files are cached now. This caches the commit and the listing of the branch as well.
     first, quiet = listed[0].name, _bar_class(None)
     snapshot_download(
         repo, revision=revision, allow_patterns=[glob.escape(first)], tqdm_class=quiet
@@ -225,33 +232,27 @@ def _fetch(
     return Path(path).parents[first.count("/")]
 
 
-class _Stopped(Exception):
-    """Ends a thread whose result nobody waits for."""
-
-
 class _FileCount:
-    """Counts the bytes of one file towards a meter, and never more than it has.
+    """Reports the bytes of one file, and never more than it has.
 
-    The client reports no bytes that are cached under another name, and some twice after a retry.
+    The client does not report bytes that are cached under another name, and reports some twice after
+    a retry.
     """
 
-    def __init__(self, meter: Meter, file: _Listed, stop: threading.Event) -> None:
-        self._meter = meter
+    def __init__(self, pool: WorkerPool, file: _Listed) -> None:
+        self._pool = pool
         self._size = file.size
         self._what = f"fetching {escape(file.name)}"
-        self._stop = stop
         self._seen = 0
 
     def add(self, count: int) -> None:
-        if self._stop.is_set():
-            raise _Stopped
         seen = min(max(self._seen + count, 0), self._size)
-        self._meter.add(seen - self._seen, self._what)
+        self._pool.report(seen - self._seen, self._what)
         self._seen = seen
 
 
 def _bar_class(count: _FileCount | None) -> Any:
-    """Return what the client takes for a progress bar: it reports to ``count``, prints nothing."""
+    """Return a progress bar class for the client that reports to ``count`` and prints nothing."""
 
     class Bar:
         n = 0
@@ -274,7 +275,7 @@ def _bar_class(count: _FileCount | None) -> Any:
                 count.add(int(step))
 
         def update_transfer(self, step: float | None = 1) -> None:
-            """Count nothing: a class without this gets a second bar for the bytes on the wire."""
+            """Count nothing. Without this method, the client adds a bar for the bytes on the wire."""
 
     return Bar
 
@@ -283,32 +284,30 @@ def _check(folder: Path, repo: str, listed: Sequence[_Listed], progress: Progres
     """Compare every file with the listing."""
     from huggingface_hub import constants
 
-    meter = Meter(progress, sum(file.size for file in listed))
+    pool = WorkerPool(_CHECKS, progress, sum(file.size for file in listed))
     cache = os.path.realpath(constants.HF_HUB_CACHE)
 
-    def check(file: _Listed, stop: threading.Event) -> str | None:
-        def advance(count: int) -> None:
-            if stop.is_set():
-                raise _Stopped
-            meter.add(count, f"checking {escape(file.name)}")
-
+    def check(file: _Listed) -> None:
+        what = f"checking {escape(file.name)}"
         link = folder / file.name
         try:
-            return _compare(link, file, cache, advance)
+            fault = _fault_of(link, file, cache, lambda count: pool.report(count, what))
         except (OSError, ValueError) as error:
-            return f"it cannot be read: {_reason(error)}; check {quote(link)}"
+            fault = f"it cannot be read: {_reason(error)}; check {quote(link)}"
+        if fault is not None:
+            raise DamagedSource(
+                f"file {quote(file.name)} of {_name(repo, folder.name)} does not match the Hub's "
+                f"listing: {fault}"
+            )
 
-    for file, wrong in _each(check, listed, _CHECKS):
-        if wrong is not None:
-            what = f"file {quote(file.name)} of {_name(repo, folder.name)}"
-            raise DamagedSource(f"{what} is not what the Hub lists: {wrong}")
+    pool.run(listed, check)
 
 
-def _compare(link: Path, file: _Listed, cache: str, advance: Callable[[int], None]) -> str | None:
-    """Return what is wrong with a cached file and what to do, None if nothing is."""
+def _fault_of(link: Path, file: _Listed, cache: str, report: Callable[[int], None]) -> str | None:
+    """Return the fault of a cached file and what to do about it; None if there is none."""
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
     if not path.is_relative_to(cache):
-        # The advice names the link: what it leads to is not the cache's to lose.
+        # The advice is to remove the link: its target is not part of the cache.
         return f"it is a link out of the cache; remove {quote(link)} and try again"
     if not path.is_file():
         return "it is not in the cache; try again with the Hub in reach"
@@ -316,21 +315,21 @@ def _compare(link: Path, file: _Listed, cache: str, advance: Callable[[int], Non
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"
-    digest = _digest(path, file, advance)
+    digest = _digest(path, file, report)
     if digest != file.digest:
         return f"its {file.algorithm} is {digest}, the Hub lists {file.digest}; {again}"
     return None
 
 
-def _digest(path: Path, file: _Listed, advance: Callable[[int], None]) -> str:
+def _digest(path: Path, file: _Listed, report: Callable[[int], None]) -> str:
     digester = hashlib.new(file.algorithm, usedforsecurity=False)
     if file.algorithm == "sha1":
-        digester.update(b"blob %d\0" % file.size)  # git hashes its header too
+        digester.update(b"blob %d\0" % file.size)  # git hashes this header too
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digester.update(buffer[:count])
-            advance(count)
+            report(count)
     return digester.hexdigest()
 
 
@@ -339,43 +338,25 @@ def _cached(repo: str, revision: str | None) -> tuple[Path, list[_Listed] | None
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    # What is wanted and missing is found by the check; the client's own would count all files.
+    # The check finds missing files; that of the client would expect files that we do not need.
     path = snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
     folder = Path(path)
     try:
         return folder, _wanted(get_cached_repo_tree(repo, revision=folder.name))
     except (CachedRepoTreeNotFoundError, AttributeError, KeyError, TypeError, ValueError):
-        return folder, None  # none, or one that cannot be read: nothing is proved by it
-
-
-def _each(
-    work: Callable[[_Listed, threading.Event], Any], files: Sequence[_Listed], threads: int
-) -> Iterator[tuple[_Listed, Any]]:
-    """Yield the files with the results of ``work``, as they come; stop at the first error.
-
-    The event tells ``work`` that it is not waited for: an interrupt must not sit out a download.
-    """
-    stop = threading.Event()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="blobstore-hub")
-    try:
-        jobs = {pool.submit(work, file, stop): file for file in files}
-        for job in as_completed(jobs):
-            yield jobs[job], job.result()
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
+        return folder, None  # there is none, or it cannot be read
 
 
 @contextmanager
 def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn the client's errors into ours, each in one line."""
+    """Convert errors of the client to ours, with a message of one line."""
     import httpx2
 
     try:
         yield
     except BlobstoreError:
         raise
-    # RuntimeError is what the client's Xet library raises; ValueError, its refusals.
+    # The client's Xet library raises RuntimeError; the client rejects arguments with ValueError.
     except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
         found = next(base for kind in type(error).__mro__ if (base := kind.__name__) in _TEXTS)
         status = getattr(getattr(error, "response", None), "status_code", 0)
@@ -387,7 +368,7 @@ def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, or only its kind where that would show the token."""
+    """Return the first line of an error, or only its type if the line has the token."""
     from huggingface_hub import get_token
 
     line = str(error).partition("\n")[0]

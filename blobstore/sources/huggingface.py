@@ -1,9 +1,8 @@
-"""Model folders as Hugging Face's libraries write them.
+"""Reads model folders of Hugging Face's libraries.
 
-A folder has components: the model itself, the parts of a diffusers pipeline that
-``model_index.json`` lists, the modules of a sentence-transformers model that ``modules.json`` lists.
-Each component with weights contributes its tensors below its folder's name, and every component its
-small files.
+A folder has components: the model itself, the parts of a diffusers pipeline listed in
+``model_index.json``, and the modules of a sentence-transformers model listed in ``modules.json``. The
+tensors and small files of a component get its folder's name as a prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
-from blobstore.sources.base import DEFAULT_OPTIONS, MAX_FILE_DEPTH
+from blobstore.manifests.file_names import MAX_DEPTH, is_valid_part
+from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.sharded import (
     CHECKPOINTS,
     SAFETENSORS,
@@ -26,7 +26,7 @@ from blobstore.sources.sharded import (
     add_indexed,
     read_weight_map,
 )
-from blobstore.sources.small_files import files_of, is_kept, is_part
+from blobstore.sources.small_files import files_of, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
     ".bin": ("pytorch_model", "diffusion_pytorch_model"),
 }
-"""What the libraries call the weights of a component, by ending and without suffixes."""
+"""Names of weight files by ending, without ending and shard number."""
 _MAX_FILE_SIZE = 64 * 2**20
 _EXTRA_FOLDERS = ("additional_chat_templates",)
 _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*")
-"""Checkpoints beside the weights that hold no model."""
+"""Checkpoints next to the weights that have no model."""
 _OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -54,9 +54,9 @@ class HuggingFaceFolder:
         """Open all weight files of ``path`` and check that they are intact and consistent.
 
         Raises:
-            DamagedSource: a file is missing, cut short or breaks the format, or files and index
-                contradict each other.
-            SourceError: there are no weights, or more than one set and nothing chooses.
+            DamagedSource: a file is missing, truncated or malformed, or files and index contradict
+                each other.
+            SourceError: there are no weights, or several sets and ``weights`` chooses none.
             UsageError: there is no such subtree.
         """
         self.reopen = functools.partial(HuggingFaceFolder, path.absolute(), options)
@@ -97,8 +97,8 @@ class HuggingFaceFolder:
             raise _no_weights(folder, options.weights)
         kept = _kept_files(folder, components)
         self.files = sorted(kept, key=lambda file: file.name)
-        told = set(_weight_files(folder, options.weights))
-        self.notices.extend(_left_out(folder, components, told))
+        weights = set(_weight_files(folder, options.weights))
+        self.notices.extend(_left_out(folder, components, weights))
 
     def _add_weights(self, folder: Path, prefix: str, options: SourceOptions) -> bool:
         """Add the weights of one component; return whether it has any."""
@@ -123,7 +123,7 @@ class HuggingFaceFolder:
 
 
 def _weight_files(folder: Path, weights: str | None) -> list[str]:
-    """Return the names of the weight files: safetensors, else checkpoints; both for a pattern."""
+    """Return the names of the safetensors files, or else of checkpoints; for a pattern, of both."""
     every = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in every if name.endswith(SAFETENSORS)]
     if names and weights is None:
@@ -151,7 +151,7 @@ def _choose(
     is_safetensors = indexes[SAFETENSORS] or any(name.endswith(SAFETENSORS) for name in names)
     ending = SAFETENSORS if is_safetensors else ".bin"
     if _read_object(folder / "model_index.json"):
-        # Beside its components, a pipeline's folder often holds all of them again in one file.
+        # The folder of a pipeline often has all components once more in a single file.
         names = [name for name in names if name.startswith(("model", "pytorch_model"))]
     for stem in _STEMS[ending]:
         single = f"{stem}{ending}"
@@ -171,8 +171,8 @@ def _choose(
             return None, shards
     if len(names) > 1:
         raise SourceError(
-            f"{quote(folder)} holds several weight files ({', '.join(map(quote, names[:5]))}"
-            f"{', …' if len(names) > 5 else ''}) and none is called {_STEMS[ending][0]}{ending}; "  # noqa: PLR2004
+            f"{quote(folder)} has several weight files ({', '.join(map(quote, names[:5]))}"
+            f"{', …' if len(names) > 5 else ''}) and none is named {_STEMS[ending][0]}{ending}; "  # noqa: PLR2004
             "choose with --weights PATTERN"
         )
     return None, names
@@ -181,8 +181,8 @@ def _choose(
 def _choose_by(
     weights: str, indexes: Sequence[Path], names: Sequence[str]
 ) -> tuple[Path | None, Sequence[str]]:
-    """Return what ``--weights`` chooses: an index, if its shards are among the files chosen."""
-    # Only by its name is a file of that kind meant: '*.bin' is to mean the model.
+    """Return the index or the files that ``--weights`` chooses."""
+    # A pattern such as '*.bin' means the model. Training state has to be named exactly.
     chosen = {
         name
         for name in fnmatch.filter(names, weights)
@@ -202,27 +202,27 @@ def _choose_by(
 
 
 def _check_numbers(folder: Path, shards: Sequence[str]) -> None:
-    """Check that shards without an index are all there, by the numbers in their names."""
+    """Check that shards without an index are complete, by the numbers in their names."""
     totals = {name.rpartition("-")[2] for name in shards}
     numbers = {int(re.findall(r"-(\d+)-of-", name)[-1]) for name in shards}
     total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
     if len(numbers) != total or numbers != set(range(1, total + 1)):
         raise DamagedSource(
-            f"{quote(folder)} holds {len(shards)} shards ({quote(shards[0])} …) that are not a "
-            "complete set, and no index; fetch the complete model"
+            f"{quote(folder)} has {len(shards)} shards ({quote(shards[0])} …) that are not a "
+            "complete set, and no index; download the complete model"
         )
 
 
 def _components(folder: Path) -> list[str]:
-    """Return the component folders that the folder's own lists name, checked and sorted."""
+    """Return the names of the component folders, checked and sorted."""
     listed: set[str] = set()
     for name, value in _read_object(folder / "model_index.json").items():
-        # A component is [library, class]; one that the pipeline does without is [null, null].
+        # A component is [library, class], or [null, null] if the pipeline does not have it.
         if isinstance(value, list) and len(value) == 2 and value[1] is not None:  # noqa: PLR2004
             if not (folder / _checked_part(folder, name)).is_dir():
                 raise DamagedSource(
                     f"model_index.json of {quote(folder)} lists component {quote(name)}, but "
-                    "there is no such folder; fetch the complete model"
+                    "there is no such folder; download the complete model"
                 )
             listed.add(name)
     modules = _read_json(folder / "modules.json")
@@ -234,9 +234,9 @@ def _components(folder: Path) -> list[str]:
 
 
 def _checked_part(folder: Path, name: str) -> str:
-    if not is_part(name):
+    if not is_valid_part(name):
         raise DamagedSource(
-            f"{quote(folder)} lists a component {quote(name)}, which is no folder name"
+            f"{quote(folder)} lists a component {quote(name)}, which is not a folder name"
         )
     return name
 
@@ -250,24 +250,24 @@ def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]
 
 def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
     depth = len(PurePosixPath(name).parts) + 1
-    if depth <= MAX_FILE_DEPTH:
+    if depth <= MAX_DEPTH:
         yield from files_of(folder, f"{name}/")
-    if depth < MAX_FILE_DEPTH:
+    if depth < MAX_DEPTH:
         for path in folder.iterdir():
-            if path.is_dir() and is_part(path.name):
+            if path.is_dir() and is_valid_part(path.name):
                 yield from _files_below(path, f"{name}/{path.name}")
 
 
-def _left_out(folder: Path, components: Sequence[str], told: AbstractSet[str]) -> Iterator[str]:
+def _left_out(folder: Path, components: Sequence[str], weights: AbstractSet[str]) -> Iterator[str]:
     known = {*components, *_EXTRA_FOLDERS}
     for path in sorted(folder.iterdir()):
         is_hidden = path.name.startswith(".")
         if path.is_dir() and path.name not in known and not is_hidden:
             yield f"left out: folder {quote(path)}"
-        elif path.suffix in _OTHER_WEIGHTS and path.name not in told:
-            yield f"left out: {quote(path)}, which is not of the model's weights"
-        elif is_kept(path.name) and not is_part(path.name):
-            yield f"left out: {quote(path)}, for a store's names are letters, digits, '_', '.', '-'"
+        elif path.suffix in _OTHER_WEIGHTS and path.name not in weights:
+            yield f"left out: {quote(path)}, not part of the model's weights"
+        elif notice := unusable_name(path):
+            yield notice
 
 
 def _no_weights(folder: Path, weights: str | None) -> SourceError:
@@ -277,10 +277,10 @@ def _no_weights(folder: Path, weights: str | None) -> SourceError:
     other = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if other:
         return UnsupportedSource(
-            f"{quote(folder)} holds weights only in files like {quote(other[0])}, which hold no "
-            "model or are not read; use a version of the model in safetensors files"
+            f"{quote(folder)} has weights only in files like {quote(other[0])}, which have no model or "
+            "cannot be read; use a version of the model in safetensors files"
         )
-    what = "holds no weight files" if names else "is empty"
+    what = "has no weight files" if names else "is empty"
     return SourceError(f"{quote(folder)} {what}; expected a Hugging Face model folder")
 
 
@@ -290,7 +290,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the decoded file, None where there is none to be read; it is kept all the same."""
+    """Return the decoded file; None if it is missing or malformed. It is kept in any case."""
     try:
         return json.loads(read_regular(path, _MAX_FILE_SIZE))
     except (OSError, ValueError, RecursionError, BlobstoreError):

@@ -1,4 +1,4 @@
-"""One safetensors file read as a shard."""
+"""Reads one safetensors file as a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsShard:
-    """One open file. The descriptor stays open, so that a rename cannot swap the bytes."""
+    """An open file. The descriptor stays open, so that a rename cannot change the content."""
 
     notices: Sequence[str] = ()
 
@@ -26,7 +26,7 @@ class SafetensorsShard:
         """Open a file and check its header and size.
 
         Raises:
-            DamagedSource: the file breaks the format, is missing, or cannot be read.
+            DamagedSource: the file is malformed, missing, or cannot be read.
         """
         self.path = path
         try:
@@ -70,7 +70,7 @@ class SafetensorsShard:
             if not count:
                 raise DamagedSource(
                     f"{quote(self.path)} ended at byte {offset}, in tensor {quote(name)} with "
-                    f"{left} bytes to come: the file was cut short while it was read"
+                    f"{left} bytes missing: the file was truncated while it was read"
                 )
             yield buffer[:count]
             offset += count

@@ -1,10 +1,10 @@
-"""Several weight files read as one source, by the index that says which holds which tensor."""
+"""Reads several weight files as one source, by an index of their tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.core.tensor import TensorSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_INDEX_SIZE = 256 * 2**20
 SAFETENSORS = ".safetensors"
 CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
-"""Endings of the files that PyTorch's checkpoints are found in."""
+"""Endings of PyTorch checkpoints."""
 
 
 class _Place(NamedTuple):
@@ -31,9 +31,9 @@ class _Place(NamedTuple):
 
 
 class ShardSet:
-    """The tensors of some weight files, under their own names or below a prefix.
+    """The tensors of some weight files, under their own names or with a prefix.
 
-    ``subtree`` chooses among the parts of PyTorch checkpoints.
+    ``subtree`` is the part to read of PyTorch checkpoints.
     """
 
     def __init__(self, subtree: str | None = None) -> None:
@@ -44,10 +44,10 @@ class ShardSet:
         self._shards: dict[Path, Shard] = {}
 
     def add(self, path: Path, *, prefix: str = "", names: AbstractSet[str] | None = None) -> None:
-        """Take in the tensors of a file, or those called ``names``, as ``prefix`` and the name.
+        """Add the tensors of a file, or those in ``names``, with ``prefix`` in front of their names.
 
         Raises:
-            DamagedSource: the file is not whole, or a tensor is in an earlier file too.
+            DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
         shard = self._shards[path] = self._open(path)
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
@@ -64,7 +64,7 @@ class ShardSet:
             self._places[full] = _Place(shard, name)
 
     def names_in(self, path: Path) -> AbstractSet[str]:
-        """Return the names of all tensors of a file that was added, without prefix."""
+        """Return the names of all tensors of an added file, without prefix."""
         return self._shards[path].specs.keys()
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
@@ -93,14 +93,14 @@ class ShardSet:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the map from tensor names to file names of an ``*.index.json``; it may be empty.
+    """Return the map from tensor names to file names of an ``*.index.json``, which may be empty.
 
     Raises:
-        DamagedSource: the index is not JSON of that form, or names a file with a path separator
-            or without the ending of the files that it is an index of.
+        DamagedSource: the index is malformed, or names a file with a path separator or with another
+            ending than it should.
     """
     try:
-        value: Any = strictjson.loads(read_regular(index, _MAX_INDEX_SIZE))
+        value: Any = strict_json.loads(read_regular(index, _MAX_INDEX_SIZE))
     except (OSError, ValueError, BlobstoreError) as error:
         raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
@@ -126,8 +126,8 @@ def add_indexed(
     """Add the shards that an index names; yield notices.
 
     Raises:
-        DamagedSource: a shard is missing, is not whole, or lacks a tensor that the index promises;
-            or holds one that the index does not place there, unless ``ignore``.
+        DamagedSource: a shard is missing or damaged, lacks a tensor that the index places in it, or,
+            unless ``ignore``, has one that the index does not.
     """
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
@@ -137,7 +137,7 @@ def add_indexed(
         if not path.exists():
             raise DamagedSource(
                 f"shard {quote(path)} is missing; {quote(index)} places {len(names)} tensors "
-                "in it. Fetch the complete model"
+                "in it. Download the complete model"
             )
         shards.add(path, prefix=prefix, names=names)
         found = shards.names_in(path)
@@ -148,7 +148,7 @@ def add_indexed(
             )
         if extra := sorted(found - names):
             unnamed = (
-                f"shard {quote(path)} holds tensor {quote(extra[0])}{_and_more(extra)} that "
+                f"shard {quote(path)} has tensor {quote(extra[0])}{_and_more(extra)} that "
                 f"{quote(index)} does not place in it"
             )
             if not ignore:

@@ -288,7 +288,7 @@ def test_refuses_an_incomplete_element(written: Write, reader: Reader) -> None:
 def test_refuses_a_key_without_a_storage(key: str, written: Write, reader: Reader) -> None:
     message = refusal(reader, written(pickled(mapping(w=tensor(of=storage(key))))))
     if not key:
-        assert "a storage's key is no text" in message
+        assert "a storage's key is not a string" in message
     elif written is legacy_file:
         assert "is in the list of keys or in a tensor, but not in both" in message
     else:
@@ -320,7 +320,7 @@ def test_never_uses_entry_names_as_paths(reader: Reader) -> None:
 
 def test_refuses_archives_without_a_pickle(reader: Reader) -> None:
     for name, message in (
-        ("data.pkl", "holds no data.pkl"),
+        ("data.pkl", "has no data.pkl"),
         ("version", "the archive's version is '', not one of 1 to 10"),
     ):
         parts = members(GOOD_PICKLE)
@@ -340,7 +340,7 @@ def test_refuses_archives_with_programs(name: str, kind: str, reader: Reader) ->
     for left_out in ("", "data.pkl"):
         parts.pop(left_out, None)
         message = refusal(reader, make_zip(list(parts.values())))
-        assert f"this is a {kind} archive, which holds a program; save" in message
+        assert f"this is a {kind} archive, which has a program; save" in message
 
 
 @pytest.mark.parametrize("order", [b"", b"middle", b"Little", b"little\n", b"big\0", b"\x1b[2J"])
@@ -394,7 +394,7 @@ def test_refuses_legacy_keys_that_do_not_match_the_storages(reader: Reader) -> N
         message = refusal(reader, legacy_file(GOOD_PICKLE, keys=keys))
         assert f"storage '{odd}' is in the list of keys or in a tensor, but not in both" in message
     twice = legacy_file(GOOD_PICKLE, keys=listed(text("0"), text("0")))
-    assert "the list of storage keys has one twice" in refusal(reader, twice)
+    assert "the list of storage keys has a key twice" in refusal(reader, twice)
     two = pickled(mapping(w=tensor(), x=tensor(of=storage("1"))))
     good = legacy_file(two, {"0": VALUES, "1": OTHER})
     assert tensors(reader, good) == {"w": GOOD, "x": described(OTHER, [2, 2])}
@@ -413,13 +413,13 @@ def test_refuses_legacy_keys_that_do_not_match_the_storages(reader: Reader) -> N
 )
 def test_refuses_legacy_keys_that_are_not_a_list_of_texts(keys: bytes, reader: Reader) -> None:
     message = refusal(reader, legacy_file(GOOD_PICKLE, keys=keys))
-    assert message.endswith(": the list of storage keys is not a list of texts")
+    assert message.endswith(": the list of storage keys is not a list of strings")
 
 
 def test_refuses_legacy_keys_that_ask_for_code(reader: Reader) -> None:
     keys = listed(text("0")) + named("os", "system") + b"0"
     message = refusal(reader, legacy_file(GOOD_PICKLE, keys=keys))
-    assert message.endswith(": the stream's header asks for 'os.system'")
+    assert message.endswith(": the stream's header uses 'os.system'")
     refusal(reader, legacy_file(GOOD_PICKLE, keys=b"(ios\nsystem\n"))
 
 
@@ -450,7 +450,7 @@ def test_refuses_legacy_facts_that_ask_for_more(value: bytes, reader: Reader) ->
     message = refusal(
         reader, legacy_file(GOOD_PICKLE, facts=mapping(little_endian=b"\x88", x=value))
     )
-    assert value == storage() or message.endswith(": the stream's header asks for 'os.system'")
+    assert value == storage() or message.endswith(": the stream's header uses 'os.system'")
 
 
 def test_refuses_a_legacy_stream_of_another_protocol(reader: Reader) -> None:
@@ -459,7 +459,7 @@ def test_refuses_a_legacy_stream_of_another_protocol(reader: Reader) -> None:
     assert good.count(protocol) == 1
     for other in (*map(number, (1000, 1002, 0, -1)), text("1001"), b"N", b"\x88"):
         message = refusal(reader, good.replace(protocol, pickled(other)))
-        assert message.endswith(": this is no stream of torch's protocol 1001")
+        assert message.endswith(": this is not a stream of torch's protocol 1001")
     refusal(reader, good.replace(protocol, pickled(call(named("os", "system")))))
 
 

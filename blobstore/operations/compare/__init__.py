@@ -1,1 +1,4 @@
-"""Two models side by side: which layers differ, and by how much their values do."""
+"""Compares two stored models: equality of tensors and files, and errors of tensors.
+
+The package reads stores and models. It never prints, and never changes a store.
+"""

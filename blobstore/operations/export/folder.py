@@ -1,14 +1,13 @@
-"""What a model's Hugging Face folder holds: decided from the manifest and headers, nothing is written.
+"""Plans a model's Hugging Face folder from its manifest and headers. Nothing is written.
 
-Stacked experts become the tensors that they were made of, tensors of components go into their
-folders, and a model over the shard size becomes several files with an index. Quantized weights get
-the names and the config that MLX reads, or become plain numbers.
+Stacked experts become the tensors that the stack was made of, and tensors of components go to their
+folders. A model larger than the shard size becomes several files with an index. Quantized weights get
+the names and the config that MLX expects, or are dequantized.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
+from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.frameworks import FLOATS, original_dtype
 from blobstore.models.tensors import read_tensors
@@ -45,78 +45,65 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS_STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
-_PART = re.compile(r"[A-Za-z0-9_.-]{1,255}", re.ASCII)
-_MAX_DEPTH = 3
 _OTHER_WEIGHTS = (media_types.MODEL, media_types.PROJECTOR, media_types.ADAPTER)
 
 
 class FolderTensor(NamedTuple):
-    """A tensor under the name that it gets back, and where its bytes begin in its blob."""
+    """A tensor of the folder, and its place in a blob."""
 
     spec: TensorSpec
     layer: Descriptor
     begin: int
     header: Header
-    """That of the blob."""
+    """The header of the blob."""
     packed: StoredTensor | None = None
-    """What it is to be computed from, if it is quantized and shall be plain."""
+    """The quantized tensor to compute it from, if it is dequantized."""
     part: int | None = None
-    """Its place in the first dimension of ``packed``, if it was stacked."""
+    """Its index in the first dimension of ``packed``, if that is a stack."""
     is_transposed: bool = False
-    """Whether its matrices are those computed from ``packed``, transposed."""
+    """Whether the matrices computed from ``packed`` have to be transposed."""
 
 
 class Component(NamedTuple):
-    """The tensors of one folder of weights: of the model's own, or of a component's."""
+    """The tensors of the model's own folder, or of a component's."""
 
     prefix: str
-    """What their names begin with in the model and not in the files: the folder and a slash."""
+    """Prefix of the names in the model, but not in the files: the folder and a slash."""
     stem: str
-    """What the files are called, with the folder in front."""
+    """Start of the names of the weight files, including the folder."""
     specs: Sequence[TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class FolderContents:
-    """What a folder of the model has to hold, in whatever files its weights are."""
+    """The contents of the folder, before its weights are divided into files."""
 
     tensors: Sequence[FolderTensor]
     components: Sequence[Component]
     joins: Mapping[str, Sequence[str]]
-    """The tensors of the files that hold several of ``tensors``, and those in their order."""
+    """For tensors of the files that are stacks: the names of their members in ``tensors``, in order."""
     configs: Mapping[str, bytes]
-    """Configs that must say something else than those kept."""
+    """Configs that have to change."""
     files: Mapping[str, Descriptor]
-    """All files of the model, those that ``configs`` are instead of among them."""
+    """All files of the model, including those that ``configs`` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What the folder will hold. Names are relative to it."""
+    """The contents of the folder. Names are relative to it."""
 
     tensors: Sequence[FolderTensor]
     weights: Sequence[WeightFile]
     written: Mapping[str, bytes]
-    """Files made for the folder: weight indexes, and configs that must say something else."""
+    """Generated files: weight indexes and configs that have to change."""
     files: Mapping[str, Descriptor]
-    """Files kept as they were."""
-
-
-def _check_kind(manifest: Manifest) -> None:
-    for layer in manifest.layers:
-        if layer.media_type in _OTHER_WEIGHTS:
-            raise BlobstoreError(
-                f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
-                "only models stored as tensors have such a folder"
-            )
-    if not manifest.layers_of(media_types.TENSOR):
-        raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
+    """Files of the model that are written unchanged."""
 
 
 def plan_export(
     store: LocalStore, manifest: Manifest, shard_size: int, *, dequantize: bool = False
 ) -> ExportPlan:
-    """Return what the folder of a model will hold, quantized weights packed or as plain numbers.
+    """Return the files of a model's folder, with quantized weights packed or dequantized.
 
     Raises as :func:`folder_contents`.
     """
@@ -133,7 +120,7 @@ def plan_export(
         if len(shards) > 1:
             tensors = {shard.name.removeprefix(prefix): shard.tensors for shard in shards}
             written[index_name(stem)] = index(tensors, sum(spec.nbytes for spec in specs))
-    check_beside(contents, [shard.name for shard in weights])
+    check_file_names(contents, [shard.name for shard in weights])
     written |= contents.configs
     kept = {name: file for name, file in contents.files.items() if name not in written}
     return ExportPlan(contents.tensors, weights, written, kept)
@@ -142,15 +129,22 @@ def plan_export(
 def folder_contents(
     store: LocalStore, manifest: Manifest, *, dequantize: bool = False
 ) -> FolderContents:
-    """Return what a folder of a model has to hold, quantized weights packed or as plain numbers.
+    """Return the contents of a model's folder, with quantized weights packed or dequantized.
 
     Raises:
-        BlobstoreError: the model has no tensors, or has weights of another kind, or that cannot be
-            had so.
-        BlobMissing, BlobDamaged, InvalidManifest: it is not whole, or names files that must not be
-            written.
+        BlobstoreError: the model has no tensors, or weights of another kind, or weights that cannot
+            be dequantized.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must not
+            be written.
     """
-    _check_kind(manifest)
+    for layer in manifest.layers:
+        if layer.media_type in _OTHER_WEIGHTS:
+            raise BlobstoreError(
+                f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
+                "only models stored as tensors have such a folder"
+            )
+    if not manifest.layers_of(media_types.TENSOR):
+        raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
@@ -168,18 +162,18 @@ def folder_contents(
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
     configs: dict[str, bytes] = {}
-    if dequantize or not is_gpt_oss:  # or its config is right as it is
+    if dequantize or not is_gpt_oss:  # otherwise its config is right as it is
         configs = _changed_configs(store, files, stems, types)
     return FolderContents(tensors, components, joins, configs, files)
 
 
-def check_beside(contents: FolderContents, weights: Iterable[str]) -> None:
-    """Check that weight files of these names and the model's own files can be beside each other.
+def check_file_names(contents: FolderContents, weights: Iterable[str]) -> None:
+    """Check that the names of weight files do not clash with those of the model's own files.
 
     Raises:
-        InvalidManifest: they cannot.
+        InvalidManifest: they do.
     """
-    # The index is reserved even where there is none: a foreign one would mislead readers.
+    # Names of indexes are reserved even if there is none: another file there would mislead readers.
     indexes = [index_name(component.stem) for component in contents.components]
     _check_paths([*contents.files, *indexes, *weights])
 
@@ -191,7 +185,7 @@ def _source_tensors(
     dequantize: bool,
     is_gpt_oss: bool,
 ) -> list[FolderTensor]:
-    """Return the tensors as the source had them, in the order of the layers and their bytes."""
+    """Return the tensors as the source had them, in the order of layers and bytes."""
     found: dict[str, FolderTensor] = {}
     unused = set(stacks)
     make = _plain_tensors if dequantize else _packed_tensors
@@ -212,7 +206,7 @@ def _source_tensors(
 
 
 def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
-    """Yield a tensor and its companions as stored, under the names that MLX gives them."""
+    """Yield a tensor and its companions as stored, with MLX's names."""
     for suffix, (spec, begin, end) in {"": stored.entry, **stored.companions}.items():
         start = stored.header.data_start + begin
         if sources is None:
@@ -227,13 +221,13 @@ def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iter
 
 
 def _as_gpt_oss(tensor: FolderTensor) -> FolderTensor:
-    """Return a quantized weight, plain or packed, or its scales as gpt-oss has them."""
+    """Return a quantized weight, or its scales, in the layout of gpt-oss."""
     is_plain = tensor.packed is not None
     return tensor._replace(spec=gpt_oss.folder_spec(tensor.spec), is_transposed=is_plain)
 
 
 def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
-    """Yield a tensor that is to be plain numbers in the folder."""
+    """Yield a tensor dequantized."""
     if not stored.companions:
         yield from _packed_tensors(stored, sources)
         return
@@ -255,7 +249,7 @@ def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Itera
 def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence[str]) -> None:
     if shape[:1] != (len(sources),):
         raise BlobDamaged(
-            f"tensor {quote(stored.name)} of shape {list(shape)} is said to be made of "
+            f"tensor {quote(stored.name)} of shape {list(shape)} is listed as a stack of "
             f"{len(sources)} tensors"
         )
 
@@ -263,7 +257,7 @@ def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence
 def _packed_types(
     contents: ModelTensors, stacks: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[QuantFormat, int]]:
-    """Return type and group size of the weights that are packed in the folder, by their names."""
+    """Return type and group size of the quantized weights of the folder, by name."""
     return {
         name: (stored.item, stored.group_size)
         for stored in contents.tensors.values()
@@ -278,11 +272,11 @@ def _changed_configs(
     stems: Mapping[str, str],
     types: Mapping[str, tuple[QuantFormat, int]],
 ) -> dict[str, bytes]:
-    """Return the configs that must say something else of quantization than those kept."""
+    """Return the configs whose description of the quantization has to change."""
     changed: dict[str, bytes] = {}
     for prefix in stems:
         name = f"{prefix}config.json"
-        # A lone file has none, and then nothing else would tell the types of its weights.
+        # A single-file model has none, and then nothing else describes the types of its weights.
         config = _decoded(store, files, name) if name in files else {}
         own = {
             tensor.removeprefix(prefix): known
@@ -299,7 +293,7 @@ def small_files(manifest: Manifest) -> dict[str, Descriptor]:
     """Return the layers that are files, by their checked names.
 
     Raises:
-        InvalidManifest: a name is none for a file below a folder, or two cannot both be there.
+        InvalidManifest: a name is not allowed, or two files clash.
     """
     layers = [
         layer
@@ -307,22 +301,17 @@ def small_files(manifest: Manifest) -> dict[str, Descriptor]:
         if layer.media_type in (media_types.JSON, media_types.FILE)
     ]
     for layer in layers:
-        parts = layer.name.split("/")
-        if len(parts) > _MAX_DEPTH or not all(map(_is_part, parts)):
+        if not is_valid_name(layer.name):
             raise InvalidManifest(
-                f"layer {quote(layer.name)} is no file name: expected at most {_MAX_DEPTH} parts "
+                f"layer {quote(layer.name)} is not a file name: expected at most {MAX_DEPTH} parts "
                 "of letters, digits, '_', '.' and '-'"
             )
-    _check_paths(layer.name for layer in layers)  # a map would lose the second of one name
+    _check_paths(layer.name for layer in layers)  # the dict would lose duplicates
     return {layer.name: layer for layer in layers}
 
 
-def _is_part(part: str) -> bool:
-    return _PART.fullmatch(part) is not None and part not in (".", "..")
-
-
 def _check_paths(names: Iterable[str]) -> None:
-    """Check that all files can exist beside each other."""
+    """Check that no two files clash."""
     files: set[str] = set()
     folders: set[str] = set()
     for name in names:
@@ -335,17 +324,17 @@ def _check_paths(names: Iterable[str]) -> None:
 
 
 def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]:
-    """Return what the weights below each prefix are called: ``""`` and the component folders.
+    """Return the stem of weight files by prefix: ``""`` and the component folders.
 
-    The lists may be of any form, as the files of a source are kept as they were; what is no list
-    of components lists none.
+    The lists of components are files of the source, and may have any content. Malformed ones list
+    no components.
     """
 
     def decoded(name: str) -> Any:
         return _decoded(store, files, name)
 
     def stem(folder: str) -> str:
-        # Only diffusers writes this key into the config.json of its models.
+        # Only diffusers writes this key to config.json.
         config = decoded(f"{folder}config.json")
         is_diffusers = isinstance(config, dict) and "_diffusers_version" in config
         return _DIFFUSERS_STEM if is_diffusers else _TRANSFORMERS_STEM
@@ -354,20 +343,25 @@ def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]
     modules = decoded("modules.json")
     for module in modules if isinstance(modules, list) else ():
         path = module.get("path") if isinstance(module, dict) else None
-        if isinstance(path, str) and _is_part(path):
+        if isinstance(path, str) and is_valid_part(path):
             stems[f"{path}/"] = _TRANSFORMERS_STEM
     pipeline = decoded("model_index.json")
     for name, value in pipeline.items() if isinstance(pipeline, dict) else ():
-        if _is_part(name) and isinstance(value, list) and len(value) == 2 and value[1] is not None:  # noqa: PLR2004 - [library, class]
+        if (
+            is_valid_part(name)
+            and isinstance(value, list)
+            and len(value) == 2  # noqa: PLR2004 - [library, class]
+            and value[1] is not None
+        ):
             known = {"diffusers": _DIFFUSERS_STEM, "transformers": _TRANSFORMERS_STEM}
             library = value[0] if isinstance(value[0], str) else ""
-            # Others are modules of a pipeline, with classes of either library.
+            # Other libraries are modules of a pipeline, with classes of either library.
             stems[f"{name}/"] = known.get(library) or stem(f"{name}/")
     return stems
 
 
 def _decoded(store: LocalStore, files: Mapping[str, Descriptor], name: str) -> Any:
-    """Return what a file of the model holds, None if there is none or it is not JSON."""
+    """Return a decoded JSON file of the model; None if it is missing or malformed."""
     if name not in files:
         return None
     try:
@@ -385,9 +379,9 @@ def _prefix(name: str, stems: Mapping[str, str]) -> str:
 def _joined(
     specs: Iterable[TensorSpec], types: Mapping[str, tuple[QuantFormat, int]]
 ) -> tuple[list[TensorSpec], dict[str, list[str]]]:
-    """Return the tensors of the files, and which of them hold several of the model's, by name."""
+    """Return the tensors of the files, and the members of those that are stacks, by name."""
     found = {spec.name: spec for spec in specs}
-    if not types:  # spares plain models with thousands of experts a look at every name
+    if not types:  # faster for plain models with thousands of experts
         return list(found.values()), {}
     packed = {mlx_name(name, suffix) for name in types for suffix in ("", SCALE, BIAS)}
     joins = joined_experts(

@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.operations.export.folder import check_beside, folder_contents
+from blobstore.operations.export.folder import check_file_names, folder_contents
 from blobstore.operations.export.shards import (
     SHARD_SIZE,
     file_names,
@@ -101,7 +101,7 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
         _plan_component(component, blobs[component.prefix], rest.names, contents.joins)
         for component in contents.components
     ]
-    check_beside(contents, [name for part in parts for name in part.contents])
+    check_file_names(contents, [name for part in parts for name in part.contents])
     written = dict(contents.configs)
     for part in parts:
         written |= part.indexes

@@ -1,1 +1,4 @@
-"""Web pages about models, as self-contained HTML."""
+"""Renders results as self-contained HTML pages.
+
+The package turns values into text. It reads and writes no files.
+"""

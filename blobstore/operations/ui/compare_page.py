@@ -1,4 +1,4 @@
-"""A comparison of two models as a page: a heat map by layer and projection, and the worst tensors.
+"""Renders a comparison of two models as an HTML page: a heat map and the worst tensors.
 
 The page is one file without scripts and without anything from elsewhere. All text in it that comes
 from a file goes through :func:`_text`.
@@ -27,12 +27,12 @@ _MAX_OTHERS = 500
 _MAX_NAMES = 100
 _MAX_LABEL = 80
 _MAX_GAPS = 4
-"""Cells of a map for each that is filled; a sparser one would be a large page of nothing."""
+"""Most cells of a map per filled cell. A sparser map would be mostly empty."""
 _LEAST_SPAN = 6.0
-"""Decibels between the ends of the colours, lest they exaggerate."""
+"""Smallest range of the colours in decibels, so that small differences stay small."""
 _PALETTE = bytes.fromhex("a50026d73027f46d43fdae61fee090ffffbfe0f3f8abd9e974add14575b4313695")
 _COLOURS = [tuple(_PALETTE[start : start + 3]) for start in range(0, len(_PALETTE), 3)]
-"""From bad to good; colour-blind readers can tell them apart too."""
+"""From bad to good, safe for colour-blind readers."""
 _HEADINGS = (
     *("Tensor", "Type", "Base", "Shape", "Bits"),
     *("Relative error", "SNR dB", "Largest error", "Worst group"),
@@ -91,7 +91,7 @@ _PAGE = """<!doctype html>
 
 def page(compared: Comparison) -> str:
     """Return the HTML page of a comparison."""
-    maps, others = _sorted_out(compared.tensors)
+    maps, others = _cells_of(compared.tensors)
     shown = [cell for cells in maps.values() for cell in cells.values()] + others
     scale = _Scale.of(shown)
     parts = [_totals(compared), *_alarms(compared)]
@@ -111,16 +111,16 @@ def page(compared: Comparison) -> str:
     return _PAGE.format(title=title, style=_STYLE, body="\n".join(parts))
 
 
-# Texts, also of the command
+# Texts, which the command uses too
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits; a dash where there is none."""
+    """Return a number with three digits, or a dash for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def decibels(value: float | None) -> str:
-    """Return a ratio with one digit after the point; a dash where there is none."""
+    """Return a ratio with one decimal, or a dash for None."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -130,14 +130,14 @@ def type_of(name: str, group_size: int) -> str:
 
 
 def group_of(worst: WorstGroup | None) -> str:
-    """Return how bad the worst group is, and where it begins."""
+    """Return the error of the worst group and its position."""
     if worst is None:
         return "-"
     return f"{number(worst.relative_error)} at row {worst.row}, column {worst.column}"
 
 
 def badness(tensor: TensorError) -> tuple[bool, float]:
-    """Return what is larger for the worse of two tensors."""
+    """Return a sort key that is larger for the worse of two tensors."""
     error = tensor.relative_error
     return tensor.nonfinite > 0, math.inf if error is None else error
 
@@ -146,11 +146,11 @@ def _text(value: object, limit: int = MAX_SHOWN) -> str:
     return html.escape(escape(str(value), limit))
 
 
-# Which cell a tensor is in
+# Cells of the map
 
 
 class _Cell(NamedTuple):
-    """Tensors that differ in the number of the expert at most."""
+    """Tensors whose names differ only in the number of the expert."""
 
     name: str
     tensors: list[TensorError]
@@ -165,7 +165,7 @@ class _Cell(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        """Mean ratio in decibels of the tensors that have a finite one, None if none has."""
+        """Mean of the finite ratios in decibels; None if there is none."""
         known = [value for value in map(_finite, self.tensors) if value is not None]
         return math.fsum(known) / len(known) if known else None
 
@@ -178,8 +178,8 @@ class _Place(NamedTuple):
 _Map = dict[_Place, _Cell]
 
 
-def _sorted_out(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Cell]]:
-    """Return the cells of each stack of layers, and those of no layer. What is equal all over is out."""
+def _cells_of(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Cell]]:
+    """Return the cells of each stack of layers, and cells outside of layers, without equal ones."""
     maps: dict[str, _Map] = defaultdict(dict)
     others: dict[str, _Cell] = {}
     for tensor in tensors:
@@ -203,7 +203,7 @@ def _sorted_out(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_
 
 
 def _parsed(name: str) -> tuple[str, int | None, str]:
-    """Return what stands before the number of the layer, the number, and the rest, experts folded."""
+    """Return the text before the layer number, the number, and the rest without expert numbers."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if _NUMBER.fullmatch(part) and parts[max(index - 1, 0)] != _EXPERTS:
@@ -223,14 +223,14 @@ def _folded(parts: Sequence[str]) -> str:
 
 
 class _Scale(NamedTuple):
-    """The ratios in decibels at the ends of the colours."""
+    """The range of the colours in decibels."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, cells: Iterable[_Cell]) -> _Scale:
-        """Return the scale that the worst tensors of all cells are within."""
+        """Return the range of the worst tensors of all cells."""
         known = [value for value in (_finite(cell.worst) for cell in cells) if value is not None]
         low, high = (min(known), max(known)) if known else (0.0, 0.0)
         spare = max(_LEAST_SPAN - (high - low), 0) / 2
@@ -257,12 +257,12 @@ def _finite(tensor: TensorError) -> float | None:
 def _totals(compared: Comparison) -> str:
     entries = {
         "Tensors": f"{len(compared.tensors):,}",
-        "Of them differ": f"{len(compared.differing):,}",
+        "Tensors that differ": f"{len(compared.differing):,}",
         "Relative error of those": number(compared.relative_error),
         "SNR of those, dB": decibels(compared.snr_db),
         "Largest error": number(compared.max_abs_error),
-        "Bits a weight": number(compared.bits_per_weight),
-        "Bits a weight of the base": number(compared.base_bits_per_weight),
+        "Bits per weight": number(compared.bits_per_weight),
+        "Bits per weight of the base": number(compared.base_bits_per_weight),
     }
     items = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in entries.items())
     return f"<dl>{items}</dl>"
@@ -343,7 +343,7 @@ def _tooltip(cell: _Cell) -> str:
     worst = cell.worst
     lines = [
         _text(worst.name),
-        f"{_types(worst)}, {number(worst.bits_per_weight)} bits a weight",
+        f"{_types(worst)}, {number(worst.bits_per_weight)} bits per weight",
         f"relative error {number(worst.relative_error)}, SNR {decibels(worst.snr_db)} dB",
         f"largest error {number(worst.max_abs_error)}",
         f"worst group: {group_of(worst.worst)}",

@@ -1,1 +1,4 @@
-"""Folders as Meta publishes its Llamas: sharded ``consolidated.NN.pth`` files and ``params.json``."""
+"""Reads Meta's Llama folders: joins their shards, and generates a ``config.json``.
+
+The package imports ``core``, ``errors`` and the interface of sources. Opened shards are passed in.
+"""

@@ -1,8 +1,8 @@
-"""How the shards of one of Meta's Llamas make up its tensors, decided from names and shapes alone.
+"""Plans how the shards of a Meta Llama form its tensors, by names and shapes alone.
 
-Meta's runtime splits a model over processors, and a shard is what one of them holds: some rows of
-a matrix, some columns, or a copy of a small tensor. Nothing in a shard says which. The name tells
-it for all but the embedding, and the shape must agree with ``params.json`` for every one.
+Meta's runtime splits a model over processors. A shard has the part of one processor: some rows of a
+matrix, some columns, or a copy of a small tensor. Shards do not say which. The name of a tensor
+determines it, except for the embedding, and all shapes must match ``params.json``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Split = Literal["rows", "columns", "copies"]
 
 
 class _Role(NamedTuple):
-    """What a tensor is in the model."""
+    """The role of a tensor in the model."""
 
     target: str
     """Its name in Hugging Face's form."""
     split: Split
     shape: tuple[str, ...]
-    """Of the whole tensor, by the names of its sizes."""
+    """Shape of the complete tensor, by the names of its sizes."""
     is_rotated: bool = False
-    """Whether its rows meet the position encoding, which pairs them differently there."""
+    """Whether the position encoding applies to its rows, which Hugging Face's form reorders."""
 
 
 _OUTPUT = "output.weight"
@@ -65,19 +65,19 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A whole tensor and where its bytes are."""
+    """A complete tensor and the places of its bytes."""
 
     spec: TensorSpec
     source: str
     """Its name in the shards."""
     part_bytes: int
-    """Bytes of it in one shard."""
+    """Its bytes in one shard."""
     parts: tuple[tuple[int, ...], ...]
-    """The shards that hold each part, in the order of the parts: one to read, and its copies."""
+    """For each part in order, its shards: one to read, and those with copies."""
     by_columns: bool = False
-    """Whether every row is spread over the parts, instead of every part being some rows."""
+    """Whether each row is spread over all parts. Otherwise each part has some rows."""
     head_rows: int = 0
-    """Rows of one head, if heads are to be reordered: even rows first, then the odd ones."""
+    """Rows of one head if heads have to be reordered (even rows first, then odd ones), or 0."""
 
 
 class Layout(NamedTuple):
@@ -86,21 +86,21 @@ class Layout(NamedTuple):
     tensors: Mapping[str, Joined]
     measured: Measured
     left_out: tuple[str, ...]
-    """Names of tensors that the model does without."""
+    """Names of tensors that the model does not need."""
 
 
 class ShardSpecs(NamedTuple):
-    """The tensors of one shard, and the file that it is."""
+    """The file of a shard, and its tensors."""
 
     file: object
     specs: Mapping[str, TensorSpec]
 
 
 def check_same(shards: Sequence[ShardSpecs]) -> None:
-    """Check that all shards hold the same names, types and shapes.
+    """Check that all shards have the same names, types and shapes.
 
     Raises:
-        DamagedSource: they do not.
+        DamagedSource: they differ.
     """
     first = shards[0]
     for shard in shards[1:]:
@@ -121,13 +121,13 @@ def check_same(shards: Sequence[ShardSpecs]) -> None:
 
 
 def lay_out(shards: Sequence[ShardSpecs], params: Params, *, keep_names: bool) -> Layout:
-    """Return how the tensors of a Llama are made of those in its shards.
+    """Return how the shards form the tensors of a Llama.
 
-    With ``keep_names`` they are only joined; names and rows stay as they are.
+    With ``keep_names``, names and row order stay unchanged.
 
     Raises:
-        DamagedSource: names or shapes contradict ``params.json``, or one another.
-        UnsupportedSource: it is not a plain Llama.
+        DamagedSource: names or shapes contradict ``params.json``, or each other.
+        UnsupportedSource: the model is not a plain Llama.
     """
     return _Planner(shards, params, keep_names=keep_names).plan()
 
@@ -181,13 +181,12 @@ class _Planner:
         shown = ", ".join(map(quote, unknown[:_NAMES_SHOWN]))
         more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         hint = (
-            "--keep-names takes all tensors as they are"
+            "--keep-names imports all tensors unchanged"
             if self._count == 1
-            else f"how its {self._count} shards belong together is not known, with --keep-names "
-            "neither"
+            else f"how its {self._count} shards fit together is unknown, even with --keep-names"
         )
         return UnsupportedSource(
-            f"{quote(self._file)} holds tensors that a plain Llama does not have: {shown}{more}; "
+            f"{quote(self._file)} has tensors that a plain Llama does not have: {shown}{more}; "
             f"{hint}"
         )
 
@@ -196,7 +195,7 @@ class _Planner:
         layers = self._params.n_layers
         if max(found, default=0) >= layers:
             raise DamagedSource(
-                f"{quote(self._file)} holds tensors of layer {max(found)}, but {PARAMS_FILE} says "
+                f"{quote(self._file)} has tensors of layer {max(found)}, but {PARAMS_FILE} says "
                 f"n_layers {layers}"
             )
         for name in _needed(layers):
@@ -210,14 +209,14 @@ class _Planner:
         spec = self._specs[name]
         if len(spec.shape) != 2 or 0 in spec.shape:  # noqa: PLR2004
             raise DamagedSource(
-                f"{quote(self._file)}: tensor {quote(name)} is {_shown(spec)}, no matrix"
+                f"{quote(self._file)}: tensor {quote(name)} is {_shown(spec)}, not a matrix"
             )
         return spec
 
     def _embedding(self) -> tuple[Split, int]:
         """Return how the embedding is split, and the size of the vocabulary.
 
-        Llama 1 and 2 split its columns, later ones its rows.
+        Llama 1 and 2 split its columns, later models its rows.
         """
         rows, columns = self._matrix(_EMBEDDING).shape
         dim, shards, stated = self._params.dim, self._count, self._params.vocab_size
@@ -227,7 +226,7 @@ class _Planner:
             if columns != dim:
                 raise self._contradiction(_EMBEDDING, f"{PARAMS_FILE} says dim {dim}")
             if stated is None and _OUTPUT not in self._specs:
-                problem = f"{PARAMS_FILE} does not say vocab_size: these may be parts or copies"
+                problem = f"{PARAMS_FILE} has no vocab_size, so these may be parts or copies"
                 raise self._contradiction(_EMBEDDING, problem)
         if stated not in (None, rows):
             raise self._contradiction(_EMBEDDING, f"{PARAMS_FILE} says vocab_size {stated}")
@@ -242,7 +241,7 @@ class _Planner:
             parts = self._key_value_parts(spec.shape[0]) or parts
         shape = _joined_shape(spec.shape, len(parts), by_columns=role.split == "columns")
         if shape != wanted:
-            problem = f"by {PARAMS_FILE} and the other tensors the whole is {list(wanted)}"
+            problem = f"by {PARAMS_FILE} and other tensors, the complete shape is {list(wanted)}"
             raise self._contradiction(spec.name, problem)
         name = spec.name if self._keep_names else target
         return Joined(
@@ -255,7 +254,7 @@ class _Planner:
         )
 
     def _key_value_parts(self, rows: int) -> tuple[tuple[int, ...], ...] | None:
-        """Return which shards hold copies of one head, where there are more shards than heads."""
+        """Return the shards with copies of each head if there are more shards than heads."""
         heads = self._params.n_kv_heads
         if heads >= self._count or self._count % heads or rows != self._params.head_dim:
             return None
@@ -263,7 +262,7 @@ class _Planner:
         return tuple(tuple(range(head * copies, (head + 1) * copies)) for head in range(heads))
 
     def _frequencies(self) -> Iterator[Joined]:
-        """Yield the stored position encodings. Every shard has them whole."""
+        """Yield the stored position encodings. Every shard has all of them."""
         for name, spec in self._specs.items():
             if _FREQUENCIES.fullmatch(name):
                 self._check_dtype(spec)
@@ -296,7 +295,7 @@ def _role(name: str) -> tuple[str, _Role] | None:
 
 
 def _needed(layers: int) -> Iterator[str]:
-    """Yield the names that must be there."""
+    """Yield the names of the tensors that every Llama has."""
     yield from (name for name in _TOP if name != _OUTPUT)
     for layer in range(layers):
         yield from (f"layers.{layer}.{name}" for name in _IN_LAYER)

@@ -1,7 +1,7 @@
-"""``params.json``, as Meta ships it with a Llama, and the ``config.json`` that says the same.
+"""Reads Meta's ``params.json`` of a Llama, and generates the equivalent ``config.json``.
 
-What the file does not say is taken from the tensors' shapes where they tell it, and otherwise from
-what Meta's published models have; each such assumption becomes a notice.
+Values that the file lacks are taken from the shapes of tensors if possible, and otherwise from Meta's
+published models. Each such assumption becomes a notice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
@@ -29,11 +29,11 @@ _MAX_NUMBER = 1e12
 _LLAMA_3_VOCABULARY = 128256
 _LLAMA_3_BEGIN = 128000
 _LLAMA_3_ENDS = [128001, 128008, 128009]
-"""End of text, of a message, of a turn; a base model never gives the latter two."""
+"""End of text, of a message, of a turn. A base model never generates the last two."""
 _LLAMA_3_THETA = 500_000.0
 _USUAL_THETA = 10_000.0
 _SMALL_LLAMAS = frozenset({(2048, 16), (3072, 28)})
-"""Width and layers of Llama 3.2 1B and 3B, whose positions are scaled by 32 and not by 8."""
+"""Width and layers of Llama 3.2 1B and 3B, which scale positions by 32 instead of 8."""
 
 _READ = frozenset(
     {
@@ -51,14 +51,14 @@ _READ = frozenset(
     }
 )
 _WITHOUT_EFFECT = frozenset({"max_batch_size", "max_seq_len"})
-"""Sizes of a cache at run time."""
+"""Cache sizes of a runtime."""
 _OTHER_MODELS = ("sliding_window", "moe", "moe_args", "lora_args", "quantization_args")
-"""Keys of models that calculate otherwise than a plain Llama."""
+"""Keys of models that compute differently from a plain Llama."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """The checked content of ``params.json``; None where it does not say."""
+    """The checked content of ``params.json``. Missing values are None."""
 
     dim: int
     n_layers: int
@@ -72,7 +72,7 @@ class Params:
     multiple_of: int | None
     ffn_dim_multiplier: float | None
     unknown: tuple[str, ...] = ()
-    """Keys that mean nothing here."""
+    """Unknown keys."""
 
     @property
     def head_dim(self) -> int:
@@ -84,13 +84,13 @@ class Params:
         """Read the file of a folder.
 
         Raises:
-            DamagedSource: it is missing or no JSON object, a key is missing, or a value is none
-                that a Llama can have.
-            UnsupportedSource: it describes a model that is not a plain Llama.
+            DamagedSource: the file is missing or not a JSON object, a key is missing, or a Llama
+                cannot have a value.
+            UnsupportedSource: the model is not a plain Llama.
         """
         path = folder / PARAMS_FILE
         try:
-            value = strictjson.loads(read_regular(path, _MAX_PARAMS_SIZE))
+            value = strict_json.loads(read_regular(path, _MAX_PARAMS_SIZE))
         except OSError as error:
             raise DamagedSource(f"cannot read {quote(path)}: {error.strerror}") from error
         except (ValueError, BlobstoreError) as error:
@@ -98,12 +98,12 @@ class Params:
         if isinstance(value, dict) and "model" in value:
             value = value["model"]
         if not isinstance(value, dict):
-            raise DamagedSource(f"{quote(path)} holds no JSON object of parameters")
+            raise DamagedSource(f"{quote(path)} is not a JSON object of parameters")
         return _Reader(path, value).params()
 
 
 class _Reader:
-    """Takes checked values out of the decoded file."""
+    """Reads checked values of the decoded file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._path = path
@@ -127,11 +127,11 @@ class _Reader:
             unknown=tuple(sorted(self._values.keys() - _READ - _WITHOUT_EFFECT)),
         )
         if params.dim % n_heads or params.head_dim % 2:
-            problem = f"dim {params.dim} is not n_heads {n_heads} times an even number"
-            raise self._damaged(problem)
+            raise self._damaged(f"dim {params.dim} is not n_heads {n_heads} times an even number")
         if n_heads % params.n_kv_heads:
-            problem = f"n_heads {n_heads} is not a multiple of n_kv_heads {params.n_kv_heads}"
-            raise self._damaged(problem)
+            raise self._damaged(
+                f"n_heads {n_heads} is not a multiple of n_kv_heads {params.n_kv_heads}"
+            )
         return params
 
     def _refuse_other_models(self) -> None:
@@ -166,7 +166,7 @@ class _Reader:
         return value
 
     def _vocabulary(self) -> int | None:
-        # Llama 1 and 2 leave it to the tokenizer, and say -1.
+        # Llama 1 and 2 leave it to the tokenizer, and have -1.
         value = self._values.get("vocab_size")
         is_unknown = value is None or (type(value) is int and value == -1)
         return None if is_unknown else self._integer("vocab_size")
@@ -186,12 +186,12 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the tensors' shapes say of a model."""
+    """Properties of a model that the shapes of its tensors determine."""
 
     vocab_size: int
     intermediate_size: int
     is_tied: bool
-    """Whether the embedding is the output's matrix too."""
+    """Whether the embedding is the output matrix too."""
     dtype: DType
 
 
@@ -223,26 +223,26 @@ def make_config(params: Params, measured: Measured) -> Mapping[str, Any]:
 
 
 DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""Element types of a plain Llama, and what a config calls them."""
+"""Element types of a plain Llama, with their names in a config."""
 
 
 def notices(params: Params, measured: Measured) -> Iterator[str]:
-    """Yield what the config assumes, and what of ``params.json`` it does not say."""
+    """Yield the assumptions of the config, and the values of ``params.json`` that it lacks."""
     yield f"config.json: assumed max_position_embeddings {_positions(params)}"
     if params.rope_theta is None:
         yield f"config.json: assumed rope_theta {_USUAL_THETA:g}"
     if params.use_scaled_rope and params.rope_scaling_factor is None:
         yield f"config.json: assumed rope scaling by {_factor(params):g}, as in Meta's models"
     if measured.vocab_size == _LLAMA_3_VOCABULARY:
-        yield "config.json: assumed the special tokens of Llama 3, for the vocabulary has its size"
+        yield "config.json: assumed the special tokens of Llama 3, because the vocabulary has its size"
     usual = _usual_intermediate_size(params)
     if usual is not None and usual != measured.intermediate_size:
         yield (
-            f"config.json: intermediate_size is {measured.intermediate_size}, as the tensors have "
-            f"it; {PARAMS_FILE} would give {usual}"
+            f"config.json: intermediate_size is {measured.intermediate_size}, as in the tensors; "
+            f"by {PARAMS_FILE} it would be {usual}"
         )
     for key in params.unknown:
-        yield f"{PARAMS_FILE}: key {quote(key)} is unknown and was not taken over"
+        yield f"{PARAMS_FILE}: key {quote(key)} is unknown and was ignored"
 
 
 def _theta(params: Params) -> float:
@@ -277,7 +277,7 @@ def _rope_scaling(params: Params) -> Mapping[str, Any] | None:
 
 
 def _usual_intermediate_size(params: Params) -> int | None:
-    """Return what Meta's code calculates, or None where the file does not say enough."""
+    """Return the value that Meta's code computes; None if the file has not all it needs."""
     if params.multiple_of is None:
         return None
     size = 8 * params.dim // 3

@@ -1,9 +1,9 @@
-"""The bytes of tensors that are spread over shards, joined and reordered as they are read.
+"""Reads tensors that are spread over shards, and joins and reorders their rows.
 
-Two things change the order of rows: a matrix split by columns, whose rows are each in all shards,
-and heads whose even rows come before the odd ones. Both are read a block at a time, as it lies in
-the shards, and its rows gathered into the caller's buffer. Where a row is longer than the buffer,
-or a head larger than a block, every row is read by itself instead.
+Rows are reordered in two cases: in matrices split by columns, every row is in all shards; in heads,
+even rows come before odd ones. Both are read in blocks as stored in the shards, and the rows are
+gathered in the caller's buffer. If a row is longer than the buffer, or a head larger than a block, rows
+are read one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _BLOCK_SIZE = 1 << 22
-"""Bytes that are reordered at once, at most: a head of the largest Llama."""
+"""Most bytes to reorder at once: a head of the largest Llama."""
 _COMPARED_SIZE = 1 << 16
 
 
@@ -37,15 +37,15 @@ class Shard(Protocol):
 
     @property
     def notices(self) -> Sequence[str]:
-        """What a person should know of it, one line each."""
+        """Remarks for users, one line each."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in pieces, each good until the next is asked for."""
+        """Yield the bytes of a tensor in pieces, each valid until the next one."""
 
     def read_range(
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:
-        """Yield the bytes from ``begin`` to ``end`` of the same."""
+        """Yield bytes ``begin`` to ``end`` of a tensor, as :meth:`read` does."""
 
     def close(self) -> None:
         """Close the file."""
@@ -60,7 +60,7 @@ class _Range(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some ranges, read one after the other; then rows of them in another order, if given."""
+    """Ranges to read one after the other, and the order of their rows if it differs."""
 
     ranges: Sequence[_Range]
     order: Array | None = None
@@ -69,12 +69,16 @@ class _Block(NamedTuple):
 def read_joined(
     shards: Sequence[Shard], files: Sequence[object], tensor: Joined, buffer: memoryview
 ) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in pieces, each in ``buffer`` until the next is asked for.
+    """Yield the bytes of a tensor in pieces, each in ``buffer`` and valid until the next one.
 
-    ``files`` are the shards' names for a person.
+    Args:
+        shards: the open shards.
+        files: the names of the shards, for messages.
+        tensor: the tensor to read.
+        buffer: memory for the pieces.
 
     Raises:
-        DamagedSource: a shard cannot be read, or two that should hold copies differ.
+        DamagedSource: a shard cannot be read, or copies in two shards differ.
     """
     return _Reading(shards, files, tensor, buffer).pieces()
 
@@ -95,7 +99,7 @@ class _Reading:
         self._buffer = buffer
         self._scratch = np.empty(0, np.uint8)
         self._row = 0
-        """Bytes of a row that is gathered: of the tensor, or of a part that has some columns."""
+        """Bytes of a row to gather: of the tensor, or of a part with some columns."""
         if tensor.head_rows or tensor.by_columns:
             parts = len(tensor.parts) if tensor.by_columns else 1
             self._row = tensor.spec.nbytes // (tensor.spec.shape[0] * parts)
@@ -116,7 +120,7 @@ class _Reading:
         return iter([_Block(list(self._along_rows(0, self._tensor.spec.nbytes)))])
 
     def _interleaved(self) -> Iterator[_Block]:
-        """Yield blocks of as many rows as the buffer takes, or every row's parts."""
+        """Yield blocks of as many rows as fit the buffer, or the parts of every row."""
         parts, row = len(self._tensor.parts), self._row
         rows = self._tensor.spec.shape[0]
         step = min(_BLOCK_SIZE, len(self._buffer)) // (row * parts)
@@ -127,7 +131,7 @@ class _Reading:
             yield _Block(ranges, order if step else None)
 
     def _heads(self) -> Iterator[_Block]:
-        """Yield heads, or their rows."""
+        """Yield complete heads, or single rows."""
         rows, row = self._tensor.head_rows, self._row
         order = np.concatenate([np.arange(0, rows, 2), np.arange(1, rows, 2)])
         is_gathered = rows * row <= _BLOCK_SIZE and row <= len(self._buffer)
@@ -140,7 +144,7 @@ class _Reading:
                 yield _Block(list(self._along_rows(start, start + row)))
 
     def _along_rows(self, begin: int, end: int) -> Iterator[_Range]:
-        """Yield where bytes of the tensor are, whose parts follow one another."""
+        """Yield the places of some bytes of a tensor whose parts follow each other."""
         size = self._tensor.part_bytes
         while begin < end:
             part, offset = divmod(begin, size)
@@ -156,11 +160,11 @@ class _Reading:
             chosen = order[start : start + step]
             target = self._buffer[: len(chosen) * row]
             out = np.frombuffer(target, np.uint8).reshape(-1, row)
-            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy once more
+            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy again
             yield target
 
     def _filled(self, ranges: Sequence[_Range]) -> Array:
-        """Return the bytes of some ranges one after the other, good until the next call."""
+        """Return the bytes of some ranges, valid until the next call."""
         size = sum(place.end - place.begin for place in ranges)
         if len(self._scratch) < size:
             self._scratch = np.empty(size, np.uint8)
@@ -172,7 +176,7 @@ class _Reading:
         return self._scratch[:size]
 
     def _read(self, place: _Range) -> Iterator[memoryview]:
-        """Yield the bytes of a range, compared with the other shards' copies of them."""
+        """Yield the bytes of a range, after comparing them with the copies in other shards."""
         chosen, *others = self._tensor.parts[place.part]
         begin = place.begin
         pieces = self._shards[chosen].read_range(
@@ -195,6 +199,6 @@ class _Reading:
                 raise DamagedSource(
                     f"tensor {quote(self._tensor.source)} differs between "
                     f"{quote(self._files[chosen])} and {quote(self._files[other])}, which should "
-                    "hold copies of it: these are not the shards of one model"
+                    "have copies of it: these are not the shards of one model"
                 )
             done += len(copy)

@@ -1,8 +1,8 @@
-"""Llama folders as Meta ships them, read as one source in Hugging Face's form.
+"""Reads Meta's Llama folders as the same model in Hugging Face's form.
 
-The weights lie in ``consolidated.00.pth`` and its followers, each with a part of every tensor. They
-are joined as they are read, some megabytes at a time, so that the tensors have the very bytes of
-the same model in Hugging Face's form, whatever the number of shards.
+The weights are in ``consolidated.00.pth``, ``consolidated.01.pth`` and so on, each with a part of every
+tensor. Reading joins them, some megabytes at a time. So the tensors have exactly the bytes of the same
+model in Hugging Face's form, whatever the number of shards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blobstore.errors import DamagedSource
 from blobstore.sources.base import SourceFile
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
-from blobstore.sources.small_files import files_of, is_kept, is_part
+from blobstore.sources.small_files import files_of, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _WEIGHTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf", ".pte")
 
 
 def is_meta_folder(folder: Path) -> bool:
-    """Tell whether a folder holds ``consolidated.NN.pth`` files and ``params.json``."""
+    """Return whether a folder has ``consolidated.NN.pth`` files and ``params.json``."""
     return (folder / PARAMS_FILE).is_file() and bool(_shard_names(folder))
 
 
@@ -44,14 +44,14 @@ class MetaFolder:
     def __init__(
         self, folder: Path, open_shard: Callable[[Path], Shard], *, keep_names: bool = False
     ) -> None:
-        """Open all shards and check that they make up a model.
+        """Open all shards and check that they form a model.
 
-        With ``keep_names`` tensors keep Meta's names and the order of their rows, and no
-        ``config.json`` is made; a single shard may then hold any tensors.
+        With ``keep_names``, tensors keep Meta's names and row order, and no ``config.json`` is
+        generated. A single shard may then have any tensors.
 
         Raises:
             DamagedSource: a shard is missing, or shards and ``params.json`` contradict each other.
-            UnsupportedSource: it is not a plain Llama.
+            UnsupportedSource: the model is not a plain Llama.
         """
         self.reopen = functools.partial(
             MetaFolder, folder.absolute(), open_shard, keep_names=keep_names
@@ -62,7 +62,7 @@ class MetaFolder:
         self._paths = _shard_paths(folder)
         self._shards: list[Shard] = []
         self._joined: Mapping[str, Joined] | None = None
-        """How each tensor is read; None where a single shard is taken as it is."""
+        """The parts of each tensor; None if a single shard is read unchanged."""
         self._specs: Mapping[str, TensorSpec] = {}
         try:
             for path in self._paths:
@@ -109,7 +109,7 @@ class MetaFolder:
         if layout.left_out:
             first, *others = map(quote, layout.left_out)
             more = f" and {len(others)} more" if others else ""
-            self.notices.append(f"left out: tensor {first}{more}, which runtimes calculate")
+            self.notices.append(f"left out: tensor {first}{more}, which runtimes compute")
         if not keep_names:
             self.config = make_config(params, layout.measured)
             self.notices.extend(notices(params, layout.measured))
@@ -122,7 +122,7 @@ class MetaFolder:
         if not keep_names and any(file.name == _CONFIG for file in kept):
             kept = [file for file in kept if file.name != _CONFIG]
             self.notices.append(
-                f"left out: {quote(folder / _CONFIG)}; one made from {PARAMS_FILE} takes its place"
+                f"left out: {quote(folder / _CONFIG)}; one generated from {PARAMS_FILE} replaces it"
             )
         self.files = kept
         self.notices.extend(_left_out(folder, {path.name for path in self._paths}))
@@ -133,14 +133,14 @@ def _shard_names(folder: Path) -> list[str]:
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    """Return the shards in order, checked to be a complete set by the numbers in their names."""
+    """Return the shards in order, checked by their numbers to be complete."""
     found = _shard_names(folder)
     wanted = [f"consolidated.{number:02}.pth" for number in range(max(len(found), 1))]
     for name in wanted:
         if name not in found:
             more = f" among {len(found)} shards, up to {quote(found[-1])}" if found else ""
             raise DamagedSource(
-                f"{quote(folder / name)} is missing{more}; fetch the complete model"
+                f"{quote(folder / name)} is missing{more}; download the complete model"
             )
     return [folder / name for name in wanted]
 
@@ -150,6 +150,6 @@ def _left_out(folder: Path, shards: AbstractSet[str]) -> Iterator[str]:
         if path.is_dir() and not path.name.startswith("."):
             yield f"left out: folder {quote(path)}"
         elif path.suffix in _WEIGHTS and path.name not in shards:
-            yield f"left out: {quote(path)}, no shard of the model"
-        elif is_kept(path.name) and not is_part(path.name):
-            yield f"left out: {quote(path)}, for a store's names are letters, digits, '_', '.', '-'"
+            yield f"left out: {quote(path)}, not a shard of the model"
+        elif notice := unusable_name(path):
+            yield notice

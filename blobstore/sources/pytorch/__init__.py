@@ -1,1 +1,5 @@
-"""PyTorch checkpoints, read without torch and without running a byte of them."""
+"""Reads PyTorch checkpoints: zip archives, legacy streams, and the tensors in them.
+
+The package imports ``sources.unpickler``, ``safetensors`` and ``core``. It never imports torch, and never
+executes anything from a file.
+"""

@@ -1,4 +1,4 @@
-"""PyTorch checkpoint files, read without torch, without pickle, and without running anything."""
+"""Reads PyTorch checkpoint files without torch and without executing any of their code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from blobstore.errors import (
     SourceNotFound,
     TensorNotFound,
 )
-from blobstore.sources.pytorch import state_dict as torch_tree
 from blobstore.sources.pytorch.container import open_container
+from blobstore.sources.pytorch.state_dict import find_state_dict, find_tensors, subtrees_of
 from blobstore.sources.pytorch.storages import StorageReader
 from blobstore.sources.pytorch.tensors import TensorReader, UnreadableTensor
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from blobstore.sources.unpickler.machine import Result
 
 _MAX_GROWTH = 16
-"""How many times the file its tensors may be: views that repeat their elements take no room in it."""
+"""Limit of the tensors' size, in file sizes: views that repeat elements take no space in the file."""
 _SPARE_SIZE = 64 * 2**20
 _MAX_WORK = 64
-"""How many times the file's bytes may have to be read: tensors can lie across all of a storage."""
+"""Limit of the bytes to read, in file sizes: a strided tensor can span all of its storage."""
 _SPARE_WORK = 4 * 2**30
 _SHOWN = 8
 
@@ -53,7 +53,7 @@ class Checkpoint:
     def __init__(self, path: Path, *, subtree: str | None = None) -> None:
         self.path = path
         self.unreadable: dict[str, str] = {}
-        """Tensors that are of a kind that is not read, and why."""
+        """Tensors of an unsupported kind, with the reason."""
         self._map: memoryview | None = None
         with _errors_of(path):
             self._descriptor, self._size = open_regular(path)
@@ -72,19 +72,19 @@ class Checkpoint:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors, in the order in which their bytes lie in the file."""
+        """The tensors, in the order of their bytes in the file."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     @property
     def subtrees(self) -> Sequence[Subtree]:
-        """The parts that ``subtree`` can choose, and how many tensors each has."""
-        return torch_tree.subtrees(self._paths)
+        """The parts that ``subtree`` can name, with their number of tensors."""
+        return subtrees_of(self._paths)
 
     def check_readable(self) -> None:
         """Check that every tensor can be read.
 
         Raises:
-            CheckpointRefused: one is :attr:`unreadable`; the file is closed then.
+            CheckpointRefused: one is :attr:`unreadable`. The file is then closed.
         """
         for name, reason in self.unreadable.items():
             self.close()
@@ -92,13 +92,13 @@ class Checkpoint:
             raise CheckpointRefused(f"{quote(self.path)}, tensor {quote(name)}{more}: {reason}")
 
     def view(self, name: str) -> TensorView:
-        """Return a tensor's bytes: of the mapped file if they lie there in order, else gathered.
+        """Return the bytes of a tensor: a view of the mapped file if they are contiguous, else a copy.
 
-        Check sums are not looked at, for that would read the whole file; :meth:`read` does.
+        Checksums are not verified, because that would read the complete file; :meth:`read` does.
 
         Raises:
             TensorNotFound: there is no tensor of that name.
-            CheckpointRefused: the file was cut short, or a compressed storage is damaged.
+            CheckpointRefused: the file was truncated, or a compressed storage is damaged.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -110,7 +110,7 @@ class Checkpoint:
     def views(self) -> dict[str, TensorView]:
         """Return :meth:`view` of every tensor."""
         memory = self._memory()
-        new = tuple.__new__  # in C, as the constructors of named tuples are not
+        new = tuple.__new__  # in C, unlike the constructors of named tuples
         with gc_paused():
             return {
                 name: new(
@@ -129,7 +129,7 @@ class Checkpoint:
     def read_range(
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:
-        """Yield bytes ``begin`` to ``end`` of a tensor in pieces, as :meth:`read` does all."""
+        """Yield bytes ``begin`` to ``end`` of a tensor in pieces; see :meth:`read`."""
         tensor = self._tensors[name]
         with _errors_of(self.path, name):
             if tensor.is_direct:
@@ -139,7 +139,7 @@ class Checkpoint:
                 yield self._gather(tensor)[begin:end]
 
     def close(self) -> None:
-        """Close the file; views that were handed out keep the map alive."""
+        """Close the file. Views stay valid: they keep the mapping alive."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -147,10 +147,10 @@ class Checkpoint:
     def _open(self, subtree: str | None) -> None:
         container = open_container(self._descriptor, self._size)
         self.kind = container.kind
-        """What kind of file it is, for people."""
+        """Kind of the file, for messages."""
         check_globals(container.result)
-        tree = torch_tree.walk(container.result, container.pickle_size)
-        choice = torch_tree.find_state_dict(tree, subtree)
+        tree = find_tensors(container.result, container.pickle_size)
+        choice = find_state_dict(tree, subtree)
         self._paths = [path for path, _ in tree.tensors]
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
@@ -167,7 +167,7 @@ class Checkpoint:
             except UnreadableTensor as error:
                 self.unreadable[name] = str(error)
         if not found and not self.unreadable:
-            raise CheckpointRefused("the checkpoint holds no tensors")
+            raise CheckpointRefused("the checkpoint has no tensors")
         found.sort(key=attrgetter("offset"))
         self._tensors = {tensor.spec.name: tensor for tensor in found}
         self._check_growth()
@@ -176,7 +176,7 @@ class Checkpoint:
         limit = self._size * _MAX_GROWTH + _SPARE_SIZE
         total = sum([tensor.nbytes for tensor in self._tensors.values()])
         others = [tensor for tensor in self._tensors.values() if not tensor.is_mapped]
-        # What is not compressed has its room in the file.
+        # Storages that are not compressed cannot be larger than the file.
         unpacked = {place for tensor in others if (place := tensor.place).is_deflated}
         stored = sum(place.size for place in unpacked)
         if max(total, stored) > limit:
@@ -187,12 +187,12 @@ class Checkpoint:
         work = sum(self._work(tensor) for tensor in others)
         if work > self._size * _MAX_WORK + _SPARE_WORK:
             raise CheckpointRefused(
-                f"{work} bytes would have to be skipped to read its tensors, more than {_MAX_WORK} "
-                f"times the file's {self._size}; load them with torch and save clones of them"
+                f"{work} bytes have to be read for its tensors, more than {_MAX_WORK} times the file's "
+                f"{self._size}; load them with torch and save clones of them"
             )
 
     def _work(self, tensor: StridedTensor) -> int:
-        """Return how many bytes of its storage are read for a tensor that is no run of the file."""
+        """Return the bytes of its storage to read for a tensor that is not contiguous in the file."""
         if tensor.place.is_deflated or self._is_swapped:
             return tensor.place.size
         return tensor.extent.span * tensor.itemsize
@@ -226,30 +226,32 @@ class Checkpoint:
 def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoint:
     """Open a ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` file of PyTorch.
 
-    ``subtree`` chooses the tensors below some keys, joined with dots; ``"."`` all of them. By
-    default they are the model's, found by the names that training programs use.
+    Args:
+        path: the file.
+        subtree: the keys, joined by dots, of the part to read; ``"."`` is the whole checkpoint. By
+            default it is the model, found by the keys that training programs use.
 
     Raises:
-        SourceNotFound: there is no such file.
+        SourceNotFound: the file does not exist.
         SourceError: it cannot be opened.
-        CheckpointRefused: it is damaged, asks for code to be run, or is of a kind that is not read.
+        CheckpointRefused: it is damaged, needs code to be executed, or has an unsupported format.
         UsageError: there is no such subtree.
     """
     return Checkpoint(Path(path), subtree=subtree)
 
 
 def check_globals(result: Result) -> None:
-    """Check that a pickle asks for nothing but what the closed list has.
+    """Check that a pickle uses only globals of the list of known ones.
 
     Raises:
-        CheckpointRefused: it does; all that it asks for beyond are named.
+        CheckpointRefused: it uses others; the message names them.
     """
     if refused := result.refused:
         names = ", ".join(quote(item) for item in refused[:_SHOWN])
         more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
         raise CheckpointRefused(
-            f"pickle byte {refused[0].offset}: it asks for {names}{more}, which no checkpoint of "
-            "tensors needs; nothing was run. See all of it with blobstore inspect"
+            f"pickle byte {refused[0].offset}: it uses {names}{more}, which checkpoints of tensors do "
+            "not need; no code was executed. List them with 'blobstore inspect'"
         )
 
 
@@ -262,7 +264,7 @@ def _check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _errors_of(path: Path, name: str | None = None) -> Iterator[None]:
-    """Say in errors which file they are of, and which tensor."""
+    """Put the file, and the tensor, in front of the message of errors."""
     where = quote(path) if name is None else f"{quote(path)}, tensor {quote(name)}"
     try:
         yield

@@ -1,4 +1,4 @@
-"""What kind of file a checkpoint is, told by its content and never by its name."""
+"""Recognises the kind of a checkpoint file by its content, never by its name."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 _HEAD = 1 << 12
 ZIP_STARTS: Final = (b"PK\3\4", b"PK\5\6")
-"""What a zip archive begins with; the second, one without entries."""
+"""The first bytes of a zip archive; the second, of one without entries."""
 _MARKUP = re.compile(rb"\s*<(!doctype|html|head|\?xml)", re.IGNORECASE)
+_JOBLIB_FILE = "a joblib file: a pickle of Python objects, not a checkpoint"
 _OTHERS: Final = (
     (b"GGUF", "a GGUF file; import it with Ollama, or the model's safetensors files here"),
     (b"version https://git-lfs", "a pointer of git-lfs, not the file itself; run git lfs pull"),
     (b"\x89HDF\r\n", "an HDF5 file, as Keras writes it"),
     (b"\x93NUMPY", "a numpy array"),
-    (b"\x1f\x8b", "compressed with gzip; unpack it first"),
-    (b"BZh", "compressed with bzip2; unpack it first"),
-    (b"\xfd7zXZ\0", "compressed with xz; unpack it first"),
+    (b"\x1f\x8b", "compressed with gzip; decompress it first"),
+    (b"BZh", "compressed with bzip2; decompress it first"),
+    (b"\xfd7zXZ\0", "compressed with xz; decompress it first"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive; unpack it first"),
-    (b"ZF", "a file of joblib, which is a pickle of Python objects and no checkpoint"),
+    (b"ZF", _JOBLIB_FILE),
 )
-"""Beginnings of files that are called checkpoints and are none, with what they are."""
+"""First bytes of files that are not checkpoints, but may have such a name."""
 _JOBLIB = re.compile(rb"joblib[._]")
 _TAR_MAGIC = slice(257, 262)
 
@@ -39,7 +40,7 @@ def open_container(descriptor: int, size: int) -> Container:
     """Read the pickle of an open checkpoint of ``size`` bytes.
 
     Raises:
-        CheckpointRefused: it is damaged, or of a kind that is not read; the message says which.
+        CheckpointRefused: it is damaged, or of another format, which the message names.
         OSError: it cannot be read.
     """
     head = read_exactly(descriptor, _HEAD, 0)
@@ -52,14 +53,14 @@ def open_container(descriptor: int, size: int) -> Container:
 
 
 def other_kind(head: bytes) -> str | None:
-    """Return what a file is that begins with ``head``, if it is something known and no pickle."""
+    """Return a description of a file by its first bytes, if its format is known and not a pickle."""
     if not head:
         return "an empty file"
     for magic, what in _OTHERS:
         if head.startswith(magic):
             return what
     if _MARKUP.match(head):
-        return "a web page, most likely an error or a login page; fetch the file again"
+        return "a web page, probably an error or a login page; download the file again"
     if head[_TAR_MAGIC] == b"ustar":
         return (
             "a tar archive: a checkpoint of torch before 0.2, or a packed folder; unpack it, or "
@@ -72,10 +73,10 @@ def other_kind(head: bytes) -> str | None:
 
 def _pickle_or_nothing(head: bytes) -> str:
     if _JOBLIB.search(head):
-        return "a file of joblib, which is a pickle of Python objects and no checkpoint"
+        return _JOBLIB_FILE
     if head[:1] == b"\x80":
         return (
-            "a bare pickle of Python objects and no checkpoint of torch.save; see what is in it "
-            "with blobstore inspect"
+            "a pickle of Python objects that torch.save did not write; show its contents with "
+            "'blobstore inspect'"
         )
-    return "no PyTorch checkpoint, nor any other file that blobstore knows"
+    return "not a PyTorch checkpoint, nor any other format that blobstore knows"

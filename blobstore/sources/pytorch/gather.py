@@ -1,4 +1,4 @@
-"""Elements of a tensor put in C order. A module of its own, so that only what gathers imports numpy."""
+"""Copies the elements of a strided tensor to C order. Kept apart because it imports numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def swapped(data: bytearray, storage: Storage) -> bytearray:
-    """Turn round the bytes of every number in a storage; a complex one is two."""
+    """Swap the bytes of every element of a storage. A complex element is two numbers."""
     size = storage.itemsize // 2 if storage.kind.startswith("Complex") else storage.itemsize
     numbers = np.frombuffer(data, f"u{size}")
     numbers.byteswap(inplace=True)
@@ -22,16 +22,18 @@ def swapped(data: bytearray, storage: Storage) -> bytearray:
 
 
 def gathered(tensor: StridedTensor, data: bytearray) -> memoryview:
-    """Return a tensor's bytes in C order, of those from its first to its last element.
+    """Return the bytes of a tensor in C order.
 
-    The caller has checked that sizes and strides stay within ``data``.
+    Args:
+        tensor: the tensor, whose sizes and strides the caller has checked to stay within ``data``.
+        data: the bytes of its storage, from its first to its last element.
     """
     itemsize = tensor.itemsize
     elements: np.ndarray[Any, Any] = np.frombuffer(data, f"u{itemsize}")
     shape = tensor.spec.shape
     if tensor.spec.dtype is DType.F4:
         shape = (*shape[:-1], shape[-1] // 2)
-    # The step of a dimension of one element is never taken, and can be of any size.
+    # The stride of a dimension of size 1 is never used, and can have any value.
     steps = [
         step * itemsize if size > 1 else 0 for size, step in zip(shape, tensor.stride, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""Workflow: what a PyTorch checkpoint contains and asks for, told without running any of it.
+"""Describes what a PyTorch checkpoint contains, without executing any of it.
 
-Files that would be refused are told about too, as far as they can be read.
+Files that could not be imported are described too, as far as they can be read.
 """
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ _MAX_PICKLES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFor:
-    """A global that a pickle asks for."""
+class GlobalUse:
+    """A global that a pickle uses."""
 
     name: str
-    """Module and name, with a dot between."""
+    """Module and name, joined by a dot."""
     use: str | None
-    """What a checkpoint uses it for; None if it is on no list, and would be refused."""
+    """Its use in a checkpoint; None if it is unknown, so that the file would be refused."""
     pickle: str
-    """The zip entry of the pickle; empty in other files."""
+    """The zip entry of the pickle; empty for other files."""
     offset: int
-    """Byte of the pickle, or of the file."""
+    """Offset in the pickle, or in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What a file contains and asks for."""
+    """The contents of a file."""
 
     path: Path
     size: int
     """Bytes of the file."""
     kind: str | None
-    """What kind of checkpoint it is, None if it is none that can be read."""
+    """Kind of checkpoint; None if it cannot be read."""
     refusal: str | None
-    """Why it would not be imported."""
-    globals: Sequence[AskedFor]
+    """The reason if it cannot be imported."""
+    globals: Sequence[GlobalUse]
     tensors: Sequence[TensorSpec]
     """The tensors that would be imported."""
     unreadable: dict[str, str]
-    """Tensors that are of a kind that is not read, and why."""
+    """Tensors of an unsupported kind, with the reason."""
     subtrees: Sequence[Subtree]
-    """The parts that can be chosen instead."""
+    """The parts that ``subtree`` can name."""
     notices: Sequence[str]
 
 
 def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspection:
-    """Tell what a file contains and asks for.
+    """Describe the contents of a file.
 
     Raises:
-        SourceNotFound: there is no such file.
+        SourceNotFound: the file does not exist.
         SourceError: it cannot be read.
         UsageError: there is no such subtree.
     """
     path = Path(path)
-    size, asked = _globals_of(path)
+    size, found = _globals_of(path)
     try:
         with Checkpoint(path, subtree=subtree) as checkpoint:
             return Inspection(
@@ -89,7 +89,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
                 size=size,
                 kind=checkpoint.kind,
                 refusal=None,
-                globals=asked,
+                globals=found,
                 tensors=tuple(checkpoint.specs.values()),
                 unreadable=checkpoint.unreadable,
                 subtrees=checkpoint.subtrees,
@@ -101,7 +101,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
             size=size,
             kind=None,
             refusal=str(error),
-            globals=asked,
+            globals=found,
             tensors=(),
             unreadable={},
             subtrees=(),
@@ -109,7 +109,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
         )
 
 
-def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
+def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
     try:
         descriptor, size = open_regular(path)
     except FileNotFoundError:
@@ -127,11 +127,11 @@ def _globals_of(path: Path) -> tuple[int, list[AskedFor]]:
         os.close(descriptor)
 
 
-def _in_zip(descriptor: int, size: int) -> Iterator[AskedFor]:
-    """Yield what the pickles of an archive ask for, also those of other kinds of archives."""
+def _in_zip(descriptor: int, size: int) -> Iterator[GlobalUse]:
+    """Yield the globals of all pickles of an archive, even if it is not a checkpoint."""
     try:
         entries = read_entries(descriptor, size)
-    except (DamagedSource, SourceError):  # which the checkpoint's refusal tells
+    except (DamagedSource, SourceError):  # opening the checkpoint reports it
         return
     left = MAX_PICKLE_SIZE
     for name, entry in entries.items():
@@ -142,22 +142,22 @@ def _in_zip(descriptor: int, size: int) -> Iterator[AskedFor]:
                 yield from _in_pickles(data, name, 1)
 
 
-def _in_stream(descriptor: int, size: int) -> Iterator[AskedFor]:
-    """Yield what the pickles ask for with which a file begins."""
+def _in_stream(descriptor: int, size: int) -> Iterator[GlobalUse]:
+    """Yield the globals of the pickles at the start of a file."""
     data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
     if other_kind(data) is None:
-        # Behind the pickles of a legacy stream come numbers, which may look like anything.
+        # The pickles of a legacy stream are followed by storages, which are not pickles.
         yield from _in_pickles(data, "", LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES)
 
 
-def _in_pickles(data: bytes, name: str, count: int) -> Iterator[AskedFor]:
+def _in_pickles(data: bytes, name: str, count: int) -> Iterator[GlobalUse]:
     end = 0
     for _ in range(count):
         found, result, _ = scan(data, start=end)
         for item in found:
             is_refused = item.use is None and (item.is_called or not item.is_class)
             use = "class of a module" if item.use is None else item.use.value
-            yield AskedFor(str(item), None if is_refused else use, name, item.offset)
+            yield GlobalUse(str(item), None if is_refused else use, name, item.offset)
         if result is None or result.end >= len(data):
             break
         end = result.end

@@ -1,8 +1,8 @@
-"""PyTorch's stream of pickles and storages: what ``torch.save`` wrote up to version 1.5.
+"""Reads PyTorch's streams of pickles and storages, which ``torch.save`` wrote up to version 1.5.
 
-A magic number, a protocol number, facts about the machine, the object and the list of storage keys,
-each pickled, then for each key the count of its elements and these. (``_legacy_save`` in
-``torch/serialization.py``.)
+A stream has five pickles: a magic number, a protocol number, properties of the machine, the object and
+the list of storage keys. Then follow, for each key, the number of elements and the elements.
+(``_legacy_save`` in ``torch/serialization.py``.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNT = struct.Struct("<q")
 
 
 def is_legacy(head: bytes) -> bool:
-    """Tell whether a file that begins with ``head`` begins with the magic number, pickled."""
+    """Return whether the first bytes of a file are a pickle of the magic number."""
     try:
         return bool(run(head[:_HEAD]).value == MAGIC)
     except CheckpointRefused:
@@ -41,7 +41,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyStream:
-    """A stream whose pickles have been read. ``is_swapped`` tells of big-endian numbers."""
+    """A stream whose pickles have been read."""
 
     kind = "legacy stream"
 
@@ -61,7 +61,7 @@ class LegacyStream:
         self.pickle_size = self.result.end - machine.end
         keys = self._pickle(self.result.end)
         if magic.value != MAGIC or protocol.value != _PROTOCOL:
-            raise CheckpointRefused("this is no stream of torch's protocol 1001")
+            raise CheckpointRefused("this is not a stream of torch's protocol 1001")
         facts = machine.value
         is_little = facts.get("little_endian") if type(facts) is dict else None
         if type(is_little) is not bool:
@@ -71,13 +71,13 @@ class LegacyStream:
         self._end = keys.end
         for part in (magic, protocol, machine, keys):
             if part.globals:
-                raise CheckpointRefused(f"the stream's header asks for {quote(part.globals[0])}")
+                raise CheckpointRefused(f"the stream's header uses {quote(part.globals[0])}")
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
         """See :class:`Container`.
 
-        The stream tells no sizes but counts of elements, so that a storage can be found only if
-        the types of all before it are known.
+        The stream has numbers of elements and not sizes, so a storage can be found only if the types
+        of all storages before it are known.
         """
         if set(self._keys) != set(storages):
             odd = sorted(set(self._keys) ^ set(storages))
@@ -97,14 +97,12 @@ class LegacyStream:
                 )
             begin = offset + _COUNT.size
             if not storage.itemsize:
-                raise CheckpointRefused(
-                    f"the size of torch.{storage.kind} {quote(key)} cannot be told"
-                )
+                raise CheckpointRefused(f"the size of torch.{storage.kind} {quote(key)} is unknown")
             offset = begin + storage.nbytes
             if offset > self._size:
                 raise CheckpointRefused(
                     f"storage {quote(key)} ends at byte {offset}, but the file at {self._size}: "
-                    "it was cut short"
+                    "it was truncated"
                 )
             places[key] = ZipEntry(key, begin, storage.nbytes, storage.nbytes, 0, is_deflated=False)
         if offset != self._size:
@@ -118,7 +116,7 @@ class LegacyStream:
         return []
 
     def _pickle(self, start: int) -> Result:
-        """Read one pickle; how long it is, only reading it tells."""
+        """Read one pickle. Its length is known only after that."""
         while True:
             try:
                 return run(self._window, start=start)
@@ -134,7 +132,7 @@ class LegacyStream:
 
 def _checked_keys(keys: Any) -> list[str]:
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointRefused("the list of storage keys is not a list of texts")
+        raise CheckpointRefused("the list of storage keys is not a list of strings")
     if len(set(keys)) != len(keys):
-        raise CheckpointRefused("the list of storage keys has one twice")
+        raise CheckpointRefused("the list of storage keys has a key twice")
     return keys

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors are the model, and what they are called."""
+"""Finds the tensors of the model in a checkpoint, and their names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused, UsageError
-from blobstore.sources.unpickler.globals import Use
-from blobstore.sources.unpickler.values import Items, Key, Record, Reduced
+from blobstore.sources.unpickler.values import Items, Key, Record, Reduced, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     Path = tuple[Part, ...]
 
 EVERYTHING: Final = "."
-"""The subtree that is all of a checkpoint."""
+"""The subtree that is the whole checkpoint."""
 _MODEL_KEYS = (
     "state_dict",
     "model_state_dict",
@@ -38,19 +37,19 @@ _MODEL_KEYS = (
     "params_ema",
     "ema",
 )
-"""What training programs call the model, the likeliest first."""
+"""The keys that training programs use for the model, the most likely first."""
 _INNER_KEYS = _MODEL_KEYS[:3]
-"""Those that name nothing else, so that they are followed further down too."""
+"""Keys that name nothing else, and so are followed on deeper levels too."""
 _TRAINING = re.compile(
     r"optim|(lr_?)?schedul|(grad_?)?scaler|amp$|rng|random|callbacks|loops|criterion$|loss",
     re.IGNORECASE,
 )
-"""Beginnings of the keys of what training needs beside the model."""
+"""Prefixes of the keys that training programs use for other state."""
 _MAX_DEPTH = 64
 MAX_TENSORS: Final = 1 << 18
-"""Tensors of a checkpoint, its optimizer's included; the largest models have a third of that."""
+"""Tensors of a checkpoint, including the optimizer. The largest models have a third of that."""
 _MAX_LETTERS = 64 * 2**20
-"""Characters of the names of all tensors: the keys above many can be long."""
+"""Characters of the names of all tensors, including the keys above them."""
 _MAX_CONTAINERS = 1 << 21
 _SPARE_STEPS = 10_000
 _SHOWN = 8
@@ -59,62 +58,62 @@ _CONTAINERS = (dict, list, tuple, Items, Record)
 
 
 class Tree(NamedTuple):
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     tensors: Sequence[tuple[Path, Reduced]]
-    """With the keys that lead to each."""
+    """The tensors, with the keys that lead to them."""
     others: Counter[str]
-    """Values that are no tensors: how many below each of the outermost keys."""
+    """Number of values that are not tensors, by their outermost key."""
     is_module: bool
-    """Whether it is a whole module, all of which is the model."""
+    """Whether it is a complete module: all of it is the model."""
 
 
 class Choice(NamedTuple):
-    """The tensors that are read."""
+    """The chosen tensors."""
 
     tensors: Mapping[str, Reduced]
-    """By their names: the keys below the model's, joined with dots."""
+    """The tensors by name: their keys below the model, joined by dots."""
     notices: list[str]
-    """What is left out."""
+    """Remarks about the values that are left out."""
 
 
 class Subtree(NamedTuple):
-    """A part of a checkpoint, as a person can choose it."""
+    """A part of a checkpoint that users can choose."""
 
     path: str
     tensors: int
 
 
-def walk(result: Result, size: int) -> Tree:
+def find_tensors(result: Result, size: int) -> Tree:
     """Find all tensors of a pickle of ``size`` bytes.
 
     Raises:
-        CheckpointRefused: it is nested too deeply, or shares its parts so often that they would be
-            many times what was read; or it holds an object of a class that is no plain module.
+        CheckpointRefused: it is nested too deeply, shares its parts so often that reading them would
+            take too long, or has an object of a class that is not a plain module.
     """
     check_records(result.records)
     walk = _Walk(size)
-    # Paths are made late: a container can be shared as often as the limits allow.
+    # Paths are made late, because a container can be shared as often as the limits allow.
     walk.todo.append(((), None, result.value))
     while walk.todo:
         parent, last, value = walk.todo.pop()
-        walk.look_at(parent if last is None else (*parent, last), value)
+        walk.visit(parent if last is None else (*parent, last), value)
     return Tree(walk.tensors, walk.others, type(result.value) is Record)
 
 
 class _Walk:
-    """A walk through a checkpoint's values, and what is left of its limits."""
+    """A walk over the values of a checkpoint, with its remaining limits."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[tuple[Path, Reduced]] = []
         self.others: Counter[str] = Counter()
         self.todo: list[tuple[Path, Part | None, Any]] = []
-        # Every value takes a byte of the pickle, unless it is used more than once.
+        # Every value needs a byte of the pickle, unless it is shared.
         self._steps = size + min(size * 3, _MAX_CONTAINERS) + _SPARE_STEPS
         self._containers = _MAX_CONTAINERS
         self._letters = _MAX_LETTERS
 
-    def look_at(self, path: Path, value: Any) -> None:
+    def visit(self, path: Path, value: Any) -> None:
         children = _children(value)
         if children is None:
             if is_tensor(value):
@@ -127,15 +126,15 @@ class _Walk:
                 f"{quote(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
             )
         self._take_steps(_width(value))
-        inner = self._sort_out(path, children)
+        inner = self._add_children(path, children)
         self._check()
         inner.reverse()
         self.todo.extend(inner)
 
-    def _sort_out(
+    def _add_children(
         self, path: Path, children: Iterable[tuple[Part, Any]]
     ) -> list[tuple[Path, Part | None, Any]]:
-        """Note a container's tensors and plain values; return its containers."""
+        """Add a container's tensors and plain values; return its containers."""
         inner: list[tuple[Path, Part | None, Any]] = []
         letters = sum(len(key) for key in path if type(key) is str)
         plain = 0
@@ -161,9 +160,7 @@ class _Walk:
     def _take_steps(self, count: int) -> None:
         self._steps -= count
         if self._steps < 0:
-            raise CheckpointRefused(
-                "the pickle uses its parts so often that they cannot be told one by one"
-            )
+            raise CheckpointRefused("the pickle shares its parts too often to list them one by one")
 
     def _check(self) -> None:
         if self._containers < 0:
@@ -178,12 +175,12 @@ class _Walk:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell whether a value is a tensor, of whatever kind."""
+    """Return whether a value is a tensor of any kind, supported or not."""
     return type(value) is Reduced and value.function.use in (Use.TENSOR, Use.UNREADABLE)
 
 
 def check_records(records: Iterable[Record]) -> None:
-    """Check that objects of unknown classes are modules, whose tensors can be told without them.
+    """Check that objects of unknown classes are modules, whose tensors can be read without the class.
 
     Raises:
         CheckpointRefused: one is not.
@@ -192,8 +189,8 @@ def check_records(records: Iterable[Record]) -> None:
     if odd:
         names = sorted({str(record.cls) for record in odd})
         raise CheckpointRefused(
-            f"pickle byte {odd[0].offset}: it holds objects of "
-            f"{', '.join(map(quote, names[:_SHOWN]))}, which only their own code could read; save "
+            f"pickle byte {odd[0].offset}: it has objects of "
+            f"{', '.join(map(quote, names[:_SHOWN]))}, which only their own code can read; save "
             "the model's state_dict() instead"
         )
 
@@ -202,14 +199,14 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
     """Choose the tensors of the model, or those below the keys of ``subtree``.
 
     Raises:
-        UsageError: there is no such ``subtree``, or two.
-        CheckpointRefused: a key is no text and no number, or two tensors get one name.
+        UsageError: there is no such ``subtree``, or more than one.
+        CheckpointRefused: a key is neither a string nor an integer, or two tensors have one name.
     """
     if subtree is None:
         prefix = () if tree.is_module else _likeliest(tree)
     else:
         prefix = () if subtree == EVERYTHING else _named(tree, subtree)
-    # Beside a model's own keys there can be an optimizer's.
+    # An optimizer can be next to the model's own keys.
     skips_training = subtree is None and not prefix and not tree.is_module
     depth = len(prefix)
     chosen: dict[str, Reduced] = {}
@@ -229,8 +226,8 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
     return Choice(chosen, list(_notices(left, tree.others if subtree != EVERYTHING else {})))
 
 
-def subtrees(paths: Iterable[Path]) -> list[Subtree]:
-    """Return the parts that hold the tensors at ``paths``, everything first."""
+def subtrees_of(paths: Iterable[Path]) -> list[Subtree]:
+    """Return the parts that contain the tensors at ``paths``, the whole checkpoint first."""
     counts: Counter[str] = Counter()
     for path in paths:
         for end in range(len(path)):
@@ -239,7 +236,7 @@ def subtrees(paths: Iterable[Path]) -> list[Subtree]:
 
 
 def _children(value: Any) -> Iterable[tuple[Part, Any]] | None:
-    """Return keys and values of a container, None for anything else."""
+    """Return the keys and values of a container; None for other values."""
     if type(value) is dict:
         return value.items()
     if type(value) in (list, tuple):
@@ -252,7 +249,7 @@ def _children(value: Any) -> Iterable[tuple[Part, Any]] | None:
 
 
 def _width(value: Any) -> int:
-    """Return how many values have to be looked at for the children of a container."""
+    """Return the number of values to visit for the children of a container."""
     if type(value) is Items:
         return len(value.items)
     if type(value) is not Record:
@@ -262,7 +259,7 @@ def _width(value: Any) -> int:
 
 
 def _is_module(record: Record) -> bool:
-    """Tell whether a record has what every ``torch.nn.Module`` has, and nothing more to it."""
+    """Return whether a record has the state of a ``torch.nn.Module``, and no entries or arguments."""
     state = record.state
     return (
         type(state) is dict
@@ -273,7 +270,7 @@ def _is_module(record: Record) -> bool:
 
 
 def _parts_of_module(record: Record) -> Iterator[tuple[Part, Any]]:
-    """Yield what the module's ``state_dict()`` would hold."""
+    """Yield the items that the module's ``state_dict()`` would have."""
     names = set(filter(_is_text, _hidden(record)))
     for part in _MODULE_PARTS:
         for key, value in record.state[part].items():
@@ -282,7 +279,7 @@ def _parts_of_module(record: Record) -> Iterator[tuple[Part, Any]]:
 
 
 def _hidden(record: Record) -> Sequence[Any]:
-    """Return the names of a module's buffers that its ``state_dict()`` would not hold."""
+    """Return the names of a module's buffers that its ``state_dict()`` would omit."""
     names = record.state.get("_non_persistent_buffers_set")
     return names.items if type(names) is Items else ()
 
@@ -300,7 +297,7 @@ def _likeliest(tree: Tree) -> Path:
             if path[: len(prefix)] == prefix:
                 if len(path) > len(prefix) + 1:
                     heads[path[len(prefix)]] = True
-                elif not _is_aside(path, value):  # this level is the model's
+                elif not _is_incidental(path, value):  # this level is the model
                     return prefix
         found = next((key for key in keys if key in heads), None)
         if found is None:
@@ -309,8 +306,8 @@ def _likeliest(tree: Tree) -> Path:
         keys = _INNER_KEYS
 
 
-def _is_aside(path: Path, value: Reduced) -> bool:
-    """Tell whether a tensor can be beside a model: a score, say, or the state of a generator."""
+def _is_incidental(path: Path, value: Reduced) -> bool:
+    """Return whether a tensor can be next to a model, such as a score or the state of a generator."""
     return value.arguments[2:3] in (((),), ((1,),)) or any(map(_is_training, path[-1:]))
 
 
@@ -325,7 +322,7 @@ def _named(tree: Tree, subtree: str) -> Path:
         return found.pop()
     if found:
         raise UsageError(f"subtree {quote(subtree)} can mean {len(found)} parts of the checkpoint")
-    listed = [item.path for item in subtrees(path for path, _ in tree.tensors)]
+    listed = [item.path for item in subtrees_of(path for path, _ in tree.tensors)]
     raise UsageError(
         f"there is no subtree {quote(subtree)} with tensors; there are "
         f"{', '.join(map(quote, listed[:_SHOWN]))}{', …' if len(listed) > _SHOWN else ''}"
@@ -342,11 +339,11 @@ def _notices(left: Mapping[str, int], others: Mapping[str, int]) -> Iterator[str
         yield f"left out: {_some(parts)}; choose another part with --subtree"
     if others:
         parts = [quote(key) for key in others]
-        yield f"left out: {sum(others.values())} values that are no tensors, in {_some(parts)}"
+        yield f"left out: {sum(others.values())} values that are not tensors, in {_some(parts)}"
 
 
 def _branch(path: Path, prefix: Path) -> Path:
-    """Return the keys to where a path turns off the way to ``prefix``."""
+    """Return the keys of a path up to the first one that differs from ``prefix``."""
     for end, (key, other) in enumerate(zip(path, prefix, strict=False), 1):
         if key != other:
             return path[:end]
@@ -365,7 +362,7 @@ def _joined(path: Path, depth: int) -> str:
     for key in keys:
         if type(key) is Key:
             raise CheckpointRefused(
-                f"there is a tensor at {quote(_shown(path))}, with a key that is not text"
+                f"there is a tensor at {quote(_shown(path))}, with a key that is not a string"
             )
     return ".".join(map(str, keys))
 

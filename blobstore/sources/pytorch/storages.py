@@ -1,4 +1,4 @@
-"""Where the storages of a checkpoint are, and their bytes."""
+"""Reads the storages of a checkpoint, and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 
 
 MAX_PICKLE_SIZE: Final = 64 * 2**20
-"""Bytes of the pickle of a checkpoint; real ones need 200 a tensor."""
+"""Bytes of the pickle of a checkpoint. Real ones need 200 per tensor."""
 _CHECK_SIZE = 1 << 20
 
 
 class Container(Protocol):
-    """A file that holds a pickle and storages."""
+    """A checkpoint file: a pickle and storages."""
 
     kind: str
-    """What it is, for people."""
+    """Kind of the file, for messages."""
     result: Result
-    """What the pickle holds."""
+    """Contents of the pickle."""
     pickle_size: int
     """Bytes of the pickle."""
     is_swapped: bool
-    """Whether its numbers are big-endian."""
+    """Whether its values are big-endian."""
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
-        """Return where the storages are, by their keys.
+        """Return the places of the storages in the file, by key.
 
         Raises:
-            CheckpointRefused: one is not there, or not of the size that it should be.
+            CheckpointRefused: a storage is missing or has the wrong size.
         """
 
     def notices(self) -> list[str]:
-        """Return what a person should know of the file."""
+        """Return remarks about the file."""
 
 
 class StorageReader:
-    """Reads parts of storages, on any number of threads, and checks them as it goes.
+    """Reads storages or parts of them, from any number of threads, and verifies their checksums.
 
-    A storage that is read in one go is checked on the way; one of which only a part is wanted is
-    read once beforehand.
+    A storage that is read completely is verified on the way. Before the first part of a storage is
+    read, all of it is read once.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -58,15 +58,15 @@ class StorageReader:
         self._checked: set[str] = set()
         self._lock = threading.Lock()
         self._unpacked: tuple[str, bytes] = ("", b"")
-        """The compressed storage of which a part was wanted last."""
+        """Name and content of the compressed storage that was read last."""
 
     def read(
         self, place: ZipEntry, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:
-        """Yield bytes of a storage in pieces, each in ``buffer`` until the next is asked for.
+        """Yield bytes of a storage in pieces, each in ``buffer`` and valid until the next one.
 
         Raises:
-            DamagedSource: the file was cut short, or its check sum is wrong.
+            DamagedSource: the file was truncated, or the checksum does not match.
         """
         if begin == 0 and end == place.size:
             yield from read_entry(self._descriptor, place, buffer)
@@ -91,7 +91,7 @@ class StorageReader:
         return data
 
     def _check(self, place: ZipEntry) -> None:
-        """Read a storage of which only a part is wanted, for its check sum."""
+        """Verify the checksum of a storage once, before parts of it are read."""
         if not place.crc or place.name in self._checked:
             return
         with self._lock:
@@ -114,7 +114,7 @@ class StorageReader:
             count = os.preadv(self._descriptor, [buffer[:left]], offset)
             if not count:
                 raise CheckpointRefused(
-                    f"the file ended at byte {offset}: it was cut short while it was read"
+                    f"the file ended at byte {offset}: it was truncated while it was read"
                 )
             yield buffer[:count]
             offset += count

@@ -1,7 +1,7 @@
-"""Tensors as torch's pickles describe them: a storage, an offset, sizes and strides.
+"""Parses the tensors of torch's pickles: a storage, an offset, sizes and strides each.
 
-The functions and their arguments are those of ``torch/_utils.py`` and ``torch/_tensor.py``, the parts
-of a storage's identifier those of ``persistent_id`` in ``torch/serialization.py``.
+The functions and their arguments are defined in ``torch/_utils.py`` and ``torch/_tensor.py``, the
+identifier of a storage by ``persistent_id`` in ``torch/serialization.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES as BY_NAME
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import DTYPES, STORAGES, Use
-from blobstore.sources.unpickler.values import Global, Persistent, Reduced
+from blobstore.sources.unpickler.globals import DTYPES, STORAGES
+from blobstore.sources.unpickler.values import Global, Persistent, Reduced, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.zip_entries import ZipEntry
 
 _new = tuple.__new__
-"""In C, as the constructors of named tuples are not; a checkpoint makes tens of thousands."""
+"""In C, unlike the constructors of named tuples. A checkpoint makes tens of thousands."""
 MAX_RANK: Final = 64
-"""Dimensions that numpy can hold."""
+"""The most dimensions that numpy supports."""
 _MAX_WRAPPERS = 8
 _LARGEST = 2**63 - 1
 _STORAGE_TYPES = {name: BY_NAME[dtype] for name, dtype in STORAGES.items()}
@@ -34,7 +34,7 @@ _OTHER_SIZES = {
     "QUInt8Storage": 1,
     "QInt32Storage": 4,
 }
-"""Bytes of an element of storages that are not read, but have to be skipped."""
+"""Bytes per element of unsupported storages, which have to be skipped."""
 _ELEMENT_TYPES = {name: BY_NAME[dtype] for name, dtype in DTYPES.items()}
 
 
@@ -45,74 +45,77 @@ _NEGATED = {
 
 
 class UnreadableTensor(CheckpointRefused):
-    """A tensor is of a kind for which the safetensors format has no name."""
+    """The safetensors format has no type for a tensor."""
 
 
 class Storage(NamedTuple):
-    """A run of elements that one or more tensors lie in."""
+    """An array of elements, shared by one or more tensors."""
 
     key: str
     kind: str
-    """Torch's name of its class."""
+    """The name of its class in torch."""
     dtype: DType | None
-    """The type of the elements, bytes if it has none; None if the format has no name for it."""
+    """Element type, U8 if the storage is untyped; None if safetensors has no such type."""
     itemsize: int
-    """Bytes of an element; 0 where elements are not whole bytes."""
+    """Bytes per element; 0 if elements are not complete bytes."""
     elements: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements; 0 where elements are not whole bytes."""
+        """Bytes of all elements; 0 if elements are not complete bytes."""
         return self.elements * self.itemsize
 
 
 class Extent(NamedTuple):
-    """What sizes and strides come to."""
+    """The extent of a tensor in its storage, by its sizes and strides."""
 
     elements: int
     span: int
-    """Elements of the storage from the first to behind the last."""
+    """Elements of the storage from the first to the last one, inclusive."""
     is_ordered: bool
-    """Whether the elements lie side by side in C order."""
+    """Whether the elements are contiguous in C order."""
 
 
 class StridedTensor(NamedTuple):
-    """A tensor and where its elements are, checked to lie inside their storage."""
+    """A tensor and the place of its elements, checked to be inside the storage."""
 
     spec: TensorSpec
     storage: Storage
     place: ZipEntry
-    """Where the storage is in the file."""
+    """The place of the storage in the file."""
     begin: int
-    """Byte of the storage at which the first element is."""
+    """Offset of the first element in the storage, in bytes."""
     offset: int
-    """Byte of the file at which the first element is, if the storage is not compressed."""
+    """Offset of the first element in the file, if the storage is not compressed."""
     nbytes: int
-    """Bytes of the elements, side by side."""
+    """Bytes of all elements."""
     stride: tuple[int, ...]
-    """Steps of the dimensions, in elements."""
+    """Strides of the dimensions, in elements."""
     extent: Extent
     is_direct: bool
-    """Whether its bytes are a run of the storage's, with the values that are meant."""
+    """Whether its bytes are contiguous in the storage, and have the right values as they are."""
     is_mapped: bool
-    """Whether they are a run of the file too: the storage is not compressed."""
+    """Whether its bytes are contiguous in the file too: the storage is not compressed."""
     is_conjugated: bool = False
     is_negated: bool = False
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element; for F4, of a pair."""
+        """Bytes per element; for F4, per pair."""
         return self.spec.dtype.bits // 8 or 1
 
 
 class TensorReader:
-    """Reads the tensors of one checkpoint, whose ``references`` to outside data are its storages.
+    """Parses the tensors of one checkpoint.
 
-    ``locate`` tells where these are, ``is_swapped`` whether their numbers are big-endian.
+    Args:
+        references: the pickle's references to outside data, which must all be storages.
+        locate: returns the places of storages in the file.
+        is_swapped: whether values are big-endian.
 
     Raises:
-        CheckpointRefused: a reference is to no storage, two contradict each other, or a storage is
-            not in the file as they say.
+        CheckpointRefused: a reference is not to a storage, two references contradict each other, or
+            a storage is missing in the file or has another size.
     """
 
     def __init__(
@@ -122,35 +125,34 @@ class TensorReader:
         *,
         is_swapped: bool = False,
     ) -> None:
-        # By identity, and so only while the pickle's values live: to hash what is in a file could
-        # take for ever. Tensors of one form share their sizes more often than not.
+        # Keyed by identity, valid as long as the pickle's values live: hashing values of a file could
+        # take forever. Tensors of the same shape usually share their sizes.
         self._classes: dict[int, tuple[str, DType | None, int]] = {}
         self._extents: dict[tuple[int, int], Extent] = {}
         self.storages: dict[str, Storage] = {}
-        """All storages that the pickle refers to, whether or not a tensor is read that uses them."""
+        """All storages that the pickle refers to, even if no tensor uses them."""
         reference = None
         try:
             for reference in references:
-                reference.meaning = self._room(reference.identifier)
+                reference.meaning = self._storage_part(reference.identifier)
         except CheckpointRefused as error:
-            where = f"pickle byte {reference.offset if reference else 0}"
-            raise error.at(where) from None
+            raise error.at(f"pickle byte {reference.offset if reference else 0}") from None
         self._places = locate(self.storages)
         self._is_swapped = is_swapped
 
     def read(self, name: str, value: Reduced) -> StridedTensor:
-        """Return the tensor that a call would have rebuilt, under a name.
+        """Return the tensor that a call would rebuild.
 
         Raises:
-            UnreadableTensor: it is of a kind that is not read.
-            CheckpointRefused: its numbers are not those of a tensor inside its storage. The message
-                says at which byte of the pickle.
+            UnreadableTensor: the kind of tensor is not supported.
+            CheckpointRefused: it is not a valid tensor inside its storage. The message has the
+                offset in the pickle.
         """
         try:
             function, arguments = value.function, value.arguments
             is_usual = function.use is Use.TENSOR and function.name == "_rebuild_tensor_v2"
             if is_usual and len(arguments) == 6:  # noqa: PLR2004
-                # Nearly always. What requires gradients, and hooks for them, are no bytes.
+                # The usual case. The last two arguments, for gradients, do not matter.
                 reference, offset, shape, stride, _, _ = arguments
                 return self._tensor(name, reference, offset, shape, stride)
             return self._tensor(name, *_arguments(*_unwrapped(value)))
@@ -168,8 +170,8 @@ class TensorReader:
         flags: Any = None,
     ) -> StridedTensor:
         if type(reference) is not Persistent:
-            raise CheckpointRefused("a tensor's first argument is no storage")
-        storage, begin, room = reference.meaning
+            raise CheckpointRefused("a tensor's first argument is not a storage")
+        storage, begin, available = reference.meaning
         dtype = dtype or storage.dtype
         if dtype is None:
             raise UnreadableTensor(
@@ -180,17 +182,17 @@ class TensorReader:
         itemsize = dtype.bits // 8 or 1
         if type(offset) is not int or not 0 <= offset <= _LARGEST:
             _natural(offset, "a tensor's offset")
-        if (offset + span) * itemsize > room and elements:
+        if (offset + span) * itemsize > available and elements:
             raise CheckpointRefused(
                 f"a tensor needs {offset + span} elements of storage {quote(storage.key)}, which "
-                f"has {room // itemsize}"
+                f"has {available // itemsize}"
             )
         begin = begin + offset * itemsize if elements else 0
         shape = shape if dtype is not DType.F4 else _in_halves(shape)
         place = self._places[storage.key]
         is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
-        is_turned = self._is_swapped and storage.itemsize > 1
-        is_direct = is_ordered and not (is_turned or is_conjugated or is_negated)
+        is_swapped = self._is_swapped and storage.itemsize > 1
+        is_direct = is_ordered and not (is_swapped or is_conjugated or is_negated)
         parts = (
             _new(TensorSpec, (name, dtype, shape)),
             storage,
@@ -212,16 +214,16 @@ class TensorReader:
         return found
 
     def _class(self, cls: Any) -> tuple[str, DType | None, int]:
-        """Return name, element type and bytes of an element of a class of storages."""
+        """Return name, element type and bytes per element of a class of storages."""
         if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
-            raise CheckpointRefused("a storage is of no known type")
+            raise CheckpointRefused("the type of a storage is unknown")
         dtype = _STORAGE_TYPES.get(cls.name)
         itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
         found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
         return found
 
-    def _room(self, identifier: Any) -> tuple[Storage, int, int]:
-        """Return a storage, and the first byte and the bytes of the part that tensors may use."""
+    def _storage_part(self, identifier: Any) -> tuple[Storage, int, int]:
+        """Return a storage, and offset and size of the part that tensors may use, in bytes."""
         view = None
         if type(identifier) is tuple and len(identifier) == 5:  # noqa: PLR2004
             kind, cls, key, _, count = identifier
@@ -233,16 +235,16 @@ class TensorReader:
             )
         if type(kind) is not str or kind != "storage":
             shown = quote(kind) if type(kind) is str else "unknown"
-            raise CheckpointRefused(f"a reference to outside data of kind {shown} is no storage")
+            raise CheckpointRefused(f"a reference to outside data of kind {shown} is not a storage")
         name, dtype, itemsize = self._classes.get(id(cls)) or self._class(cls)
         if type(key) is not str or not key:
-            raise CheckpointRefused("a storage's key is no text")
+            raise CheckpointRefused("a storage's key is not a string")
         if type(count) is not int or not 0 <= count <= _LARGEST:
             _natural(count, "a storage's count")
         storage = _new(Storage, (key, name, dtype, itemsize, count))
         known = self.storages.setdefault(key, storage)
         if known is not storage and known != storage:
-            raise CheckpointRefused(f"storage {quote(key)} is given two types or counts")
+            raise CheckpointRefused(f"storage {quote(key)} has two types or counts")
         if view is not None:
             return (known, *_view(view, known))
         return known, 0, count * itemsize
@@ -253,17 +255,17 @@ _COUNTS: Final = {
     "_rebuild_tensor_v2": (6, 7),
     "_rebuild_tensor_v3": (7, 8),
 }
-"""The least and most arguments of the functions."""
+"""The smallest and largest number of arguments of the functions."""
 
 
 def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return reference, offset, sizes, strides, element type and flags of a call."""
     if function.use is not Use.TENSOR:
-        raise UnreadableTensor(f"a tensor made by {quote(function)} is not read")
+        raise UnreadableTensor(f"tensors made by {quote(function)} are not supported")
     least, most = _COUNTS[function.name]
     if not least <= len(arguments) <= most:
         raise CheckpointRefused(
-            f"{function} has {len(arguments)} arguments, which is not what torch writes"
+            f"{function} has {len(arguments)} arguments, which torch does not write"
         )
     dtype = _element_type(arguments[6]) if function.name == "_rebuild_tensor_v3" else None
     flags = arguments[-1] if len(arguments) == most > least else None
@@ -271,7 +273,7 @@ def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
-    """Return the innermost call, of which parameters and tensors with attributes are wrappers."""
+    """Return the innermost call: parameters and tensors with attributes wrap another tensor."""
     function, arguments = value.function, value.arguments
     for _ in range(_MAX_WRAPPERS):
         if function.use is not Use.TENSOR or function.name in _COUNTS:
@@ -279,7 +281,7 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
         if value.state is not None:
             break
         if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
-            # Its first argument would be called: it must itself be one that rebuilds tensors.
+            # It would call its first argument, which must be a function that rebuilds tensors.
             function, _, arguments, _ = arguments
         elif arguments and type(arguments[0]) is Reduced:
             value = arguments[0]
@@ -288,13 +290,13 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
             break
         if type(function) is not Global or type(arguments) is not tuple:
             break
-    raise CheckpointRefused("a tensor is wrapped in a way that torch does not write")
+    raise CheckpointRefused("a tensor is wrapped as torch does not write it")
 
 
 def _element_type(dtype: Any) -> DType:
     if type(dtype) is Global and dtype.use is Use.DTYPE:
         return _ELEMENT_TYPES[dtype.name]
-    what = quote(dtype) if type(dtype) is Global else "something else than a type"
+    what = quote(dtype) if type(dtype) is Global else "something that is not a type"
     raise UnreadableTensor(f"tensors of {what} have no type in the safetensors format")
 
 
@@ -302,16 +304,16 @@ def _natural(number: Any, what: str) -> None:
     if type(number) is int and 0 <= number <= _LARGEST:
         return
     if type(number) is not int:
-        shown = "no integer"
+        shown = "not an integer"
     else:
         shown = str(number) if abs(number) <= 2 * _LARGEST else "out of range"
     raise CheckpointRefused(f"{what} is {shown}")
 
 
 def _view(view: Any, storage: Storage) -> tuple[int, int]:
-    """Return where a part of a storage begins and its size, in bytes."""
+    """Return offset and size of a part of a storage, in bytes."""
     if type(view) is not tuple or len(view) != 3:  # noqa: PLR2004
-        raise CheckpointRefused("a view of a storage has not three parts")
+        raise CheckpointRefused("a view of a storage does not have three parts")
     _, offset, count = view
     _natural(offset, "a view's offset")
     _natural(count, "a view's count")
@@ -323,9 +325,9 @@ def _view(view: Any, storage: Storage) -> tuple[int, int]:
 
 
 def _in_halves(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of F4 in elements; torch counts them in pairs."""
+    """Return the shape of an F4 tensor in elements. Torch counts pairs."""
     if not shape:
-        raise CheckpointRefused("a tensor of pairs of F4 has no dimension")
+        raise CheckpointRefused("an F4 tensor has no dimensions")
     return (*shape[:-1], shape[-1] * 2)
 
 
@@ -339,14 +341,14 @@ def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
         or (conj and dtype is not DType.C64)
         or (neg and dtype not in _NEGATED)
     ):
-        raise CheckpointRefused("a tensor's conj or neg flag is none that torch writes")
+        raise CheckpointRefused("a tensor's conj or neg flag is invalid")
     return conj, neg
 
 
 def _measured(shape: Any, stride: Any) -> Extent:
-    """Check sizes and strides and return what they come to."""
+    """Check sizes and strides, and return their extent."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
-        raise CheckpointRefused("a tensor's sizes and strides are not two tuples of one length")
+        raise CheckpointRefused("a tensor's sizes and strides are not two tuples of equal length")
     if len(shape) > MAX_RANK:
         raise CheckpointRefused(f"a tensor has {len(shape)} dimensions, over {MAX_RANK}")
     span = expected = 1

@@ -1,6 +1,6 @@
-"""PyTorch's zip checkpoints: what ``torch.save`` writes since version 1.6.
+"""Reads PyTorch's zip checkpoints, which ``torch.save`` writes since version 1.6.
 
-One folder holds ``data.pkl``, the storages as ``data/KEY``, and records such as ``version`` and
+One folder has ``data.pkl``, the storages as ``data/KEY``, and records such as ``version`` and
 ``byteorder``. (``_save`` in ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``.)
 """
 
@@ -30,15 +30,15 @@ _BYTE_ORDERS = {b"little": False, b"big": True}
 
 
 class ZipCheckpoint:
-    """A zip checkpoint whose directory and pickle have been read."""
+    """A zip checkpoint: its directory and its pickle."""
 
     kind = "zip checkpoint"
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Read directory and pickle.
+        """Read the directory and the pickle.
 
         Raises:
-            CheckpointRefused: the archive is damaged, or is no checkpoint.
+            CheckpointRefused: the archive is damaged, or not a checkpoint.
         """
         self._descriptor = descriptor
         self._used: Collection[ZipEntry] = ()
@@ -102,16 +102,16 @@ class ZipCheckpoint:
     def _check_kind(self) -> None:
         if f"{self._root}constants.pkl" in self._entries:
             message = (
-                "this is a TorchScript archive, which holds a program; save the model's "
+                "this is a TorchScript archive, which has a program; save the model's "
                 "state_dict() with torch.save instead"
             )
         elif f"{self._root}models/model.json" in self._entries:
             message = (
-                "this is a torch.export archive, which holds a program; save the model's "
+                "this is a torch.export archive, which has a program; save the model's "
                 "state_dict() with torch.save instead"
             )
         elif f"{self._root}data.pkl" not in self._entries:
-            message = "this zip archive holds no data.pkl and so is no PyTorch checkpoint"
+            message = "this zip archive has no data.pkl, so it is not a PyTorch checkpoint"
         else:
             return
         raise CheckpointRefused(message)
@@ -123,7 +123,7 @@ class ZipCheckpoint:
         return read_small_entry(self._descriptor, entry, _MAX_RECORD_SIZE)
 
     def _read_byte_order(self) -> bool:
-        """Tell whether numbers are big-endian; before torch 2.1 none said so, and none was."""
+        """Return whether values are big-endian. Torch before 2.1 wrote no byte order, always little."""
         order = self._record("byteorder")
         if order is None:
             return False
@@ -144,9 +144,9 @@ def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) 
     """Return the content of an entry that is a pickle of at most ``limit`` bytes.
 
     Raises:
-        DamagedSource: it is larger, or is compressed further than pickles of tensors can be.
+        DamagedSource: it is larger, or compressed more than pickles of tensors can be.
         OSError: it cannot be read.
     """
-    # They compress to a fifth, and what they become here can be a hundred times as large as they.
+    # Pickles compress to a fifth, and their values can need a hundred times their size in memory.
     ratio = _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size
     return read_small_entry(descriptor, entry, min(limit, ratio))

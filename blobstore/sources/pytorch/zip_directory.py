@@ -1,8 +1,7 @@
-"""The directory at the end of a zip archive: what it lists, if it fits to the byte.
+"""Reads the central directory of a zip archive, if there is only one way to read it.
 
-End records, directory and counts must agree and follow each other without a gap, so that there is
-one way only to read them. PyTorch always writes the zip64 end records, also where the plain one
-would do.
+End records, directory and counts must agree and follow each other without a gap. PyTorch always
+writes the zip64 end records, even if the plain one would do.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_ENTRIES = 1 << 22
-"""Archives of more are refused; large models have some hundred thousand tensors at most."""
+"""Limit of the entries. Large models have some hundred thousand tensors at most."""
 
 STORED, DEFLATED = 0, 8
-SEALED = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
-"""The flags of encryption, of patches, of strong encryption, and of masked headers."""
+UNREADABLE_FLAGS = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
+"""Flags of encryption, patches, strong encryption and masked headers."""
 HEADER_SIZE = 30
-"""The bytes before the name in the header before an entry's data."""
+"""Bytes before the name in a local header."""
 
 # The records of APPNOTE 4.3.12 and 4.3.14 to 4.3.16; x skips versions, times and attributes.
 _LISTED = Struct("<4s4xHH4xIIIHHHH6xI")
@@ -35,10 +34,10 @@ _END = Struct("<4sHHHHIIH")
 _LISTED_SIGN, _END64_SIGN = b"PK\1\2", b"PK\6\6"
 _LOCATOR_SIGN, _END_SIGN = b"PK\6\7", b"PK\5\6"
 _END64_LENGTH = _END64.size - 12
-"""What the zip64 end record says of its length, if it has no fields for encryption."""
+"""Length in the zip64 end record, without fields for encryption."""
 
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
-"""A field of this value has its true value in zip64's wide fields."""
+"""A field with this value has its real value in the zip64 fields."""
 _FULL_END = (_FULL16, _FULL16, _FULL16, _FULL16, _FULL32, _FULL32)
 _ZIP64 = 1
 
@@ -47,12 +46,12 @@ _MAX_LISTED = _LISTED.size + 3 * _FULL16
 _WINDOW = 1 << 20
 
 _MAX_RATIO, _RATIO_SLACK = 1032, 64
-"""No byte of a deflate stream becomes more than so many, but for a few at its ends."""
+"""The largest ratio of deflate, except for some bytes at the ends of a stream."""
 
 
 Listed: TypeAlias = tuple[int, str, bytes, int, int, int, int]
-"""An entry as the directory has it: the place of the header before its data, name, the same in
-bytes, method, CRC, bytes in the archive, bytes of content. (Plain tuples take half as long.)"""
+"""An entry of the directory: offset of the local header, name, name in bytes, method, CRC, stored
+size, size. (A plain tuple takes half as long as a named one.)"""
 
 
 class _Directory(NamedTuple):
@@ -62,12 +61,12 @@ class _Directory(NamedTuple):
 
 
 def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
-    """Return what the directory of an archive lists, and the byte at which it starts.
+    """Return the entries of an archive's directory, and the offset of the directory.
 
-    Every header and its name lie before that byte. No two entries have the same name.
+    All local headers and their names are before that offset. No two entries have the same name.
 
     Raises:
-        DamagedSource: the file is no whole zip archive, or the directory contradicts itself.
+        DamagedSource: the file is not a complete zip archive, or the directory contradicts itself.
         UnsupportedSource: an entry is encrypted or not compressed by deflate, or the archive is
             one file of several.
         OSError: it cannot be read.
@@ -89,11 +88,11 @@ def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
 
 
 def read_whole(descriptor: int, size: int, offset: int) -> bytes:
-    """Return ``size`` bytes at ``offset``; raise DamagedSource where the file ends before."""
+    """Return ``size`` bytes at ``offset``; raise DamagedSource if the file ends before."""
     data = read_exactly(descriptor, size, offset)
     if len(data) != size:
         raise DamagedSource(
-            f"the file ended at byte {offset + len(data)}: it was cut short while it was read"
+            f"the file ended at byte {offset + len(data)}: it was truncated while it was read"
         )
     return data
 
@@ -101,7 +100,7 @@ def read_whole(descriptor: int, size: int, offset: int) -> bytes:
 def widen(
     extra: bytes, sizes: tuple[int, int], header: int, disk: int, at: int
 ) -> tuple[int, int, int, int]:
-    """Return the numbers of the entry at byte ``at``, those that are full from the zip64 field."""
+    """Return the fields of the entry at byte ``at``, with real values from the zip64 field."""
     narrow = (*sizes, header)
     field = _zip64_field(extra)
     wide_size = 8 * narrow.count(_FULL32)
@@ -118,7 +117,7 @@ def widen(
 
 
 def _zip64_field(extra: bytes) -> bytes:
-    """Return the zip64 field of the extra fields; nothing if it is missing, double or cut off."""
+    """Return the zip64 extra field; empty if it is missing, duplicated or truncated."""
     found = []
     at = 0
     while at < len(extra):
@@ -130,12 +129,12 @@ def _zip64_field(extra: bytes) -> bytes:
 
 
 def _find_directory(descriptor: int, file_size: int) -> _Directory:
-    """Return where the end records have the directory."""
+    """Return the place of the directory, by the end records."""
     tail_start = max(0, file_size - _MAX_TAIL)
     tail = read_whole(descriptor, file_size - tail_start, tail_start)
     at = tail.rfind(_END_SIGN, 0, max(0, len(tail) - _END.size + len(_END_SIGN)))
     if at < 0:
-        raise DamagedSource("it has no end record: it is cut short, or is no zip archive")
+        raise DamagedSource("it has no end record: it is truncated, or not a zip archive")
     _, *fields, comment_size = _END.unpack_from(tail, at)
     if at + _END.size + comment_size != len(tail):
         raise DamagedSource(
@@ -150,7 +149,7 @@ def _find_directory(descriptor: int, file_size: int) -> _Directory:
 
 
 def _read_wide_end(tail: bytes, at: int, tail_start: int, narrow: Sequence[int]) -> list[int]:
-    """Return the fields of the zip64 end record, with which locator and end record must agree."""
+    """Return the fields of the zip64 end record, which must match locator and end record."""
     _, disk, claimed, disks = _LOCATOR.unpack_from(tail, at + _END64.size)
     if disk or disks > 1:
         raise UnsupportedSource(
@@ -173,7 +172,7 @@ def _read_wide_end(tail: bytes, at: int, tail_start: int, narrow: Sequence[int])
 
 
 def _check_end(fields: Sequence[int], end: int) -> _Directory:
-    """Return the directory, which must end at ``end``, where the end records begin."""
+    """Return the directory, which must end at ``end``, the start of the end records."""
     disk, first_disk, count_here, count, size, start = fields
     if disk or first_disk:
         raise UnsupportedSource(
@@ -214,13 +213,13 @@ def _parse(window: bytes, window_start: int, directory: _Directory, listed: list
             name = raw_name.decode()
         except UnicodeDecodeError as error:
             raise DamagedSource(
-                f"the name of an entry, at byte {window_start + name_at}, is no UTF-8"
+                f"the name of an entry, at byte {window_start + name_at}, is not UTF-8"
             ) from error
         entry = (header, name, raw_name, method, crc, stored, size)
         if (
             sign != _LISTED_SIGN
             or disk
-            or flags & SEALED
+            or flags & UNREADABLE_FLAGS
             or (method != DEFLATED if method else stored != size)
             or size > _MAX_RATIO * stored + _RATIO_SLACK
             or header + HEADER_SIZE + name_size + stored > directory.start
@@ -242,7 +241,7 @@ def _fault(
     who = f"entry {quote(name)}, listed at byte {at},"
     if disk:
         return UnsupportedSource(f"{who} is in file {disk + 1} of a set, which is not supported")
-    if flags & SEALED:
+    if flags & UNREADABLE_FLAGS:
         return UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
     if method not in {STORED, DEFLATED}:
         return UnsupportedSource(f"{who} is compressed by method {method}; 8 is supported")
@@ -252,7 +251,7 @@ def _fault(
     if method == STORED and stored != size:
         return DamagedSource(f"{sizes}, though it is not compressed")
     if size > _MAX_RATIO * stored + _RATIO_SLACK:
-        return DamagedSource(f"{sizes}, which no compression gives")
+        return DamagedSource(f"{sizes}, more than deflate can compress")
     return DamagedSource(f"{sizes} from byte {header}, not all of them before the directory")
 
 

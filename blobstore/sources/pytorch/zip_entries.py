@@ -1,15 +1,15 @@
-"""The entries of a zip archive: where their bytes lie, and the bytes, in the one way to read them.
+"""Reads the entries of a zip archive, if there is only one way to read it.
 
-Readers of zip files disagree wherever an archive contradicts itself, and attacks live on that. So
-the directory and the headers before the data ("local" headers) must agree, and entries may not
-overlap. The rest is taken as PyTorch and ordinary archivers write it:
+Zip readers disagree about archives that contradict themselves, and attacks use that. So directory and
+local headers must agree, and entries must not overlap. Otherwise, archives are accepted as PyTorch and
+common archivers write them:
 
-- PyTorch leaves CRC and sizes zero in the local headers. It pads them so that data is aligned, and
-  only they say by how much; hence the place of the data is found from them.
-- A CRC of 0 on non-empty content means that none was computed.
+- PyTorch leaves CRC and sizes zero in the local headers. It pads the headers to align the data, so the
+  offset of the data is computed from them.
+- A CRC of 0 for non-empty content means that none was computed.
 
-A number from the file is compared with the file's size before anything is allocated for it. Files
-are read, never mapped: one that shrinks meanwhile is an error, and not a signal.
+Sizes in the file are compared with its real size before memory is allocated. Files are read, never
+mapped: a file that shrinks while it is read causes an error, not a signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch.zip_directory import (
     DEFLATED,
-    SEALED,
+    UNREADABLE_FLAGS,
     read_directory,
     read_whole,
     widen,
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 _LOCAL = Struct("<4s2xHH4xIIIHH")
 _LENGTHS = Struct("<HH").unpack_from
 _LENGTHS_AT = 26
-"""Where in a local header the lengths of the name and of the extra fields are."""
+"""Offset in a local header of the lengths of the name and the extra fields."""
 _LOCAL_SIGN = b"PK\3\4"
 _SIZES_FOLLOW = 1 << 3
 
 _GROUP, _NEAR = 128, 4096
-"""So many headers are read at once if they are so close to each other on average."""
+"""Headers to read at once, and the largest average distance between them for that."""
 
 _INPUT = 1 << 16
 _PIECE = 1 << 20
 
-_new = tuple.__new__  # in C, as the constructors of named tuples are not
+_new = tuple.__new__  # in C, unlike the constructors of named tuples
 
 _Local: TypeAlias = tuple[bytes, int, int, int, int, int, int, int]
 
@@ -60,23 +60,23 @@ class ZipEntry(NamedTuple):
     """A file in an archive."""
 
     name: str
-    """As the directory has it; it is no path, and must never be used as one."""
+    """Name in the directory. It is not checked, and must never be used as a path."""
     offset: int
-    """Where its data begins in the archive."""
+    """Offset of its data in the archive."""
     stored_size: int
-    """The bytes that its data takes in the archive."""
+    """Bytes of its data in the archive."""
     size: int
-    """The bytes of its content."""
+    """Bytes of its content."""
     crc: int
-    """The CRC-32 of its content; 0 on non-empty content was not computed."""
+    """CRC-32 of its content; 0 for non-empty content if it was not computed."""
     is_deflated: bool
 
 
 def read_entries(descriptor: int, file_size: int) -> dict[str, ZipEntry]:
-    """Return the entries of an archive by name, in the order of its directory, without folders.
+    """Return the entries of an archive by name, in the order of the directory, without folders.
 
     Raises:
-        DamagedSource: the file is no whole zip archive, or contradicts itself.
+        DamagedSource: the file is not a complete zip archive, or contradicts itself.
         UnsupportedSource: an entry is encrypted or not compressed by deflate, or the archive is
             one file of several.
         OSError: it cannot be read.
@@ -84,18 +84,18 @@ def read_entries(descriptor: int, file_size: int) -> dict[str, ZipEntry]:
     listed, end = read_directory(descriptor, file_size)
     in_file_order = sorted(listed, key=itemgetter(0))
     entries = _locate(descriptor, in_file_order, end)
-    if in_file_order == listed:  # as nearly always
+    if in_file_order == listed:  # nearly always
         return entries
     return {entry[1]: entries[entry[1]] for entry in listed if entry[1] in entries}
 
 
 def read_entry(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the content of an entry in pieces, each in ``buffer`` until the next is asked for.
+    """Yield the content of an entry in pieces, each in ``buffer`` and valid until the next one.
 
-    The content is known to be right only when the iterator has come to its end.
+    The content is verified only when the iterator has ended.
 
     Raises:
-        DamagedSource: it is cut short, does not decompress to its size, or has another CRC.
+        DamagedSource: it is truncated, does not decompress to its size, or has another CRC.
         OSError: it cannot be read.
     """
     crc = 0
@@ -117,7 +117,7 @@ def read_small_entry(descriptor: int, entry: ZipEntry, limit: int) -> bytes:
 
 
 def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEntry]:
-    """Return the entries but folders; they are ``listed`` as they lie in the file up to ``end``."""
+    """Return the entries except folders. ``listed`` is sorted by offset; data must end at ``end``."""
     entries = {}
     parts_size = _LOCAL.size
     window, window_start, free = b"", 0, 0
@@ -134,7 +134,7 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         if method != usual_method or not window.startswith(usual, at):
             local = _LOCAL.unpack_from(window, at)
             _check_local(descriptor, entry, local)
-            if local[1] & _SIZES_FOLLOW and not any(local[3:6]):  # as it fits all entries
+            if local[1] & _SIZES_FOLLOW and not any(local[3:6]):  # it fits all entries
                 usual, usual_method = window[at : at + _LENGTHS_AT], method
         name_size, extra_size = _LENGTHS(window, at + _LENGTHS_AT)
         offset = header + parts_size + name_size + extra_size
@@ -145,7 +145,7 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         if offset + stored > end:
             raise DamagedSource(
                 f"entry {quote(name)} at byte {header} has {stored} bytes from byte {offset}, "
-                f"which go on past the start of the directory at byte {end}"
+                f"which reach into the directory at byte {end}"
             )
         free = offset + stored
         if not name.endswith("/"):
@@ -159,7 +159,7 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
 
 
 def _read_headers(descriptor: int, listed: list[Listed], index: int) -> bytes:
-    """Return the header of the entry at ``index``, with those that follow if they are close."""
+    """Return the local header of entry ``index``, and the following ones if they are close."""
     first = listed[index]
     last_index = min(index + _GROUP, len(listed)) - 1
     last = listed[last_index]
@@ -170,13 +170,13 @@ def _read_headers(descriptor: int, listed: list[Listed], index: int) -> bytes:
 
 
 def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
-    """Refuse a local header that says something else than the directory, but for its places."""
+    """Check that a local header matches the directory."""
     header, name, raw_name, method, *listed = entry
     sign, flags, other_method, *numbers, _, extra_size = local
     who = f"entry {quote(name)} at byte {header}"
     if sign != _LOCAL_SIGN:
         raise DamagedSource(f"no header of entry {quote(name)} is at byte {header}")
-    if flags & SEALED:
+    if flags & UNREADABLE_FLAGS:
         raise UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
     if other_method != method:
         raise DamagedSource(f"{who} has method {other_method}, but {method} in the directory")
@@ -191,7 +191,7 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
 
 
 def _misplaced(entry: Listed, free: int) -> DamagedSource:
-    """Return what is wrong with the place of an entry, before which all ends at ``free``."""
+    """Return the error for an entry that does not start at or after ``free``."""
     header, name, *_ = entry
     who = f"entry {quote(name)} at byte {header}"
     if header < free:
@@ -204,14 +204,14 @@ def _copy(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memo
     while left:
         count = os.preadv(descriptor, [buffer[:left]], offset)
         if not count:
-            raise _damaged(entry, f"is cut short: the file ended at byte {offset}")
+            raise _damaged(entry, f"is truncated: the file ended at byte {offset}")
         yield buffer[:count]
         offset += count
         left -= count
 
 
 def _inflate(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield what a deflate stream decompresses to, which must end with the entry."""
+    """Decompress a deflate stream, which must end with the entry."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     offset, end = entry.offset, entry.offset + entry.stored_size
     left = entry.size
@@ -220,9 +220,9 @@ def _inflate(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[m
         if not rest and offset < end:
             rest = os.pread(descriptor, min(end - offset, _INPUT, len(buffer)), offset)
             if not rest:
-                raise _damaged(entry, f"is cut short: the file ended at byte {offset}")
+                raise _damaged(entry, f"is truncated: the file ended at byte {offset}")
             offset += len(rest)
-        try:  # asking for one byte more than is due shows whether there is more
+        try:  # one byte more than expected shows whether the content is too long
             content = inflater.decompress(rest, min(left + 1, len(buffer)))
         except zlib.error as error:
             raise _damaged(entry, f"does not decompress, before byte {offset}: {error}") from error
@@ -234,12 +234,12 @@ def _inflate(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[m
             buffer[: len(content)] = content
             yield buffer[: len(content)]
         elif offset == end and not rest and not inflater.eof:
-            raise _damaged(entry, f"is cut short: its compressed data goes on past byte {end}")
+            raise _damaged(entry, f"is truncated: its compressed data does not end at byte {end}")
     offset -= len(inflater.unused_data)
     if left or offset != end:
         raise _damaged(
             entry,
-            f"decompresses to {left} of its {entry.size} bytes too few, at byte {offset} of {end}",
+            f"decompresses to {left} bytes less than its {entry.size}, at byte {offset} of {end}",
         )
 
 

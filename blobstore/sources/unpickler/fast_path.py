@@ -1,9 +1,9 @@
-"""The run of opcodes by which torch writes nearly every tensor, taken as a whole.
+"""The fast path: reads the sequence of opcodes that torch writes for nearly every tensor at once.
 
 A checkpoint of 20,000 tensors has 600,000 opcodes, and they repeat: 27 of them make the arguments of
-``_rebuild_tensor_v2`` out of a storage's key and some numbers. A regular expression takes such a run
-apart in the time of a few opcodes. What it makes is what the opcodes one by one would make; where it
-does not match, they are taken one by one.
+``_rebuild_tensor_v2`` from the key of a storage and some numbers. A regular expression parses such a
+sequence in the time of a few opcodes. The result is exactly that of the single opcodes. If the
+expression does not match, the machine reads the opcodes one by one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 import struct
 from typing import TYPE_CHECKING, Any
 
-from blobstore.sources.unpickler.globals import Use, make_mapping
-from blobstore.sources.unpickler.values import Global, Persistent, Reduced
+from blobstore.sources.unpickler.globals import make_mapping
+from blobstore.sources.unpickler.values import Global, Persistent, Reduced, Use
 
 if TYPE_CHECKING:
     from blobstore.sources.unpickler.state import State
@@ -31,31 +31,31 @@ _TUPLE = (
     + rb"{4,6}t)"
 )
 _CALL = re.compile(
-    # the function: BINGET, MARK; MARK, the kind of reference, the storage's class, its key and its device, its count: TUPLE
+    # function: BINGET, MARK; MARK, kind of reference, storage class, key, device, element count: TUPLE
     rb"h(.)\(\(h(.)h(.)X(.)\0\0\0([0-9]+)r(.{4})h(.)(" + _NUMBER + rb")tr(.{4})"
     # BINPERSID, offset, sizes, strides
     rb"Q(" + _NUMBER + rb")" + _TUPLE + rb"r(.{4})" + _TUPLE + rb"r(.{4})"
     # no gradient, OrderedDict() for the hooks: TUPLE, REDUCE, LONG_BINPUT
     rb"\x89h(.)\)Rr(.{4})tr(.{4})Rr(.{4})"
-    # most often another name: BINUNICODE
+    # usually the name of the next tensor: BINUNICODE
     rb"(?:X(.)\0\0\0)?",
     re.DOTALL,
 )
 _SLOTS = struct.Struct("<7I").pack
 _SLOT = struct.Struct("<I").pack
 _NAME = 5
-"""Bytes of BINUNICODE and the length of its text."""
+"""Bytes of BINUNICODE and its length."""
 _PUT = 5
 """Bytes of LONG_BINPUT."""
 _NUMBERS = re.compile(rb"K(.)|M(..)|J(.{4})", re.DOTALL)
 _AFTER_CALL = 6
-"""Bytes of REDUCE and LONG_BINPUT, with which a run ends."""
+"""Bytes of REDUCE and LONG_BINPUT, the end of a sequence."""
 _OBJECTS = 7
-"""Tuples, dicts, references and calls that a run makes."""
+"""Number of tuples, dicts, references and calls that a sequence makes."""
 
 
 class Numbers(dict[bytes, tuple[int, ...]]):
-    """The numbers that opcodes push, by those opcodes: BININT1, BININT2 and the signed BININT."""
+    """Cache of the integers that sequences of BININT1, BININT2 and signed BININT push."""
 
     def __missing__(self, opcodes: bytes) -> tuple[int, ...]:
         found = self[opcodes] = tuple(
@@ -68,13 +68,13 @@ class Numbers(dict[bytes, tuple[int, ...]]):
 def read_calls(  # noqa: C901, PLR0915 - one loop: a call costs more than most of its lines
     state: State, stack: list[Any], position: int, segment: int, numbers: Numbers
 ) -> int:
-    """Take the calls that are made from ``position`` on, up to the byte ``segment``.
+    """Read the calls from ``position`` on that start before ``segment``, and push them on the stack.
 
-    Each is put on the stack, and so is the name between two of them, as in the entries of a dict.
+    The name between two calls is pushed too, as in the entries of a dict.
 
     Returns:
-        The byte behind the last of them: ``position`` where the opcodes are others, or would not
-        succeed.
+        The offset after the last call: ``position`` if there are other opcodes, or if the single
+        opcodes would fail.
     """
     data, memo = state.data, state.memo
     known, persistents = memo.items, state.persistents

@@ -1,36 +1,19 @@
-"""The closed list of names that a checkpoint may ask for, and what each is used for.
+"""The list of globals that a checkpoint may use, and the use of each.
 
-A name is matched as a whole pair of module and name. What is not on the list is never looked for,
-only recorded.
+A global matches by module and name together. A global that is not on the list is recorded, and never
+looked up anywhere.
 """
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record
+from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Final
-
-
-class Use(enum.Enum):
-    """What a checkpoint uses a global for."""
-
-    TENSOR = "rebuilds a tensor"
-    STORAGE = "type of a storage"
-    DTYPE = "element type"
-    VALUE = "plain value"
-    RECORD = "record of a training program"
-    UNREADABLE = "kind of tensor that is not read"
-
-    @property
-    def is_function(self) -> bool:
-        """Whether such a global may be called, with the call kept as a record."""
-        return self not in (Use.STORAGE, Use.DTYPE)
 
 
 def make_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
@@ -43,7 +26,7 @@ def make_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     if type(content) is dict:
         made.update(content)
-    elif type(content) is list:  # the pairs that Python 2 writes
+    elif type(content) is list:  # pairs, as Python 2 writes them
         for pair in content:
             if type(pair) not in (list, tuple):
                 raise TypeError
@@ -54,10 +37,10 @@ def make_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def put(target: dict[Any, Any], key: Any, value: Any) -> None:
-    """Put an entry into a dict; only texts and integers are ever hashed.
+    """Put an entry into a dict. Only strings and integers are hashed.
 
     Raises:
-        CheckpointRefused: the key is there already; one of two tensors would be lost.
+        CheckpointRefused: the dict has the key already, so that one of two tensors would be lost.
     """
     if type(key) is not str:
         key = Number(key) if type(key) is int else Key(key)
@@ -76,7 +59,7 @@ def _items(arguments: tuple[Any, ...]) -> Items:
 
 
 def _encode(arguments: tuple[Any, ...]) -> bytes:
-    """Make the bytes of ``_codecs.encode(text, 'latin1')``; another codec would import a module."""
+    """Make the bytes of ``_codecs.encode(text, 'latin1')``. Another codec would import a module."""
     text, codec = arguments
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise TypeError
@@ -84,7 +67,7 @@ def _encode(arguments: tuple[Any, ...]) -> bytes:
 
 
 def _bytes(arguments: tuple[Any, ...]) -> bytes:
-    """Make bytes of bytes or of a latin-1 text; a number would ask for so much memory."""
+    """Make bytes from bytes or a latin-1 text. A number would allocate that much memory."""
     if not arguments:
         return b""
     if len(arguments) == 1 and type(arguments[0]) in (bytes, list):
@@ -100,7 +83,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _reconstruct(arguments: tuple[Any, ...]) -> Record:
-    """Make the record of an object as protocols 0 and 1 write them: class, base, its state."""
+    """Make the record of an object from class, base and state, as protocols 0 and 1 write it."""
     cls, base, state = arguments
     if type(cls) is not Global or type(base) is not Global or base.name != "object" or state:
         raise TypeError
@@ -126,7 +109,7 @@ STORAGES: Final[Mapping[str, str]] = {
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
 }
-"""The element types of storages by the names of their classes; of an untyped one, its bytes."""
+"""Element types by the names of storage classes. An untyped storage has bytes."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "float64": "F64",
@@ -150,7 +133,7 @@ DTYPES: Final[Mapping[str, str]] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float4_e2m1fn_x2": "F4",
 }
-"""The element types of the safetensors format by torch's names."""
+"""Element types of the safetensors format by torch's names."""
 
 _UNREADABLE_STORAGES = (
     "ComplexDoubleStorage QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage"
@@ -237,10 +220,10 @@ _MODULES: Final[Mapping[str, str]] = {
     "copy_reg": "copyreg",
     "torch.tensor": "torch._tensor",
 }
-"""Modules under the names that Python 2 and old versions of torch give them."""
+"""Modules by their names in Python 2 and old versions of torch."""
 
 
 def look_up(module: str, name: str, offset: int) -> Global:
-    """Return the record of a global that is asked for at byte ``offset``."""
+    """Return the record of a global that the pickle first uses at byte ``offset``."""
     key = (_MODULES.get(module, module), name)
     return Global(module, name, offset, _USES.get(key), _MAKERS.get(key))

@@ -1,4 +1,4 @@
-"""What the rarer opcodes do, in tables by what they do to the stack."""
+"""The handlers of the less frequent opcodes, in tables by their effect on the stack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAST_SLOT = 2**32 - 1
 _MAX_DIGITS = 1 << 10
 _MAX_INTEGER_SIZE = 1 << 10
 _ESCAPED = re.compile(rb"""(?:[^\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*""").fullmatch
-"""Matches what ``repr`` makes of a byte string in Python 2."""
+"""Matches the ``repr`` of a byte string in Python 2."""
 
 
 def _byte_size(state: State, position: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def _bytes(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State,
 
 
 def _old_text(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
-    """Read a byte string of Python 2: its texts, in whatever encoding, and its bytes."""
+    """Read a ``str`` of Python 2: a string if it is UTF-8, otherwise bytes."""
 
     def read(state: State, position: int) -> tuple[str | bytes, int]:
         size, begin = size_of(state, position)
@@ -111,7 +111,7 @@ def _text_integer(state: State, position: int) -> tuple[int | bool, int]:
 
 def _decimal(line: bytes) -> int:
     if len(line) > _MAX_DIGITS or not line.removeprefix(b"-").isdigit():
-        raise CheckpointRefused(f"a line of {len(line)} bytes is no integer that can be read")
+        raise CheckpointRefused(f"a line of {len(line)} bytes is not an integer")
     return int(line)
 
 
@@ -120,17 +120,15 @@ def _text_float(state: State, position: int) -> tuple[float, int]:
     try:
         return float(line if len(line) <= _MAX_DIGITS else b""), end
     except ValueError:
-        raise CheckpointRefused(
-            f"a line of {len(line)} bytes is no number that can be read"
-        ) from None
+        raise CheckpointRefused(f"a line of {len(line)} bytes is not a number") from None
 
 
 def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
     line, end = state.line(position)
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
-        raise CheckpointRefused("a text is not in quotes")
+        raise CheckpointRefused("a string is not in quotes")
     if _ESCAPED(line[1:-1]) is None:
-        raise CheckpointRefused("a text has an escape that Python 2 does not write")
+        raise CheckpointRefused("a string has an escape that Python 2 does not write")
     return _as_text(_unescaped(line[1:-1], "unicode_escape").encode("latin-1")), end
 
 
@@ -143,7 +141,7 @@ def _unescaped(line: bytes, codec: str) -> str:
     try:
         return line.decode(codec)
     except UnicodeDecodeError:
-        raise CheckpointRefused("a text has an escape that means nothing") from None
+        raise CheckpointRefused("a string has an invalid escape") from None
 
 
 def _global(state: State, position: int) -> tuple[Any, int]:
@@ -153,7 +151,7 @@ def _global(state: State, position: int) -> tuple[Any, int]:
 
 
 def _instance(state: State, position: int) -> tuple[Any, int]:
-    """Note the class that INST names, for those who want to know; the opcode is refused."""
+    """Record the class that INST names, for reports, and refuse the opcode."""
     found, _ = _global(state, position)
     found.is_called = True
     raise CheckpointRefused(
@@ -167,11 +165,11 @@ def _get(state: State, position: int) -> tuple[Any, int]:
 
 
 def _slot(state: State, position: int) -> tuple[int, int]:
-    """Read where a value is remembered; numbers beyond 32 bits could be chosen to collide."""
+    """Read the number of a memo slot. Numbers over 32 bits could be chosen to collide."""
     line, end = state.line(position)
     if 0 <= (slot := _decimal(line)) <= _LAST_SLOT:
         return slot, end
-    raise CheckpointRefused(f"values are remembered under 0 to {_LAST_SLOT} only")
+    raise CheckpointRefused(f"the memo has slots 0 to {_LAST_SLOT}")
 
 
 def _long_get(state: State, position: int) -> tuple[Any, int]:
@@ -201,13 +199,13 @@ PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
     op.GET: _get,
     op.LONG_BINGET: _long_get,
 }
-"""Opcodes that read an argument and push a value: called with where the argument is."""
+"""Opcodes that push a value: called with the offset of their argument, return value and end."""
 
 
 def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not list:
-        raise CheckpointRefused("what is appended to is no list")
+        raise CheckpointRefused("the target of an append is not a list")
     target.extend(items)
 
 
@@ -220,7 +218,7 @@ def _entries(target: Any) -> dict[Any, Any]:
         return target
     if type(target) is Record:
         return target.entries
-    raise CheckpointRefused("what is given entries is no dict")
+    raise CheckpointRefused("the target of a new entry is not a dict")
 
 
 def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
@@ -228,7 +226,7 @@ def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
     if len(items) % 2:
         raise CheckpointRefused("a key has no value")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) is str and key not in target:  # as nearly always
+        if type(key) is str and key not in target:  # nearly always
             target[key] = value
         else:
             put(target, key, value)
@@ -237,7 +235,7 @@ def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
 def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not Items:
-        raise CheckpointRefused("what is added to is no set")
+        raise CheckpointRefused("the target of new items is not a set")
     target.items.extend(items)
 
 
@@ -259,7 +257,7 @@ def _frozenset(state: State, stack: list[Any], items: list[Any]) -> None:
 
 
 def _drop(_: State, __: list[Any], ___: list[Any]) -> None:
-    """Forget what came since the mark."""
+    """Discard the items since the mark."""
 
 
 ENDING: Final[Mapping[int, Callable[[State, list[Any], list[Any]], None]]] = {
@@ -271,7 +269,7 @@ ENDING: Final[Mapping[int, Callable[[State, list[Any], list[Any]], None]]] = {
     op.FROZENSET: _frozenset,
     op.POP_MARK: _drop,
 }
-"""Opcodes that take all since the last mark: called with the stack below it, and those items."""
+"""Opcodes that take all items since the last mark: called with the stack below it and the items."""
 
 
 def _empty(make: Callable[[], Any]) -> Callable[[State, list[Any]], None]:
@@ -325,16 +323,16 @@ def _new_with_names(state: State, stack: list[Any]) -> None:
 
 
 def _build(_: State, stack: list[Any]) -> None:
-    """Keep the attributes of an object apart from it; those of a dict or set mean nothing here.
+    """Record the attributes of an object. Attributes of a dict or a set are ignored.
 
-    Given to it, they could stand for its methods, as ``items`` among a dict's attributes would.
+    They are never set on an object, where they could replace a method, such as ``items`` of a dict.
     """
     attributes = stack.pop()
     target = stack[-1]
     if type(target) in (Record, Reduced) and target.state is None:
         target.state = attributes
     elif type(target) not in (dict, Items):
-        raise CheckpointRefused("what is given attributes is no object, or has them already")
+        raise CheckpointRefused("the target of attributes is not an object, or has some already")
 
 
 TAKING: Final[Mapping[int, Callable[[State, list[Any]], None]]] = {
@@ -368,7 +366,7 @@ def _text_put(state: State, stack: list[Any], position: int) -> int:
 def _protocol(state: State, _: list[Any], position: int) -> int:
     state.protocol = state.data[position]
     if state.protocol > _LAST_PROTOCOL:
-        raise CheckpointRefused(f"protocol {state.protocol} is not known")
+        raise CheckpointRefused(f"protocol {state.protocol} is unknown")
     return position + 1
 
 
@@ -385,4 +383,4 @@ NOTING: Final[Mapping[int, Callable[[State, list[Any], int], int]]] = {
     op.PROTO: _protocol,
     op.FRAME: _frame,
 }
-"""Opcodes that leave the stack as it is; they return where the next one begins."""
+"""Opcodes that do not change the stack: they return the offset of the next opcode."""

@@ -1,9 +1,9 @@
 """The machine that reads a pickle into inert values.
 
-A pickle is a program for a stack machine. This one knows its opcodes and does none of the things for
-which pickles are feared: a global is a record of two names, a call a record of a global and
-arguments, an object a record of its class and state. Nothing is imported, called or given attributes,
-no value is hashed but texts and integers, and nothing recurses.
+A pickle is a program for a stack machine. This machine knows the opcodes, but executes nothing: a
+global becomes a record of two names, a call a record of a global and its arguments, an object a record
+of its class and state. It imports, calls and modifies nothing, hashes only strings and integers, and
+never recurses.
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ _U16 = struct.Struct("<H").unpack_from
 _U32 = struct.Struct("<I").unpack_from
 _CONSTANTS = {EMPTY_TUPLE: (), NEWFALSE: False, NEWTRUE: True, NONE: None}
 _SEGMENT = 1 << 14
-"""Bytes of the pickle between two looks at the limits; every opcode takes at least one."""
+"""Bytes of the pickle between two checks of the limits. Every opcode has at least one byte."""
 
 
 class Limits(NamedTuple):
-    """What a pickle may use; real checkpoints need a small part of it."""
+    """The resources that a pickle may use. Real checkpoints use a small part of them."""
 
     values: int = 1 << 20
     """Values on the stack."""
     marks: int = 1 << 10
-    """Containers begun and not ended."""
+    """Containers that are not complete."""
     memories: int = 1 << 23
-    """Values remembered under a number."""
+    """Values in the memo."""
     objects: int = 1 << 21
-    """Lists, dicts and their entries, tuples, calls and objects made."""
+    """Lists, dicts and their entries, tuples, calls and objects."""
 
 
 class Result(NamedTuple):
-    """What a pickle holds."""
+    """The contents of a pickle."""
 
     value: Any
     end: int
-    """The byte behind the pickle."""
+    """Offset of the first byte after the pickle."""
     protocol: int
     globals: tuple[Global, ...]
-    """Every global that it asks for, in order; also those that the value does not hold."""
+    """All globals of the pickle in order, even if the value does not contain them."""
     records: tuple[Record, ...]
-    """Objects of classes that are not on the list of globals."""
+    """Objects of classes that are not on the list of known globals."""
     persistents: tuple[Persistent, ...]
-    """Every reference to data outside; also those that the value does not hold."""
+    """All references to outside data, even if the value does not contain them."""
 
     @property
     def refused(self) -> list[Global]:
-        """The globals that are neither on the list nor used as the class of a plain object."""
+        """The globals that are neither on the list nor only the class of a plain object."""
         return [
             item
             for item in self.globals
@@ -90,13 +90,13 @@ LIMITS = Limits()
 
 
 class Scan(NamedTuple):
-    """What a pickle asks for, whether or not it can be read."""
+    """The globals of a pickle, even if it cannot be read."""
 
     globals: tuple[Global, ...]
-    """Up to where it was read."""
+    """The globals up to the point where reading ended."""
     result: Result | None
     refusal: CheckpointRefused | None
-    """Why there is no result."""
+    """The reason if there is no result."""
 
 
 def run(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Result:
@@ -104,14 +104,14 @@ def run(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Result:
 
     Raises:
         CutShort: ``data`` ends before the pickle does.
-        CheckpointRefused: it is no pickle, goes over the limits, or has an opcode that makes no
-            inert value. The message says at which byte and opcode.
+        CheckpointRefused: it is not a pickle, exceeds the limits, or has an opcode that makes no
+            inert value. The message has the offset and the opcode.
     """
     return _run(State(data, start), limits)
 
 
 def scan(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Scan:
-    """Read a pickle as :func:`run` does, as far as that goes."""
+    """Read a pickle as :func:`run` does, as far as possible."""
     state = State(data, start)
     try:
         result = _run(state, limits)
@@ -127,14 +127,14 @@ def _run(state: State, limits: Limits) -> Result:
     except CutShort:
         raise
     except (IndexError, struct.error) as error:
-        # An argument that ends too early, or an opcode that finds too few values.
+        # An argument ends too early, or an opcode needs more values than there are.
         if isinstance(error, struct.error) or state.position >= len(data):
             raise state.cut_short() from None
         reason = "the stack holds too few values"
     except UnicodeDecodeError:
-        reason = "a text is not UTF-8"
+        reason = "a string is not UTF-8"
     except KeyError:
-        reason = "nothing was remembered under that number"
+        reason = "the memo has no value of that number"
     except CheckpointRefused as error:
         reason = str(error)
     code = data[state.at]
@@ -142,10 +142,10 @@ def _run(state: State, limits: Limits) -> Result:
 
 
 def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR0915 - one loop
-    """Run to STOP.
+    """Run until STOP.
 
-    The commonest opcodes of checkpoints come first and are done in place: a call costs more than
-    what they do.
+    The most frequent opcodes of checkpoints come first and are inlined: a call would cost more than
+    their work.
     """
     data, memo, persistents = state.data, state.memo, state.persistents
     remembered, others = memo.items, memo.others
@@ -173,7 +173,7 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                 elif code == BINGET:
                     slot = data[position]
                     position += 1
-                    if data[position] == MARK:  # most likely a tensor's
+                    if data[position] == MARK:  # probably the start of a tensor
                         end = read_calls(state, stack, at, segment, numbers)
                         if end > at:
                             position = end
@@ -218,7 +218,7 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                     stack[-1] = Persistent(stack[-1], at)
                     persistents.append(stack[-1])
                     objects += 1
-                elif code == POP and not stack:  # as protocol 0 takes back a mark
+                elif code == POP and not stack:  # how protocol 0 discards a mark
                     stack = frames.pop()
                 elif code in PUSHING:
                     state.at = at
@@ -250,12 +250,12 @@ def _check_limits(limits: Limits, *used: int) -> None:
 def _unknown(code: int) -> CheckpointRefused:
     if code in REFUSED:
         return CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint does")
-    return CheckpointRefused("there is no such opcode; this is no pickle, or a damaged one")
+    return CheckpointRefused("there is no such opcode; this is not a pickle, or it is damaged")
 
 
 def _result(state: State, stack: list[Any], frames: list[list[Any]], end: int) -> Result:
     if len(stack) != 1 or frames:
-        raise CheckpointRefused("the stack holds more or less than one value")
+        raise CheckpointRefused("the stack does not have exactly one value")
     return Result(
         stack[0],
         end,

@@ -1,4 +1,4 @@
-"""The pickle opcodes: their bytes by their names in CPython's ``Lib/pickletools.py``."""
+"""The pickle opcodes, with their names in CPython's ``Lib/pickletools.py``."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ REFUSED: Final[Mapping[int, str]] = {
     NEXT_BUFFER: "takes data from outside the file",
     READONLY_BUFFER: "takes data from outside the file",
 }
-"""Opcodes that no checkpoint has, and what each would do. (INST is refused with its class's name.)"""
+"""Opcodes that no checkpoint has, and their effect. INST is refused by its handler, with its class."""

@@ -1,4 +1,4 @@
-"""What a pickle has made so far, and the ways in which opcodes read its bytes."""
+"""The state of the machine that reads a pickle: its bytes, its memo and the records it has made."""
 
 from __future__ import annotations
 
@@ -6,29 +6,40 @@ from typing import Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import Use, look_up
-from blobstore.sources.unpickler.values import Global, Number, Persistent, Record, Reduced
+from blobstore.sources.unpickler.globals import look_up
+from blobstore.sources.unpickler.values import Global, Number, Persistent, Record, Reduced, Use
+
+_MAX_LINE = 1 << 16
+_MAX_NAME = 1 << 10
+_MAX_GLOBALS = 1 << 12
+_MAX_COPIED = 1 << 20
+"""Items of lists and dicts, and runs of ``_RUN`` characters, that calls may copy to new values."""
+_RUN = 1 << 6
+
+
+class CutShort(CheckpointRefused):
+    """The bytes end before the pickle does."""
 
 
 class Memo:
-    """Values by their numbers, which picklers count up from 0 but may be any.
+    """Values by number. Picklers count up from 0, but any number is allowed.
 
-    A list takes a third of the time and memory of a dict; the dict is there for the other numbers.
+    A list needs a third of the time and memory of a dict. The dict has the other numbers.
     """
 
     __slots__ = ("items", "others")
 
     def __init__(self) -> None:
         self.items: list[Any] = []
-        """The values under 0, 1, 2 and so on."""
+        """The values with the numbers 0, 1, 2 and so on."""
         self.others: dict[Number, Any] = {}
-        """Those under numbers with a gap before them, which could be chosen to collide."""
+        """Values with numbers after a gap, which an attacker could choose to collide."""
 
     def __len__(self) -> int:
         return len(self.items) + len(self.others)
 
     def __getitem__(self, slot: int) -> Any:
-        """Return a value; a ``KeyError`` if there is none."""
+        """Return a value, or raise ``KeyError``."""
         return self.items[slot] if slot < len(self.items) else self.others[Number(slot)]
 
     def __setitem__(self, slot: int, value: Any) -> None:
@@ -42,52 +53,40 @@ class Memo:
             self.others[Number(slot)] = value
 
 
-_MAX_LINE = 1 << 16
-_MAX_NAME = 1 << 10
-_MAX_GLOBALS = 1 << 12
-_MAX_COPIED = 1 << 20
-"""Items of lists and dicts, and runs of ``_RUN`` characters, that calls may make new values of."""
-_RUN = 1 << 6
-
-
-class CutShort(CheckpointRefused):
-    """The bytes end before the pickle does."""
-
-
 class State:
-    """A pickle being read. The stack belongs to the loop, for each mark begins another."""
+    """A pickle being read. The loop has the stack, because each mark starts a new one."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data = data
         self.at = self.position = start
-        """Where the opcode at hand is, and how far it has been read."""
+        """Offset of the current opcode, and of the next byte to read."""
         self.protocol = 0
         self.memo = Memo()
         self.objects = 0
-        """Lists, dicts and their entries, tuples, calls and objects made."""
+        """Number of lists, dicts and their entries, tuples, calls and objects."""
         self.copied = 0
-        """Items that calls were given to make new values of; one list can be given to many."""
+        """Items that calls have copied to new values. Many calls can copy the same list."""
         self.globals: dict[tuple[str, str], Global] = {}
         self.records: list[Record] = []
         """Objects of classes that are not on the list of globals."""
         self.persistents: list[Persistent] = []
 
     def take(self, begin: int, end: int) -> bytes:
-        """Return bytes of the pickle.
+        """Return some bytes of the pickle.
 
         Raises:
-            CutShort: they are not all there.
+            CutShort: the pickle ends before.
         """
         if end > len(self.data):
             raise self.cut_short()
         return self.data[begin:end]
 
     def text(self, begin: int, end: int) -> str:
-        """Return a text, with the lone surrogates that Python lets through."""
+        """Return a string. It may have lone surrogates, which Python allows."""
         return str(self.take(begin, end), "utf-8", "surrogatepass")
 
     def line(self, begin: int) -> tuple[bytes, int]:
-        """Return the bytes to the end of their line, and where the next line begins."""
+        """Return the bytes up to the end of the line, and the start of the next line."""
         end = self.data.find(b"\n", begin, begin + _MAX_LINE)
         if end < 0:
             self.take(begin, begin + _MAX_LINE)
@@ -95,56 +94,54 @@ class State:
         return self.data[begin:end], end + 1
 
     def cut_short(self) -> CutShort:
-        """Return the error of bytes that end too early."""
+        """Return the error for bytes that end too early."""
         return CutShort(f"the pickle ends at byte {len(self.data)}, before its STOP")
 
     def refusal(self, reason: str, name: str) -> CheckpointRefused:
-        """Return the error of the opcode at hand."""
+        """Return the error for the current opcode."""
         return CheckpointRefused(f"pickle byte {self.at}, {name}: {reason}")
 
     def find(self, module: Any, name: Any) -> Global:
         """Return the record of a global."""
         if type(module) is not str or type(name) is not str:
-            raise CheckpointRefused("a global is not named by two texts")
+            raise CheckpointRefused("the name of a global is not two strings")
         if len(module) > _MAX_NAME or len(name) > _MAX_NAME:
             raise CheckpointRefused(f"the name of a global is longer than {_MAX_NAME} characters")
         found = self.globals.get((module, name))
         if found is None:
             if len(self.globals) >= _MAX_GLOBALS:
-                raise CheckpointRefused(f"the pickle asks for more than {_MAX_GLOBALS} globals")
+                raise CheckpointRefused(f"the pickle refers to more than {_MAX_GLOBALS} globals")
             found = self.globals[module, name] = look_up(module, name, self.at)
         return found
 
     def call(self, function: Any, arguments: Any, at: int) -> Any:
-        """Return the record of a call, or the plain value that it makes."""
+        """Return the record of a call, or its plain value."""
         self.objects += 1
         if type(function) is not Global or type(arguments) is not tuple:
-            raise CheckpointRefused("what is called is not a global, or its arguments are no tuple")
+            raise CheckpointRefused("a call is not of a global with a tuple of arguments")
         if function.make is not None:
             return self._made(function, arguments)
         if not function.is_function:
-            raise CheckpointRefused(f"{quote(function)} is no function")
+            raise CheckpointRefused(f"{quote(function)} is not a function")
         function.is_called = True
         return Reduced(function, arguments, at)
 
     def new(self, cls: Any, arguments: Any) -> Any:
-        """Return the record of an object, or the plain value that its class makes."""
+        """Return the record of an object, or its plain value."""
         self.objects += 1
         if type(cls) is Persistent and type(cls.identifier) is tuple:  # of torch before 1.6
             raise CheckpointRefused(
-                "it holds a model saved whole, class and all; save its state_dict() instead"
+                "it holds a complete model object, with its class; save its state_dict() instead"
             )
         if type(cls) is not Global or type(arguments) is not tuple:
-            raise CheckpointRefused(
-                "the class of an object is not a global, or its arguments are no tuple"
-            )
+            raise CheckpointRefused("an object is not made of a global with a tuple of arguments")
         if cls.make is not None:
             return self._made(cls, arguments)
         if cls.use is None:
             cls.is_class = True
             cls.is_called |= bool(arguments)
         elif cls.use is not Use.RECORD:
-            raise CheckpointRefused(f"{quote(cls)} is not made in this way")
+            raise CheckpointRefused(f"{quote(cls)} cannot be made by this opcode")
         return self._record(Record(cls, arguments, self.at))
 
     def _made(self, function: Global, arguments: tuple[Any, ...]) -> Any:
@@ -153,13 +150,13 @@ class State:
             value = function.make(arguments)
         except (TypeError, ValueError):
             raise CheckpointRefused(
-                f"{quote(function)} is called with other arguments than torch writes"
+                f"the arguments of {quote(function)} are not those that torch writes"
             ) from None
         for argument in arguments:
             if argument is not value:
                 self.copied += _items_of(argument)
         if self.copied > _MAX_COPIED:
-            raise CheckpointRefused("the pickle has its lists and texts copied too often")
+            raise CheckpointRefused("the pickle copies its lists and strings too often")
         return self._record(value) if type(value) is Record else value
 
     def _record(self, record: Record) -> Record:
@@ -169,7 +166,7 @@ class State:
 
 
 def _items_of(value: Any) -> int:
-    """Return how many items or runs of characters a copy of a value takes."""
+    """Return the number of items or runs of characters in a copy of a value."""
     if type(value) in (list, tuple, dict):
         return len(value)
     return len(value) // _RUN if type(value) in (str, bytes) else 0

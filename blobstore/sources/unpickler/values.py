@@ -1,21 +1,36 @@
-"""What a pickle becomes: numbers, texts, lists, tuples, dicts with plain keys, and these records.
+"""The inert values of a pickle, besides numbers, strings, lists, tuples and dicts.
 
-None of them does anything. They compare and hash by identity, and have no representation that
-follows references, so that neither a loop nor a value shared a billion times can hang a reader.
+None of these records has any behaviour. They compare and hash by identity, and their representation
+follows no references, so that neither a cycle nor a value shared a billion times can hang a reader.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blobstore.sources.unpickler.globals import Use
+
+class Use(enum.Enum):
+    """The use of a global in a checkpoint."""
+
+    TENSOR = "rebuilds a tensor"
+    STORAGE = "type of a storage"
+    DTYPE = "element type"
+    VALUE = "plain value"
+    RECORD = "record of a training program"
+    UNREADABLE = "kind of tensor that is not read"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a pickle may call such a global. The call becomes a record."""
+        return self not in (Use.STORAGE, Use.DTYPE)
 
 
 class Global:
-    """A name that the pickle asks for; nothing is imported."""
+    """A name that the pickle refers to. It is not imported."""
 
     __slots__ = ("is_called", "is_class", "is_function", "make", "module", "name", "offset", "use")
 
@@ -30,23 +45,23 @@ class Global:
         self.module = module
         self.name = name
         self.offset = offset
-        """Byte of the pickle at which it is first asked for."""
+        """Byte of the pickle of its first use."""
         self.use = use
-        """What a checkpoint uses it for; None if it is not on the list."""
+        """Its use in a checkpoint; None if it is not on the list of known globals."""
         self.make = make
-        """Makes a plain value of a call's arguments; None for calls that stay inert."""
+        """Makes a plain value from the arguments of a call; None if calls become records."""
         self.is_function = use is None or use.is_function
         self.is_class = False
-        """An object without arguments was made of it, as of the classes of modules."""
+        """Whether the pickle makes an object of it without arguments, as of the classes of modules."""
         self.is_called = False
-        """It was called, or an object was made of it with arguments."""
+        """Whether the pickle calls it, or makes an object of it with arguments."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
 
 class Reduced:
-    """A call that was not made: the function and its arguments."""
+    """A call that was not executed: the function and its arguments."""
 
     __slots__ = ("arguments", "function", "offset", "state")
 
@@ -58,7 +73,7 @@ class Reduced:
 
 
 class Record:
-    """An object that was not made: its class, its attributes, and its entries if it has any."""
+    """An object that was not made: its class, its attributes, and its entries if it is a dict."""
 
     __slots__ = ("arguments", "cls", "entries", "offset", "state")
 
@@ -71,7 +86,7 @@ class Record:
 
 
 class Persistent:
-    """Data outside the pickle, by the identifier that the pickle gives."""
+    """A reference to data outside the pickle."""
 
     __slots__ = ("identifier", "meaning", "offset")
 
@@ -79,11 +94,11 @@ class Persistent:
         self.identifier = identifier
         self.offset = offset
         self.meaning: Any = None
-        """What the reader of the pickle has found the identifier to mean."""
+        """The meaning of the identifier, set by the reader of the pickle."""
 
 
 class Items:
-    """The items of a set, in the order of the file: a set would have to hash them."""
+    """The items of a set in the order of the file. A Python set would have to hash them."""
 
     __slots__ = ("items",)
 
@@ -92,10 +107,10 @@ class Items:
 
 
 class Number(int):
-    """An integer as a key. Its hash depends on chance, as a text's does.
+    """An integer as a key, with a random hash like that of a string.
 
-    Integers hash to themselves, modulo a prime, and a dict looks for room in places that follow from
-    the hash: some megabytes of keys can be chosen in such a way that each takes milliseconds.
+    Integers hash to themselves, modulo a prime, and the hash decides which slots a dict probes. So an
+    attacker can choose some megabytes of integer keys such that each insertion takes milliseconds.
     """
 
     def __hash__(self) -> int:
@@ -103,7 +118,7 @@ class Number(int):
 
 
 class Key:
-    """A key that is no text and no integer; two of them are never the same key."""
+    """A key that is neither a string nor an integer. No two of them are equal."""
 
     __slots__ = ("value",)
 

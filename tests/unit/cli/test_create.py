@@ -305,7 +305,7 @@ def test_a_checkpoint_that_would_run_code_changes_nothing(
     result = run("create", tmp_path / "x.pt", "m")
     assert result.exit_code == 4
     assert result.stderr.count("\n") == 1
-    assert "it asks for 'posix.getcwd', which no checkpoint of tensors needs" in result.stderr
+    assert "it uses 'posix.getcwd', which checkpoints of tensors do not need" in result.stderr
     assert not store.folder("blobs").exists()
 
 

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blobstore.core.progress import Meter
+from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import UsageError
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
@@ -51,14 +50,14 @@ for text in sys.argv[1:]:
 print(json.dumps(results))
 """
 _XET = """
-import json, threading
+import json
 from types import SimpleNamespace
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
-from blobstore.core.progress import Meter
+from blobstore.core.workers import WorkerPool
 from blobstore.sources import hub
 steps = []
 file = hub._Listed("model.safetensors", 100, "sha1", "0" * 40)
-count = hub._FileCount(Meter(lambda *step: steps.append(step), 100), file, threading.Event())
+count = hub._FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file)
 bar = hub._bar_class(count)
 with XetDownloadProgressReporter(
     reconstruction_desc="", total=100, log_level=0, tqdm_class=bar
@@ -209,7 +208,7 @@ def test_reads_a_hub_id(text: str, repo: str, revision: str | None) -> None:
      "name@main", "org/name.git", "hf://-a", "hf://a--b", "hf://../a", "org/name@../../x",
      "org/name@/x", "org/name@a b", "org/name@-x", "org/name@a\n"],
 )  # fmt: skip
-def test_refuses_what_is_no_hub_id(text: str) -> None:
+def test_rejects_text_that_is_not_a_hub_id(text: str) -> None:
     with pytest.raises(UsageError, match="not a Hub id"):
         parse_hub_id(text)
 
@@ -271,13 +270,13 @@ def test_a_second_download_checks_but_fetches_nothing(client: Client, folder: Pa
         ("org/sizeless", "SourceError", ["malformed"]),
         ("org/digestless", "SourceError", ["malformed"]),
         ("org/gone", "DamagedSource", [f"'{_SHARD}'", "does not serve it"]),
-        ("org/short", "SourceError", ["fetching failed", "try again"]),
+        ("org/short", "SourceError", ["the download failed", "try again"]),
         ("org/short-small", "DamagedSource", ["'config.json'", "bytes", "remove"]),
         ("org/corrupt", "DamagedSource", [f"'{_SHARD}'", "sha256", "remove"]),
         ("org/corrupt-small", "DamagedSource", ["'config.json'", "sha1", "remove"]),
     ],
 )
-def test_refuses_with_one_line_that_names_the_repository_and_what_to_do(
+def test_rejects_with_one_line_that_names_the_repository_and_what_to_do(
     outcome: Outcome, text: str, error: str, words: list[str]
 ) -> None:
     found = outcome.results[text]
@@ -350,28 +349,12 @@ def test_bytes_that_come_by_xet_are_counted_once(client: Client) -> None:
     assert json.loads(result.stdout) == [50, 100], result.stderr
 
 
-def test_a_failure_stops_the_work_on_other_files() -> None:
-    stopped = threading.Event()
-
-    def work(file: hub._Listed, stop: threading.Event) -> None:
-        if file.name == "bad":
-            raise ConnectionError
-        if stop.wait(30):
-            stopped.set()
-
-    files = [hub._Listed(name, 0, "sha1", "0" * 40) for name in ("good", "bad")]
-    with pytest.raises(ConnectionError):
-        list(hub._each(work, files, 2))
-    assert stopped.is_set()
-
-
-def test_a_count_of_bytes_ends_when_nobody_waits_for_it() -> None:
-    stop = threading.Event()
-    file = hub._Listed("name", 10, "sha1", "0" * 40)
-    count = hub._FileCount(Meter(None, 10), file, stop)
+def test_a_download_ends_when_another_one_failed() -> None:
+    pool = WorkerPool(1, None, 10)
+    count = hub._FileCount(pool, hub._Listed("name", 10, "sha1", "0" * 40))
     count.add(5)
-    stop.set()
-    with pytest.raises(hub._Stopped):
+    pool.stopping.set()
+    with pytest.raises(Cancelled):
         count.add(5)
 
 
@@ -380,7 +363,7 @@ def test_importing_the_module_does_not_import_the_client(client: Client) -> None
     assert client.run("-c", code).returncode == 0
 
 
-def test_refuses_a_cached_file_that_was_damaged_later(client: Client, folder: Path) -> None:
+def test_rejects_a_cached_file_that_was_damaged_later(client: Client, folder: Path) -> None:
     client.server.add("org/model", folder)
     path = Path(client.download("org/model")["folder"]) / "tokenizer.json"
     path.resolve().write_bytes(b"{}" * 999 + b"[]")
@@ -391,7 +374,7 @@ def test_refuses_a_cached_file_that_was_damaged_later(client: Client, folder: Pa
     assert client.download("org/model")["files"]
 
 
-def test_refuses_a_cached_link_that_leaves_the_cache(
+def test_rejects_a_cached_link_that_leaves_the_cache(
     client: Client, folder: Path, tmp_path: Path
 ) -> None:
     client.server.add("org/model", folder)
@@ -431,7 +414,7 @@ def test_a_token_that_no_header_can_hold_is_an_error_without_it(
     assert "cret" not in found["message"]
 
 
-def test_an_error_that_shows_the_token_is_told_by_its_kind(
+def test_an_error_that_shows_the_token_is_reported_by_its_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -477,7 +460,7 @@ def test_offline_without_a_cached_listing_says_that_nothing_was_compared(
     snapshot = Path(client.download("org/model")["folder"])
     shutil.rmtree(snapshot.parents[1] / "trees")
     found = client.download("org/model", HF_HUB_OFFLINE="1")
-    assert "not compared" in found["notices"][0]
+    assert "without comparing" in found["notices"][0]
 
 
 def test_without_a_network_the_cache_is_used(client: Client, folder: Path) -> None:

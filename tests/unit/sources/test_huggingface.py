@@ -137,7 +137,7 @@ def test_an_index_that_names_the_one_file_is_followed(tmp_path: Path) -> None:
     assert Found(tmp_path).names == {"a"}
 
 
-def test_a_broken_index_is_an_error_beside_a_whole_file(tmp_path: Path) -> None:
+def test_a_broken_index_is_an_error_even_with_an_intact_file(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(DamagedSource, match="cannot read weight index"):
@@ -214,11 +214,11 @@ def test_only_other_formats_are_not_read(tmp_path: Path, name: str) -> None:
         Found(tmp_path)
 
 
-def test_other_formats_beside_are_left_out_with_a_notice(tmp_path: Path) -> None:
+def test_other_formats_are_left_out_with_a_notice(tmp_path: Path) -> None:
     touch(put(tmp_path, model=ONE), "pytorch_model.bin", "onnx/model.onnx", ".git/x", ".cache/y")
     assert Found(tmp_path).notices == [
         f"left out: folder '{tmp_path}/onnx'",
-        f"left out: '{tmp_path}/pytorch_model.bin', which is not of the model's weights",
+        f"left out: '{tmp_path}/pytorch_model.bin', not part of the model's weights",
     ]
 
 
@@ -228,7 +228,7 @@ def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="holds no weight files"):
+    with pytest.raises(SourceError, match="has no weight files"):
         Found(touch(tmp_path, "config.json"))
 
 
@@ -275,7 +275,7 @@ def test_a_listed_component_must_be_there(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
-def test_a_pipeline_in_one_file_beside_its_components_is_left_out(tmp_path: Path) -> None:
+def test_a_single_file_copy_of_a_pipeline_is_left_out(tmp_path: Path) -> None:
     pipeline(tmp_path, unet=["diffusers", "U"])
     put(tmp_path / "unet", diffusion_pytorch_model=ONE)
     put(tmp_path, everything_in_one=TWO)
@@ -284,7 +284,7 @@ def test_a_pipeline_in_one_file_beside_its_components_is_left_out(tmp_path: Path
     assert any("everything_in_one.safetensors" in notice for notice in found.notices)
 
 
-def test_a_file_whose_name_a_store_cannot_have_is_told(tmp_path: Path) -> None:
+def test_reports_a_file_whose_name_a_store_cannot_hold(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     touch(tmp_path, "my notes.txt", "tokenizer.json")
     found = Found(tmp_path)
@@ -292,7 +292,7 @@ def test_a_file_whose_name_a_store_cannot_have_is_told(tmp_path: Path) -> None:
     assert [notice for notice in found.notices if "my notes.txt" in notice]
 
 
-def test_weights_that_a_pattern_passes_over_are_told(tmp_path: Path) -> None:
+def test_reports_weights_that_a_pattern_skips(tmp_path: Path) -> None:
     pipeline(tmp_path, unet=["diffusers", "U"], vae=["diffusers", "V"])
     put(tmp_path / "unet", diffusion_pytorch_model__fp16=ONE)
     put(tmp_path / "vae", diffusion_pytorch_model=ONE)
@@ -339,7 +339,7 @@ def test_hostile_component_names_are_refused(tmp_path: Path, name: str) -> None:
         "modules.json": [{"path": name}],
     }.items():
         touch(tmp_path / "model", list_name, content=json.dumps(content))
-        with pytest.raises(DamagedSource, match="which is no folder name") as caught:
+        with pytest.raises(DamagedSource, match="which is not a folder name") as caught:
             Found(tmp_path / "model")
         assert str(caught.value).isprintable()
         (tmp_path / "model" / list_name).unlink()
@@ -402,7 +402,7 @@ def test_kept_names_are_plain(tmp_path: Path) -> None:
     assert Found(tmp_path).files == []
 
 
-def test_what_is_no_file_is_not_kept(tmp_path: Path) -> None:
+def test_only_regular_files_are_kept(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
@@ -455,7 +455,7 @@ def test_any_tensor_name_is_only_a_name(tmp_path: Path, name: str) -> None:
 def test_rejects_a_small_file_that_is_a_link_to_nothing(tmp_path: Path, target: str) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / "tokenizer.json").symlink_to(target)
-    with pytest.raises(DamagedSource, match=r"tokenizer\.json' is a link to nothing"):
+    with pytest.raises(DamagedSource, match=r"tokenizer\.json' is a broken link"):
         Found(tmp_path)
 
 
@@ -507,7 +507,7 @@ def test_safetensors_are_preferred_to_checkpoints(tmp_path: Path) -> None:
     found = Found(tmp_path)
     assert found.names == {"a"}
     assert found.notices == [
-        f"left out: '{tmp_path}/{name}', which is not of the model's weights"
+        f"left out: '{tmp_path}/{name}', not part of the model's weights"
         for name in ("pytorch_model.bin", "x.pth")
     ]
 
@@ -540,7 +540,7 @@ def test_a_pattern_does_not_mean_what_training_needs(tmp_path: Path) -> None:
     ]
 
 
-def test_a_pattern_means_the_shards_beside_what_training_needs(tmp_path: Path) -> None:
+def test_a_pattern_selects_the_shards_and_not_training_state(tmp_path: Path) -> None:
     touch(sharded(tmp_path), "training_args.bin")
     assert Found(tmp_path, weights="*.bin").names == {"a", "b", "c"}
 
@@ -568,7 +568,7 @@ def test_what_training_needs_is_left_out_with_a_notice(tmp_path: Path, name: str
     put_bin(touch(tmp_path, name), "pytorch_model.bin", a=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
-    assert found.notices == [f"left out: '{tmp_path}/{name}', which is not of the model's weights"]
+    assert found.notices == [f"left out: '{tmp_path}/{name}', not part of the model's weights"]
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -593,11 +593,11 @@ def test_shards_of_checkpoints_must_all_be_there(tmp_path: Path) -> None:
 
 def test_a_tensor_that_no_index_of_checkpoints_names_can_be_ignored(tmp_path: Path) -> None:
     sharded(tmp_path, a=BINS[0], c=BINS[1])
-    with pytest.raises(DamagedSource, match="holds tensor 'b' that .* --ignore-unindexed"):
+    with pytest.raises(DamagedSource, match=r"has tensor 'b' that .* --ignore-unindexed"):
         Found(tmp_path)
     found = Found(tmp_path, ignore_unindexed=True)
     assert found.names == {"a", "c"}
-    assert found.notices[0].startswith(f"left out: shard '{tmp_path}/{BINS[0]}' holds tensor 'b'")
+    assert found.notices[0].startswith(f"left out: shard '{tmp_path}/{BINS[0]}' has tensor 'b'")
 
 
 def test_an_index_of_checkpoints_names_checkpoints(tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_several_checkpoints_without_a_usual_name_are_a_question(tmp_path: Path)
     with pytest.raises(SourceError) as caught:
         Found(tmp_path)
     assert str(caught.value) == (
-        f"'{tmp_path}' holds several weight files ('large.pth', 'small.pth') and none is called "
+        f"'{tmp_path}' has several weight files ('large.pth', 'small.pth') and none is named "
         "pytorch_model.bin; choose with --weights PATTERN"
     )
     assert Found(tmp_path, weights="small*").names == {"a"}
@@ -679,7 +679,7 @@ def test_safetensors_have_no_parts(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_asks_for_code_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1), "f": os.getpid}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointRefused, match=r"it asks for 'posix\.getpid'.*nothing was run"):
+    with pytest.raises(CheckpointRefused, match=r"it uses 'posix\.getpid'.*no code was executed"):
         Found(tmp_path)
 
 

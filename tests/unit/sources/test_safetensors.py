@@ -33,8 +33,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x.safetensors"
 
 
-def read(shards: ShardSet, name: str, room: int = 7) -> bytes:
-    return b"".join(bytes(part) for part in shards.read(name, memoryview(bytearray(room))))
+def read(shards: ShardSet, name: str, size: int = 7) -> bytes:
+    return b"".join(bytes(part) for part in shards.read(name, memoryview(bytearray(size))))
 
 
 def test_reads_tensors_in_pieces_of_the_buffer(shards: ShardSet, path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_rename_does_not_swap_the_bytes(shards: ShardSet, path: Path) -> None:
     assert read(shards, "a") == bytes(range(100))
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(
     shards: ShardSet, path: Path
 ) -> None:
     shards.add(path)
@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
     os.truncate(path, path.stat().st_size - 50)
     assert len(next(parts)) == 10
     with pytest.raises(
-        DamagedSource, match="ended at byte .*, in tensor 'a' with 50 bytes to come"
+        DamagedSource, match="ended at byte .*, in tensor 'a' with 50 bytes missing"
     ):
         next(parts)
 
@@ -138,9 +138,7 @@ def test_an_unreadable_file_is_no_damage() -> None:
     assert outcome == f"SourceError: cannot open '{folder}/x.safetensors': Permission denied"
 
 
-def test_a_file_that_fails_while_it_is_read_is_told_with_byte_and_tensor(
-    shards: ShardSet, path: Path
-) -> None:
+def test_a_read_error_is_reported_with_offset_and_tensor(shards: ShardSet, path: Path) -> None:
     shards.add(path)
     start = path.stat().st_size - 100
     folder = os.open(path.parent, os.O_RDONLY)

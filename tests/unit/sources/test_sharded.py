@@ -67,7 +67,7 @@ def test_an_empty_map_is_a_map(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_rejects_an_index_that_is_no_strict_json(tmp_path: Path, value: bytes) -> None:
+def test_rejects_an_index_that_is_not_strict_json(tmp_path: Path, value: bytes) -> None:
     index = write(tmp_path, value)
     with pytest.raises(DamagedSource, match=f"cannot read weight index '{index}'"):
         read_weight_map(index)
@@ -97,14 +97,14 @@ def test_rejects_an_index_of_another_form(tmp_path: Path, value: Any) -> None:
         "/dev/zero",
     ],
 )
-def test_rejects_what_is_no_plain_file_name(tmp_path: Path, file: str) -> None:
+def test_rejects_names_that_are_not_plain_file_names(tmp_path: Path, file: str) -> None:
     with pytest.raises(
         DamagedSource, match="of tensor 'a' is not the plain name of a .safetensors"
     ):
         read_weight_map(write(tmp_path, {"weight_map": {"a": file}}))
 
 
-def test_an_index_that_is_no_file_is_rejected(tmp_path: Path) -> None:
+def test_rejects_an_index_that_is_not_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / INDEX)
     with pytest.raises(DamagedSource, match="cannot read weight index .* is not a regular file"):
         read_weight_map(tmp_path / INDEX)
@@ -124,7 +124,7 @@ def test_a_missing_shard_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
         add(shards, index)
 
 
-def test_a_shard_cut_short_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
+def test_a_shard_truncated_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
     index = model(tmp_path, WHOLE)
     os.truncate(tmp_path / SECOND, (tmp_path / SECOND).stat().st_size - 1)
     with pytest.raises(DamagedSource, match="data is cut short"):
@@ -150,9 +150,7 @@ def test_a_tensor_that_no_index_names_is_an_error_unless_ignored(
     shards: ShardSet, tmp_path: Path
 ) -> None:
     index = model(tmp_path, {"a": FIRST, "c": SECOND})
-    with pytest.raises(
-        DamagedSource, match="holds tensor 'b' that .*; leave .* --ignore-unindexed"
-    ):
+    with pytest.raises(DamagedSource, match=r"has tensor 'b' that .*; leave .* --ignore-unindexed"):
         add(shards, index)
     again = ShardSet()
     (notice,) = add(again, index, ignore=True)
@@ -238,7 +236,7 @@ def test_notices_say_which_file_they_are_of(shards: ShardSet, tmp_path: Path) ->
     path = tmp_path / "x.ckpt"
     torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 1}, path)
     shards.add(path)
-    assert shards.notices == [f"'{path}': left out: 1 values that are no tensors, in 'epoch'"]
+    assert shards.notices == [f"'{path}': left out: 1 values that are not tensors, in 'epoch'"]
 
 
 def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def test_gives_files_the_usual_mode(dense: Path, store: LocalStore, tmp_path: Pa
     assert modes == {0o640}
 
 
-def test_refuses_a_folder_that_holds_something(
+def test_rejects_a_folder_that_holds_something(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     before = {path: path.read_bytes() for path in dense.iterdir()}
@@ -468,7 +468,7 @@ def test_refuses_a_folder_that_holds_something(
     assert {path: path.read_bytes() for path in dense.iterdir()} == before
 
 
-def test_refuses_a_file_in_the_folders_place(
+def test_rejects_a_file_in_the_folders_place(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     (tmp_path / "out").write_text("mine")
@@ -477,7 +477,7 @@ def test_refuses_a_file_in_the_folders_place(
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_refuses_the_working_directory(
+def test_rejects_the_working_directory(
     dense: Path, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -486,7 +486,7 @@ def test_refuses_the_working_directory(
         export_model(NAME, ".", store=store)
 
 
-def test_refuses_a_name_that_no_folder_can_have(dense: Path, store: LocalStore) -> None:
+def test_rejects_a_name_that_no_folder_can_have(dense: Path, store: LocalStore) -> None:
     with pytest.raises(BlobstoreError, match="cannot access"):
         export_model(NAME, "a\0b", store=store)
 
@@ -502,18 +502,18 @@ def test_says_when_the_folder_cannot_be_written(
 # What is refused
 
 
-def test_refuses_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         export_model(NAME, tmp_path / "out", store=store)
 
 
-def test_refuses_a_shard_size_below_one(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_shard_size_below_one(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 1 byte, got 0"):
         export_model(NAME, tmp_path / "out", store=store, shard_size=0)
 
 
 @pytest.mark.parametrize("kind", [media_types.MODEL, media_types.PROJECTOR, media_types.ADAPTER])
-def test_refuses_models_with_weights_in_gguf_files(
+def test_rejects_models_with_weights_in_gguf_files(
     kind: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(kind, "", b"GGUF")])
@@ -521,7 +521,7 @@ def test_refuses_models_with_weights_in_gguf_files(
         export_model(NAME, tmp_path / "out", store=store)
 
 
-def test_refuses_a_model_without_tensors(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_model_without_tensors(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     without(store, media_types.TENSOR)
     with pytest.raises(BlobstoreError, match="no tensor layers"):
         export_model(NAME, tmp_path / "out", store=store)
@@ -548,7 +548,7 @@ def test_refuses_a_model_without_tensors(dense: Path, store: LocalStore, tmp_pat
     ],
 )
 @pytest.mark.parametrize("kind", [media_types.JSON, media_types.FILE])
-def test_refuses_layer_names_that_are_no_file_names(
+def test_rejects_layers_with_invalid_file_names(
     kind: str, name: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(kind, name, b"{}")])
@@ -567,7 +567,7 @@ def test_refuses_layer_names_that_are_no_file_names(
         ["config.json/x"],
     ],
 )
-def test_refuses_files_that_cannot_be_beside_each_other(
+def test_rejects_files_that_clash(
     names: list[str], dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(media_types.FILE, name, b"{}") for name in names])
@@ -576,7 +576,7 @@ def test_refuses_files_that_cannot_be_beside_each_other(
     assert_nothing_left(tmp_path, "dense", "store")
 
 
-def test_refuses_a_file_with_the_name_of_a_shard(
+def test_rejects_a_file_with_the_name_of_a_shard(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(media_types.FILE, "model-00002-of-00003.safetensors", b"{}")])
@@ -584,7 +584,7 @@ def test_refuses_a_file_with_the_name_of_a_shard(
         export_model(NAME, tmp_path / "out", store=store, shard_size=200)
 
 
-def test_refuses_one_file_name_in_two_media_types(
+def test_rejects_one_file_name_in_two_media_types(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(media_types.FILE, "config.json", b"other")])
@@ -607,8 +607,8 @@ NAMES = [f"x.{number}" for number in range(12)]
         (b'{"a": [1]}', "not an object of lists"),
         (b'{"a": []}', "not an object of lists"),
         (b'{"a": ["b"]}', "names 'a', which does not exist"),
-        ({GATE: NAMES[:-1]}, r"of shape \[12, 6, 4\] is said to be made of 11 tensors"),
-        ({GATE: [*NAMES, "more"]}, "is said to be made of 13 tensors"),
+        ({GATE: NAMES[:-1]}, r"of shape \[12, 6, 4\] is listed as a stack of 11 tensors"),
+        ({GATE: [*NAMES, "more"]}, "is listed as a stack of 13 tensors"),
         ({GATE: [*NAMES[:-1], "x.0"]}, "two tensors would both be exported as 'x.0'"),
         (
             {GATE: [*NAMES[:-1], "model.layers.0.mlp.gate.weight"]},
@@ -616,7 +616,7 @@ NAMES = [f"x.{number}" for number in range(12)]
         ),
     ],
 )
-def test_refuses_a_list_of_stacked_tensors_that_does_not_fit(
+def test_rejects_a_list_of_stacked_tensors_that_does_not_fit(
     content: Any, complaint: str, stacked: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     without(store, media_types.STACKS)
@@ -627,15 +627,15 @@ def test_refuses_a_list_of_stacked_tensors_that_does_not_fit(
     assert_nothing_left(tmp_path, "moe", "store")
 
 
-def test_refuses_a_scalar_that_is_said_to_be_stacked(
+def test_rejects_a_scalar_that_is_said_to_be_stacked(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(media_types.STACKS, "", b'{"scalar": ["a"]}')])
-    with pytest.raises(BlobDamaged, match=r"'scalar' of shape \[\] is said to be made of 1"):
+    with pytest.raises(BlobDamaged, match=r"'scalar' of shape \[\] is listed as a stack of 1"):
         export_model(NAME, tmp_path / "out", store=store)
 
 
-def test_refuses_to_split_a_tensor_inside_a_byte(
+def test_rejects_to_split_a_tensor_inside_a_byte(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     blob = encode_header([TensorSpec("f", DType.F4, (2, 3))]) + b"abc"
@@ -742,7 +742,9 @@ def test_a_frozen_model_is_exported_in_pieces(
 ) -> None:
     put(store, "frozen", {"x": 1, "y": 2})
     freeze_models(["frozen"], store=store)
-    monkeypatch.setattr(LocalStore, "_open_decoded", None)  # which takes the room of a whole blob
+    monkeypatch.setattr(
+        LocalStore, "_open_decoded", None
+    )  # which needs the space of a complete blob
     export_model("frozen", tmp_path / "out", store=store)
     arrays = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: array.tobytes() for name, array in arrays.items()} == {
@@ -764,7 +766,7 @@ def test_leaves_nothing_behind_when_it_is_interrupted(
     assert_nothing_left(tmp_path / "out")
 
 
-def test_never_replaces_what_appears_meanwhile(
+def test_never_replaces_files_that_appear_during_the_export(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     def appear(_what: str, _done: int, _total: int) -> None:
@@ -962,7 +964,7 @@ def test_a_lone_file_of_plain_weights_is_exported_without_a_config(tmp_path: Pat
 
 
 @pytest.mark.parametrize("config", [b"[1]", b'{"a":', b"null"])
-def test_refuses_packed_weights_beside_a_config_that_cannot_tell_their_types(
+def test_rejects_quantized_weights_with_a_config_that_cannot_describe_them(
     config: bytes, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")

@@ -492,12 +492,12 @@ def test_damage_is_found_in_what_is_copied(store: LocalStore, tmp_path: Path) ->
 # What is refused
 
 
-def test_refuses_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         link_model(NAME, tmp_path / "farm", store=store)
 
 
-def test_refuses_a_model_with_a_missing_blob(
+def test_rejects_a_model_with_a_missing_blob(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     path = blob_of(store, "scalar")
@@ -509,7 +509,7 @@ def test_refuses_a_model_with_a_missing_blob(
     assert_nothing_left(tmp_path, "dense", "store")
 
 
-def test_refuses_a_model_with_a_blob_of_another_size(
+def test_rejects_a_model_with_a_blob_of_another_size(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     path = blob_of(store, "mask")
@@ -520,7 +520,7 @@ def test_refuses_a_model_with_a_blob_of_another_size(
     assert_nothing_left(tmp_path, "dense", "store")
 
 
-def test_refuses_a_blob_that_is_a_link(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_blob_that_is_a_link(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     path = blob_of(store, "mask")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -528,7 +528,7 @@ def test_refuses_a_blob_that_is_a_link(dense: Path, store: LocalStore, tmp_path:
         link_model(NAME, tmp_path / "farm", store=store, hard=True)
 
 
-def test_refuses_a_damaged_small_file(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_a_damaged_small_file(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     path = blob_of(store, "config.json")
     path.chmod(0o644)
     path.write_bytes(path.read_bytes().replace(b"tiny", b"tiNy"))
@@ -538,7 +538,7 @@ def test_refuses_a_damaged_small_file(dense: Path, store: LocalStore, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["../x.json", "/etc/x", "a/b/c/d", ".."])
-def test_refuses_layer_names_that_are_no_file_names(
+def test_rejects_layers_with_invalid_file_names(
     name: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     add_layer(store, media_types.FILE, name, b"{}")
@@ -550,7 +550,7 @@ def test_refuses_layer_names_that_are_no_file_names(
 @pytest.mark.parametrize(
     "name", ["model.safetensors.index.json", "model-00002-of-00009.safetensors"]
 )
-def test_refuses_a_file_in_the_place_of_a_link(
+def test_rejects_a_file_in_the_place_of_a_link(
     name: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     add_layer(store, media_types.FILE, name, b"{}")
@@ -558,13 +558,13 @@ def test_refuses_a_file_in_the_place_of_a_link(
         link_model(NAME, tmp_path / "farm", store=store)
 
 
-def test_refuses_weights_in_gguf_files(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_rejects_weights_in_gguf_files(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     add_layer(store, media_types.MODEL, "", b"GGUF")
     with pytest.raises(BlobstoreError, match="weights in a GGUF file"):
         link_model(NAME, tmp_path / "farm", store=store)
 
 
-def test_refuses_a_folder_that_holds_something(dense: Path, store: LocalStore) -> None:
+def test_rejects_a_folder_that_holds_something(dense: Path, store: LocalStore) -> None:
     before = sorted(dense.iterdir())
     with pytest.raises(BlobstoreError, match="exists already; choose a new"):
         link_model(NAME, dense, store=store)
@@ -596,7 +596,7 @@ def test_says_why_there_can_be_no_hard_links(
     assert_nothing_left(tmp_path, "dense", "store")
 
 
-def test_refuses_hard_links_to_another_file_system(
+def test_rejects_hard_links_to_another_file_system(
     dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     shared_memory = Path("/dev/shm")

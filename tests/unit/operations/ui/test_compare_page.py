@@ -206,7 +206,7 @@ def test_tells_all_about_a_cell_in_its_tooltip() -> None:
 
     assert title.split("\n") == [
         "model.layers.0.q.weight",
-        "int4 g32, base BF16, 5 bits a weight",
+        "int4 g32, base BF16, 5 bits per weight",
         "relative error 0.1, SNR 20.0 dB",
         "largest error 0.25",
         "worst group: 0.5 at row 3, column 32",
@@ -304,12 +304,12 @@ def test_shows_totals() -> None:
     assert words.count("packed:latest compared with base:latest") == 2
     for key, value in {
         "Tensors": "2",
-        "Of them differ": "1",
+        "Tensors that differ": "1",
         "Relative error of those": "0.1",
         "SNR of those, dB": "20.0",
         "Largest error": "0.25",
-        "Bits a weight": "10.5",
-        "Bits a weight of the base": "16",
+        "Bits per weight": "10.5",
+        "Bits per weight of the base": "16",
     }.items():
         assert words[words.index(key) + 1] == value
     assert words[words.index("Only in packed:latest") + 2] == "<mine>"

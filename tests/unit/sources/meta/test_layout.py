@@ -51,8 +51,8 @@ IN_LAYERS = [f"layers.{layer}.attention.inner_attention.rope.freqs" for layer in
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["rope.freqs"], "left out: tensor 'rope.freqs', which runtimes calculate"),
-        (IN_LAYERS, f"left out: tensor '{IN_LAYERS[0]}' and 1 more, which runtimes calculate"),
+        (["rope.freqs"], "left out: tensor 'rope.freqs', which runtimes compute"),
+        (IN_LAYERS, f"left out: tensor '{IN_LAYERS[0]}' and 1 more, which runtimes compute"),
     ],
 )
 def test_leaves_out_the_stored_position_encoding(maker: Maker, names: list[str], said: str) -> None:
@@ -71,7 +71,7 @@ def test_rejects_tensors_of_other_models(maker: Maker, shards: int, keep_names: 
     maker.write(split(meta, shards))
     with pytest.raises(UnsupportedSource, match=r"lora_A.* and 1 more.*--keep-names") as caught:
         maker.open(keep_names=keep_names)
-    assert ("takes all tensors as they are" in str(caught.value)) == (shards == 1)
+    assert ("imports all tensors unchanged" in str(caught.value)) == (shards == 1)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_rejects_shards_that_differ(
         (drop("tok_embeddings.weight"), "has no tensor 'tok_embeddings.weight'"),
         (drop("layers.1.attention.wk.weight"), "has no tensor 'layers.1.attention.wk.weight'"),
         (put("layers.2.ffn_norm.weight", 32), "layer 2, but params.json says n_layers 2"),
-        (put(W1, 96), r"w1.weight' is BF16 \[96\], no matrix"),
-        (put(W1, 0, 32), r"w1.weight' is BF16 \[0, 32\], no matrix"),
-        (put(W1), r"w1.weight' is BF16 \[\], no matrix"),
+        (put(W1, 96), r"w1.weight' is BF16 \[96\], not a matrix"),
+        (put(W1, 0, 32), r"w1.weight' is BF16 \[0, 32\], not a matrix"),
+        (put(W1), r"w1.weight' is BF16 \[\], not a matrix"),
         (put("layers.1.feed_forward.w1.weight", 2, 2), r"w1.weight' is BF16 \[2, 2\]"),
         (put("layers.1.attention.wk.weight", 8), r"wk.weight' is BF16 \[8\]"),
         (put("layers.1.attention.wk.weight", 4, 32), r"wk.weight' is BF16 \[4, 32\]"),
@@ -163,7 +163,7 @@ def test_rejects_shards_that_differ(
         (put("output.weight", 47, 32), r"output.weight' is BF16 \[47, 32\]"),
         (put("tok_embeddings.weight", 48, 31), r"\[48, 31\] .*says dim 32"),
         (put("tok_embeddings.weight", 50, 32), r"\[50, 32\] .*says vocab_size 48"),
-        (put("tok_embeddings.weight", 48), r"\[48\], no matrix"),
+        (put("tok_embeddings.weight", 48), r"\[48\], not a matrix"),
     ],
 )
 def test_rejects_tensors_that_contradict_params(
@@ -189,7 +189,7 @@ def test_rejects_an_embedding_of_parts_or_copies(maker: Maker) -> None:
         maker.open()
 
 
-def test_rejects_key_heads_whose_copies_cannot_be_told(maker: Maker) -> None:
+def test_rejects_key_heads_whose_copies_are_ambiguous(maker: Maker) -> None:
     params = PARAMS | {"n_kv_heads": 1}
     tensors = to_meta(hf_model(params), params)
     shards = split(tensors, 2)

@@ -119,7 +119,7 @@ def test_says_what_the_config_assumes(maker: Maker) -> None:
     assert "rope_theta 10000" in text
     assert "rope scaling by 8" in text
     assert (
-        f"intermediate_size is {WIDTH}, as the tensors have it; params.json would give 256" in text
+        f"intermediate_size is {WIDTH}, as in the tensors; by params.json it would be 256" in text
     )
     assert "'new' is unknown" in text
 
@@ -175,8 +175,8 @@ def test_reads_params_below_a_model_key(maker: Maker) -> None:
     ("params", "message"),
     [
         ("", "not valid JSON"),
-        ("[]", "no JSON object"),
-        ('{"model": 3}', "no JSON object"),
+        ("[]", "not a JSON object"),
+        ('{"model": 3}', "not a JSON object"),
         ("\xff", "params.json"),
         ("[" * 100_000, "nested too deeply"),
         ('{"dim": 32, "dim": 32}', "occurs twice"),
@@ -185,7 +185,7 @@ def test_reads_params_below_a_model_key(maker: Maker) -> None:
         (" " * (2**20 + 1), "over the limit"),
     ],
 )
-def test_rejects_params_that_are_no_strict_json_object(
+def test_rejects_params_that_are_not_a_strict_json_object(
     maker: Maker, params: str, message: str
 ) -> None:
     maker.write([to_meta(hf_model(PARAMS), PARAMS)], params)

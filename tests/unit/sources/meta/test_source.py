@@ -179,7 +179,7 @@ def test_keeps_the_tokenizer_and_the_generated_config(maker: Maker, tmp_path: Pa
     assert "config.json" in left_out[0]
 
 
-def test_is_told_by_its_shards_and_params(tmp_path: Path) -> None:
+def test_is_recognised_by_its_shards_and_params(tmp_path: Path) -> None:
     assert not is_meta_folder(tmp_path)
     (tmp_path / "params.json").touch()
     assert not is_meta_folder(tmp_path)
@@ -206,7 +206,7 @@ def test_rejects_gaps_in_the_numbers(
 
 
 def test_rejects_a_folder_without_shards(tmp_path: Path) -> None:
-    with pytest.raises(DamagedSource, match=r"consolidated\.00\.pth' is missing; fetch"):
+    with pytest.raises(DamagedSource, match=r"consolidated\.00\.pth' is missing; download"):
         MetaFolder(tmp_path, MemoryShard)  # type: ignore[arg-type]
 
 

@@ -275,7 +275,7 @@ def test_reads_parameters_and_tensors_with_attributes(tmp_path: Path, legacy: bo
 
 def test_a_tensor_s_own_class_is_asked_for_and_not_given(tmp_path: Path) -> None:
     path = save(tmp_path, {"a": torch.randn(3).as_subclass(Weights)})
-    assert f"it asks for '{Weights.__module__}.Weights', which" in refusal(path)
+    assert f"it uses '{Weights.__module__}.Weights', which" in refusal(path)
 
 
 def test_counts_numbers_of_four_bits_one_by_one(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_reads_archives_of_other_alignments(tmp_path: Path) -> None:
         assert address(checkpoint.view("a").data) % 4096 == 0
 
 
-def test_reads_archives_without_check_sums(tmp_path: Path) -> None:
+def test_reads_archives_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)  # type: ignore[no-untyped-call]
     try:
         path = save(tmp_path, tensors := two())
@@ -382,7 +382,7 @@ def test_reads_archives_without_check_sums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_reads_archives_that_were_packed_anew(tmp_path: Path, method: int) -> None:
+def test_reads_archives_that_were_repacked(tmp_path: Path, method: int) -> None:
     tensors = odd_layouts() | every_type() | {"zeros": torch.zeros(100, 100)}
     path = rewritten(save(tmp_path, tensors), compression=method)
     with zipfile.ZipFile(path, "a") as archive:
@@ -550,9 +550,7 @@ def test_a_flipped_bit_is_found_when_a_tensor_is_read(tmp_path: Path, size: int)
     "part", [slice(10, 20), slice(600, 700)], ids=["the damage is elsewhere", "it is damaged"]
 )
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_flipped_bit_is_found_by_whoever_reads_a_part(
-    tmp_path: Path, part: slice, turned: bool
-) -> None:
+def test_reading_a_part_finds_a_flipped_bit(tmp_path: Path, part: slice, turned: bool) -> None:
     base = torch.randn(1024)
     value = base[part].view(5, -1).t() if turned else base[part]
     path = save(tmp_path, {"a": value, "b": base})
@@ -564,7 +562,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_a_part(
             list(checkpoint.read_range("b", 8, 12, memoryview(bytearray(4))))
 
 
-def test_a_storage_is_read_for_its_check_sum_once(
+def test_a_storage_is_read_for_its_checksum_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = torch.randn(100, 1024)
@@ -585,7 +583,7 @@ def test_a_storage_is_read_for_its_check_sum_once(
 
 
 @pytest.mark.parametrize("left", [0, 100, 3000, 9000])
-def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(
     tmp_path: Path, left: int, legacy: bool
 ) -> None:
     base = torch.randn(2048)
@@ -615,7 +613,7 @@ def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_folder_on_the_way_is_an_error(tmp_path: Path) -> None:
+def test_a_file_as_a_parent_folder_is_an_error(tmp_path: Path) -> None:
     path = save(tmp_path, two())
     with pytest.raises(SourceError, match="cannot read .*: Not a directory"):
         open_checkpoint(path / "x")
@@ -624,7 +622,7 @@ def test_what_is_no_folder_on_the_way_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [{}, [], {"epoch": 3}, None, "text"], ids=str)
 def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path, value: Any, legacy: bool) -> None:
     path = save(tmp_path, value, legacy=legacy)
-    assert refusal(path).endswith("the checkpoint holds no tensors")
+    assert refusal(path).endswith("the checkpoint has no tensors")
 
 
 class Odd:
@@ -637,8 +635,8 @@ class Odd:
 def test_asks_for_no_code(tmp_path: Path, legacy: bool) -> None:
     path = save(tmp_path, {"a": torch.zeros(1), "x": Odd()}, legacy=legacy)
     assert refusal(path).endswith(
-        "it asks for 'posix.getpgid', which no checkpoint of tensors needs; nothing was run. See "
-        "all of it with blobstore inspect"
+        "it uses 'posix.getpgid', which checkpoints of tensors do not need; no code was executed. List "
+        "them with 'blobstore inspect'"
     )
 
 
@@ -649,7 +647,7 @@ def test_names_some_of_what_is_asked_for(tmp_path: Path, count: int, more: str) 
     calls = b"".join(call(named("evil", f"name{n}")) for n in range(count))
     shown = ", ".join(f"'evil.name{n}'" for n in range(min(count, 8)))
     message = refusal(write(tmp_path, zip_file(pickled(b"](" + calls + tensor() + b"e"))))
-    assert f"it asks for {shown}{more}, which no checkpoint" in message
+    assert f"it uses {shown}{more}, which checkpoints" in message
 
 
 # What is not read
@@ -679,13 +677,13 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
 REASONS = {
     "complex128": "tensors of torch.ComplexDoubleStorage have no type in the safetensors format",
     "complex32": "tensors of 'torch.complex32' have no type in the safetensors format",
-    "sparse": "a tensor made by 'torch._utils._rebuild_sparse_tensor' is not read",
-    "sparse_csr": "a tensor made by 'torch._utils._rebuild_sparse_tensor' is not read",
-    "quantized": "a tensor made by 'torch._utils._rebuild_qtensor' is not read",
-    "quantized_int": "a tensor made by 'torch._utils._rebuild_qtensor' is not read",
-    "by_channel": "a tensor made by 'torch._utils._rebuild_qtensor' is not read",
+    "sparse": "tensors made by 'torch._utils._rebuild_sparse_tensor' are not supported",
+    "sparse_csr": "tensors made by 'torch._utils._rebuild_sparse_tensor' are not supported",
+    "quantized": "tensors made by 'torch._utils._rebuild_qtensor' are not supported",
+    "quantized_int": "tensors made by 'torch._utils._rebuild_qtensor' are not supported",
+    "by_channel": "tensors made by 'torch._utils._rebuild_qtensor' are not supported",
     "bits8": "tensors of 'torch.bits8' have no type in the safetensors format",
-    "meta": "a tensor made by 'torch._utils._rebuild_meta_tensor_no_storage' is not read",
+    "meta": "tensors made by 'torch._utils._rebuild_meta_tensor_no_storage' are not supported",
 }
 
 
@@ -721,7 +719,7 @@ def test_checking_passes_where_all_is_readable(tmp_path: Path) -> None:
         assert read(checkpoint, "a") == raw(tensors["a"])
 
 
-def test_a_checkpoint_of_nothing_readable_is_told_of(tmp_path: Path) -> None:
+def test_reports_a_checkpoint_without_supported_tensors(tmp_path: Path) -> None:
     path = save(tmp_path, {"a": torch.zeros(2, dtype=torch.complex128)})
     with open_checkpoint(path) as checkpoint:
         assert not checkpoint.specs
@@ -752,10 +750,10 @@ def test_how_much_tensors_can_repeat_depends_on_the_file(
 ) -> None:
     monkeypatch.setattr(reading, "_SPARE_SIZE", 0)
     path = save(tmp_path, {"a": torch.zeros(1).expand(1 << 14)})
-    room = 16 * path.stat().st_size
-    assert room < 4 << 14
+    limit = 16 * path.stat().st_size
+    assert limit < 4 << 14
     assert "its tensors are 65536 bytes" in refusal(path)
-    path = save(tmp_path, {"a": torch.zeros(1).expand(room // 8)})
+    path = save(tmp_path, {"a": torch.zeros(1).expand(limit // 8)})
     with open_checkpoint(path) as checkpoint:
         assert not any(read(checkpoint, "a"))
 
@@ -791,7 +789,7 @@ def test_rejects_tensors_for_which_a_file_is_read_too_often(
     monkeypatch.setattr(reading, "_SPARE_WORK", work)
     check(path, tensors)
     monkeypatch.setattr(reading, "_SPARE_WORK", work - 1)
-    assert f"{work} bytes would have to be skipped to read its tensors" in refusal(path)
+    assert f"{work} bytes have to be read for its tensors" in refusal(path)
 
 
 # Parts

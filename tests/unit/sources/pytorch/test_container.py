@@ -55,16 +55,16 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
     "hdf5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
     "numpy": (numpy_file(), "a numpy array"),
-    "gzip": (gzip.compress(PICKLE), "compressed with gzip; unpack it first"),
-    "bzip2": (bz2.compress(PICKLE), "compressed with bzip2; unpack it first"),
-    "xz": (lzma.compress(PICKLE), "compressed with xz; unpack it first"),
+    "gzip": (gzip.compress(PICKLE), "compressed with gzip; decompress it first"),
+    "bzip2": (bz2.compress(PICKLE), "compressed with bzip2; decompress it first"),
+    "xz": (lzma.compress(PICKLE), "compressed with xz; decompress it first"),
     "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive; unpack it first"),
-    "joblib, compressed": (b"ZF\x31", "a file of joblib, which is a pickle"),
+    "joblib, compressed": (b"ZF\x31", "a joblib file: a pickle"),
     "joblib": (
         b"\x80\x04\x95\xab\0\0\0\0\0\0\0\x8c\x13joblib.numpy_pickle\x94",
-        "a file of joblib, which is a pickle",
+        "a joblib file: a pickle",
     ),
-    "page": (b"<!DOCTYPE html><html></html>", "a web page, most likely an error"),
+    "page": (b"<!DOCTYPE html><html></html>", "a web page, probably an error"),
     "lower-case page": (b"\n  <html>", "a web page"),
     "head": (b"<head>", "a web page"),
     "xml": (b'<?xml version="1.0"?><Error><Code>AccessDenied', "a web page"),
@@ -72,17 +72,23 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "safetensors": (to_safetensors({"a": np.zeros(2)}), "give it the ending .safetensors"),
     "empty safetensors": (to_safetensors({}), "give it the ending .safetensors"),
     "spaced safetensors": (b"\x08\0\0\0\0\0\0\0{      }", "give it the ending .safetensors"),
-    "bare pickle": (pickle.dumps({"a": 1}), "a bare pickle of Python objects"),
-    "old pickle": (pickle.dumps({"a": 1}, 2), "a bare pickle of Python objects"),
-    "text": (b"hello", "no PyTorch checkpoint, nor any other file that blobstore knows"),
-    "json": (json.dumps({"a": 1}).encode(), "no PyTorch checkpoint, nor"),
-    "zeros": (bytes(5000), "no PyTorch checkpoint, nor"),
-    "split archive": (b"PK\7\10PK\3\4", "no PyTorch checkpoint, nor"),
+    "bare pickle": (
+        pickle.dumps({"a": 1}),
+        "a pickle of Python objects that torch.save did not write",
+    ),
+    "old pickle": (
+        pickle.dumps({"a": 1}, 2),
+        "a pickle of Python objects that torch.save did not write",
+    ),
+    "text": (b"hello", "not a PyTorch checkpoint, nor any other format that blobstore knows"),
+    "json": (json.dumps({"a": 1}).encode(), "not a PyTorch checkpoint, nor"),
+    "zeros": (bytes(5000), "not a PyTorch checkpoint, nor"),
+    "split archive": (b"PK\7\10PK\3\4", "not a PyTorch checkpoint, nor"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_names_what_is_no_checkpoint(name: str) -> None:
+def test_names_other_formats(name: str) -> None:
     data, what = OTHERS[name]
     message = refusal(data)
     assert message.startswith("this is ")
@@ -130,11 +136,11 @@ def test_knows_what_torch_writes(is_zip: bool) -> None:
 )
 def test_another_number_is_not_the_magic_number(value: Any) -> None:
     data = pickle.dumps(value, 2) + legacy_file(PICKLE)
-    assert "a bare pickle of Python objects" in refusal(data)
+    assert "a pickle of Python objects that torch.save did not write" in refusal(data)
 
 
 def test_a_pickle_that_runs_code_is_a_bare_pickle() -> None:
-    assert "a bare pickle" in refusal(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R.")
+    assert "a pickle of Python objects" in refusal(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R.")
 
 
 def test_an_archive_without_entries_is_a_zip_archive() -> None:
@@ -142,7 +148,7 @@ def test_an_archive_without_entries_is_a_zip_archive() -> None:
 
 
 def test_an_archive_of_other_files_is_no_checkpoint() -> None:
-    assert "holds no data.pkl" in refusal(make_zip([Member(b"a/b", b"x")]))
+    assert "has no data.pkl" in refusal(make_zip([Member(b"a/b", b"x")]))
 
 
 def test_a_checkpoint_is_nothing_else() -> None:

@@ -120,7 +120,7 @@ def test_there_are_five_pickles_before_the_storages() -> None:
 
 def test_rejects_another_magic_number() -> None:
     data = legacy_file(PICKLE).replace(b"\x6c\xfc", b"\x6d\xfc", 1)
-    assert refusal(parsed, data) == "this is no stream of torch's protocol 1001"
+    assert refusal(parsed, data) == "this is not a stream of torch's protocol 1001"
 
 
 @pytest.mark.parametrize(("flag", "is_swapped"), [(b"\x88", False), (b"\x89", True)])
@@ -128,7 +128,7 @@ def test_reads_the_byte_order(flag: bytes, is_swapped: bool) -> None:
     assert parsed(legacy_file(PICKLE, facts=mapping(little_endian=flag))).is_swapped is is_swapped
 
 
-def test_globals_beside_tensors_are_noted() -> None:
+def test_records_globals_next_to_tensors() -> None:
     value = mapping(a=tensor(), b=call(named("posix", "system"), text("id")))
     assert [str(item) for item in parsed(legacy_file(pickled(value))).result.refused] == [
         "posix.system"
@@ -161,7 +161,7 @@ def test_a_count_counts_elements_and_not_bytes() -> None:
     assert "has 16 elements, but its tensors say 4" in refusal(located, data)
 
 
-def test_says_at_which_byte_a_count_is() -> None:
+def test_reports_the_offset_of_a_count() -> None:
     data = legacy_file(PICKLE, counts={"0": 7})
     at = data.index(struct.pack("<q", 7))
     assert refusal(located, data).startswith(f"byte {at}: storage '0' has 7 elements")
@@ -170,20 +170,20 @@ def test_says_at_which_byte_a_count_is() -> None:
 def test_rejects_a_storage_of_unknown_size() -> None:
     kind = Storage("0", "QUInt4x2Storage", None, 0, 4)
     message = refusal(located, legacy_file(PICKLE), {"0": kind})
-    assert message == "the size of torch.QUInt4x2Storage '0' cannot be told"
+    assert message == "the size of torch.QUInt4x2Storage '0' is unknown"
 
 
 @pytest.mark.parametrize("missing", [1, 15, 16])
-def test_rejects_a_storage_that_is_cut_short(missing: int) -> None:
+def test_rejects_a_storage_that_is_truncated(missing: int) -> None:
     data = legacy_file(PICKLE)
     assert refusal(located, data[:-missing]) == (
         f"storage '0' ends at byte {len(data)}, but the file at {len(data) - missing}: "
-        "it was cut short"
+        "it was truncated"
     )
 
 
 @pytest.mark.parametrize("missing", [17, 24])
-def test_rejects_a_count_that_is_cut_short(missing: int) -> None:
+def test_rejects_a_count_that_is_truncated(missing: int) -> None:
     assert "has -1 elements" in refusal(located, legacy_file(PICKLE)[:-missing])
 
 
@@ -194,7 +194,7 @@ def test_a_stream_can_have_no_storages() -> None:
 # The pickles
 
 
-def test_rejects_a_stream_that_is_cut_short_anywhere() -> None:
+def test_rejects_a_stream_that_is_truncated_anywhere() -> None:
     data = legacy_file(PICKLE)
     for end in range(len(data) - len(VALUES) - 8):
         with pytest.raises(CutShort):
@@ -236,7 +236,7 @@ def test_rejects_a_stream_that_became_shorter() -> None:
 def test_rejects_a_module_saved_whole() -> None:
     message = refusal(parsed, torch_file(nn.Sequential(nn.Linear(2, 2))))
     assert message.endswith(
-        "NEWOBJ: it holds a model saved whole, class and all; save its state_dict() instead"
+        "NEWOBJ: it holds a complete model object, with its class; save its state_dict() instead"
     )
 
 

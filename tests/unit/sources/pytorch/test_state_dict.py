@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from blobstore.errors import CheckpointRefused, UsageError
-from blobstore.sources.pytorch import state_dict as torch_tree
+from blobstore.sources.pytorch import state_dict
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.sources.pytorch.state_dict import (
     EVERYTHING,
@@ -20,9 +20,9 @@ from blobstore.sources.pytorch.state_dict import (
     Tree,
     check_records,
     find_state_dict,
+    find_tensors,
     is_tensor,
-    subtrees,
-    walk,
+    subtrees_of,
 )
 from blobstore.sources.unpickler.machine import run
 from tests.support.checkpoints import (
@@ -84,7 +84,7 @@ def opcodes(value: Any) -> bytes:
 
 def tree_of(value: Any) -> Tree:
     data = pickled(opcodes(value))
-    return walk(run(data), len(data))
+    return find_tensors(run(data), len(data))
 
 
 def chosen(value: Any, subtree: str | None = None) -> Choice:
@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         ["deep.bias", "layer"],
         [
             "left out: 'optimizer' (2 tensors); choose another part with --subtree",
-            "left out: 3 values that are no tensors, in 'epoch', 'optimizer'",
+            "left out: 3 values that are not tensors, in 'epoch', 'optimizer'",
         ],
     ),
     "lightning": (
@@ -129,31 +129,31 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         [
             ("left out: 'loops' (1 tensors), 'optimizer_states' (2 tensors); choose another part "
             "with --subtree"),
-            ("left out: 5 values that are no tensors, in 'epoch', 'global_step', "
+            ("left out: 5 values that are not tensors, in 'epoch', 'global_step', "
             "'pytorch-lightning_version', 'optimizer_states'"),
         ],
     ),
     "deepspeed": (
         {"module": WRAPPED, "buffer_names": [], "optimizer": None, "ds_version": "0.9"},
         ["deep.bias", "layer"],
-        ["left out: 2 values that are no tensors, in 'optimizer', 'ds_version'"],
+        ["left out: 2 values that are not tensors, in 'optimizer', 'ds_version'"],
     ),
     "a model with a state dict": (
         {"model": {"state_dict": WRAPPED, "model_args": {"n": 1}}, "norm": T},
         ["model.state_dict.deep.bias", "model.state_dict.layer", "norm"],
-        ["left out: 1 values that are no tensors, in 'model'"],
+        ["left out: 1 values that are not tensors, in 'model'"],
     ),
     "chgnet": (
         {"model": {"state_dict": WRAPPED, "model_args": {"n": 1}}, "epoch": 1},
         ["deep.bias", "layer"],
-        ["left out: 2 values that are no tensors, in 'epoch', 'model'"],
+        ["left out: 2 values that are not tensors, in 'epoch', 'model'"],
     ),
-    "ema beside": (
+    "ema next to it": (
         {"ema": WRAPPED, "model": {"other": T}},
         ["other"],
         ["left out: 'ema' (2 tensors); choose another part with --subtree"],
     ),
-    "ema alone": ({"ema": WRAPPED, "step": 1}, ["deep.bias", "layer"], ["left out: 1 values that are no tensors, in 'step'"]),
+    "ema alone": ({"ema": WRAPPED, "step": 1}, ["deep.bias", "layer"], ["left out: 1 values that are not tensors, in 'step'"]),
     "two models": (
         {"generator": WRAPPED, "discriminator": {"layer": T}},
         ["discriminator.layer", "generator.deep.bias", "generator.layer"],
@@ -165,27 +165,27 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         [
             ("left out: 'optim_g' (2 tensors), 'optim_d' (2 tensors), 'scaler' (1 tensors); choose "
             "another part with --subtree"),
-            "left out: 4 values that are no tensors, in 'optim_g', 'optim_d'",
+            "left out: 4 values that are not tensors, in 'optim_g', 'optim_d'",
         ],
     ),
-    "scores beside": (
+    "scores next to it": (
         {"state_dict": WRAPPED, "best_acc1": STEP, "best": Opcodes(tensor((1,), (1,))), "arch": "x"},
         ["deep.bias", "layer"],
         [
             ("left out: 'best_acc1' (1 tensors), 'best' (1 tensors); choose another part with "
             "--subtree"),
-            "left out: 1 values that are no tensors, in 'arch'",
+            "left out: 1 values that are not tensors, in 'arch'",
         ],
     ),
-    "weights beside": ({"model": WRAPPED, "head": T}, ["head", "model.deep.bias", "model.layer"], []),
+    "weights next to it": ({"model": WRAPPED, "head": T}, ["head", "model.deep.bias", "model.layer"], []),
     "an empty model": ({"model": {}, "params": WRAPPED}, ["deep.bias", "layer"], []),
     "a model of no tensors": (
         {"model": "resnet", "net": WRAPPED},
         ["deep.bias", "layer"],
-        ["left out: 1 values that are no tensors, in 'model'"],
+        ["left out: 1 values that are not tensors, in 'model'"],
     ),
     "list": ([T, {"a": T}, [T]], ["0", "1.a", "2.0"], []),
-    "tuple": ((WRAPPED, 1), ["0.deep.bias", "0.layer"], ["left out: 1 values that are no tensors, in '1'"]),
+    "tuple": ((WRAPPED, 1), ["0.deep.bias", "0.layer"], ["left out: 1 values that are not tensors, in '1'"]),
     "numbers as keys": ({0: T, 1: {7: T}}, ["0", "1.7"], []),
     "bare tensor": (T, ["tensor"], []),
     "names like parts": ({"model": T, "state_dict": T}, ["model", "state_dict"], []),
@@ -234,12 +234,12 @@ def test_keeps_what_only_begins_like_it(key: str) -> None:
     assert names({"one": {"a": T}, key: {"x": T}}) == sorted([f"{key}.x", "one.a"])
 
 
-@pytest.mark.parametrize(("first", "second"), list(pairwise(torch_tree._MODEL_KEYS)))
+@pytest.mark.parametrize(("first", "second"), list(pairwise(state_dict._MODEL_KEYS)))
 def test_prefers_the_likelier_name(first: str, second: str) -> None:
     assert names({second: {"b": T}, first: {"a": T}, "other": {"c": T}}) == ["a"]
 
 
-def test_a_tensor_that_is_no_number_is_the_model_s() -> None:
+def test_a_tensor_of_several_elements_belongs_to_the_model() -> None:
     for shape in ((2,), (1, 1), (0,)):
         other = Opcodes(tensor(shape, (1,) * len(shape)))
         assert names({"model": {"a": T}, "b": other}) == ["b", "model.a"]
@@ -253,7 +253,7 @@ def test_other_names_are_no_model_s(key: str | int) -> None:
     assert names({key: {"a": T}, "b": {"a": T}}) == sorted([f"{key}.a", "b.a"])
 
 
-@pytest.mark.parametrize("key", torch_tree._INNER_KEYS)
+@pytest.mark.parametrize("key", state_dict._INNER_KEYS)
 def test_follows_a_state_dict_within_a_model(key: str) -> None:
     assert names({"net": {key: {"state_dict": {"a": T}}, "x": {"b": T}}}) == ["a"]
 
@@ -315,9 +315,9 @@ def test_names_within_the_model_alone_must_differ() -> None:
 @pytest.mark.parametrize(
     "key", [b"N", b"\x88", several(number(1), number(2)), HOOKS, b"G" + bytes(8)]
 )
-def test_rejects_keys_that_are_no_texts_and_no_numbers(key: bytes) -> None:
+def test_rejects_keys_that_are_neither_strings_nor_integers(key: bytes) -> None:
     odd = {"a": T, Opcodes(key): {"b": T}}
-    assert refusal(chosen, odd) == "there is a tensor at '?.b', with a key that is not text"
+    assert refusal(chosen, odd) == "there is a tensor at '?.b', with a key that is not a string"
     # Such keys harm nobody where no tensor of the model lies below them.
     assert names({"a": T, Opcodes(key): 5}) == ["a"]
     assert names({"model": {"a": T}, "x": {Opcodes(key): T}}) == ["a"]
@@ -352,7 +352,7 @@ def test_takes_the_part_that_is_asked_for(subtree: str, expected: list[str], lef
     assert sorted(found.tensors) == expected
     assert found.notices == [
         f"left out: {left}; choose another part with --subtree",
-        "left out: 1 values that are no tensors, in 'ema'",
+        "left out: 1 values that are not tensors, in 'ema'",
     ]
 
 
@@ -401,13 +401,13 @@ def test_a_part_with_dots_in_its_name_can_be_asked_for() -> None:
 
 
 def test_tells_all_parts() -> None:
-    found = subtrees(path for path, _ in tree_of(EMA).tensors)
+    found = subtrees_of(path for path, _ in tree_of(EMA).tensors)
     assert dict(found) == {".": 4, "model": 2, "ema": 1, "ema.shadow": 1, "x": 1, "x.0": 1}
     assert found[0].path == EVERYTHING
-    assert [tuple(item) for item in subtrees(path for path, _ in tree_of(T).tensors)] == []
+    assert [tuple(item) for item in subtrees_of(path for path, _ in tree_of(T).tensors)] == []
 
 
-def test_tells_of_a_few_of_what_is_left_out() -> None:
+def test_lists_a_few_of_the_parts_that_are_left_out() -> None:
     value = {
         "model": {"a": T},
         **{f"p{n}": {"a": T} for n in range(10)},
@@ -417,7 +417,7 @@ def test_tells_of_a_few_of_what_is_left_out() -> None:
     assert parts.startswith("left out: 'p0' (1 tensors), ")
     assert "'p7' (1 tensors) and 2 more; choose" in parts
     assert others == (
-        "left out: 10 values that are no tensors, in 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more"
+        "left out: 10 values that are not tensors, in 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more"
     )
 
 
@@ -461,7 +461,7 @@ def test_what_holds_no_tensors_has_none(value: Any) -> None:
 def test_a_storage_alone_is_no_tensor() -> None:
     assert tree_of(Opcodes(storage())).tensors == []
     assert chosen({"a": T, "b": Opcodes(storage())}).notices == [
-        "left out: 1 values that are no tensors, in 'b'"
+        "left out: 1 values that are not tensors, in 'b'"
     ]
 
 
@@ -487,14 +487,14 @@ def test_rejects_lists_within_lists_without_end(one: bytes) -> None:
     ends = {b"]": b"a", b"(": b"t", b"}": b"s"}
     begin = one if one != b"}" else one + text("k")
     data = pickled(begin * depth + b"N" + ends[one] * depth)
-    assert "is nested more than 64 levels deep" in refusal(walk, run(data), len(data))
+    assert "is nested more than 64 levels deep" in refusal(find_tensors, run(data), len(data))
 
 
 @pytest.mark.parametrize(
     "opcode", [b"]q\x00h\x00a", b"]q\x00(h\x00h\x00h\x00e", b"}q\x00" + text("x") + b"h\x00s"]
 )
 def test_rejects_what_holds_itself(opcode: bytes) -> None:
-    with pytest.raises(CheckpointRefused, match=r"nested more than 64|uses its parts so often"):
+    with pytest.raises(CheckpointRefused, match=r"nested more than 64|shares its parts too often"):
         tree_of(Opcodes(opcode))
 
 
@@ -505,7 +505,7 @@ def test_rejects_parts_that_are_shared_without_end(kind: bytes) -> None:
         slot = bytes([number_])
         again = b"q" + slot + b"0" + (b"(" if kind == b"l" else b"")
         value += again + b"h" + slot + b"h" + slot + kind
-    assert "uses its parts so often" in refusal(tree_of, Opcodes(value))
+    assert "shares its parts too often" in refusal(tree_of, Opcodes(value))
 
 
 def test_parts_can_be_shared_within_bounds() -> None:
@@ -534,7 +534,7 @@ def test_rejects_names_that_are_too_long_together() -> None:
 
 
 def test_rejects_too_many_containers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_tree, "_MAX_CONTAINERS", 100)
+    monkeypatch.setattr(state_dict, "_MAX_CONTAINERS", 100)
     assert names([[], [], T]) == ["2"]
     assert refusal(tree_of, [[]] * 101) == "the pickle has more than 100 lists, tuples and dicts"
 
@@ -602,7 +602,7 @@ def test_a_part_of_a_module_can_be_asked_for(tmp_path: Path) -> None:
     check(save(tmp_path, module), module.net.state_dict(), subtree="net")
 
 
-def test_a_model_beside_training_can_be_a_module(tmp_path: Path) -> None:
+def test_a_model_next_to_training_state_can_be_a_module(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.randn(2)).sum().backward()
@@ -625,13 +625,13 @@ class Slotted:
         return Slotted, (self.number,)
 
 
-def test_rejects_a_module_with_objects_that_are_none(tmp_path: Path) -> None:
+def test_rejects_a_module_that_has_other_objects(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     module.config = Config()  # type: ignore[assignment]
     message = refusal(open_checkpoint, save(tmp_path, module))
     assert "pickle byte " in message
     assert message.endswith(
-        f"it holds objects of '{Config.__module__}.Config', which only their own code could read; "
+        f"it has objects of '{Config.__module__}.Config', which only their own code can read; "
         "save the model's state_dict() instead"
     )
 
@@ -640,13 +640,13 @@ def test_rejects_a_module_with_objects_that_are_made_of_arguments(tmp_path: Path
     module = nn.Linear(2, 2)
     module.config = Slotted(3)  # type: ignore[assignment]
     message = refusal(open_checkpoint, save(tmp_path, module))
-    assert f"it asks for '{Slotted.__module__}.Slotted', which no checkpoint" in message
+    assert f"it uses '{Slotted.__module__}.Slotted', which checkpoints" in message
 
 
 def test_rejects_a_module_with_functions(tmp_path: Path) -> None:
     module = nn.TransformerEncoderLayer(4, 2, 8)
     message = refusal(open_checkpoint, save(tmp_path, module))
-    assert "it asks for 'torch.nn.functional.relu'" in message
+    assert "it uses 'torch.nn.functional.relu'" in message
     module.activation = partial(copyreg.constructor)  # type: ignore[assignment]
     assert "'functools.partial'" in refusal(open_checkpoint, save(tmp_path, module))
 
@@ -677,7 +677,7 @@ RECORDS = {
     "an empty state": record(b"}"),
     "a list as state": record(b"]"),
     "a part too few": record(opcodes({"_parameters": {"w": T}, "_buffers": {}})),
-    "a part that is no dict": record(opcodes({**PARTS, "_buffers": [T]})),
+    "a part that is not a dict": record(opcodes({**PARTS, "_buffers": [T]})),
     "arguments": record(opcodes(PARTS), arguments=several(number(1))),
     "entries": named("some.module", "Net")
     + b")\x81"
@@ -688,16 +688,16 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_rejects_objects_that_are_no_modules(kind: str) -> None:
+def test_rejects_objects_that_are_not_modules(kind: str) -> None:
     data = pickled(listed(tensor(), RECORDS[kind]))
     message = refusal(check_records, run(data).records)
-    assert "it holds objects of 'some.module.Net', which only their own code could read" in message
-    assert refusal(walk, run(data), len(data)) == message
+    assert "it has objects of 'some.module.Net', which only their own code can read" in message
+    assert refusal(find_tensors, run(data), len(data)) == message
 
 
 def test_objects_that_the_value_does_not_hold_count_too() -> None:
     value = listed(tensor(), RECORDS["no state"] + b"0")
-    assert "it holds objects of 'some.module.Net'" in refusal(tree_of, Opcodes(value))
+    assert "it has objects of 'some.module.Net'" in refusal(tree_of, Opcodes(value))
 
 
 def test_names_the_classes_of_a_few_objects() -> None:
@@ -721,14 +721,14 @@ def test_the_names_of_hidden_buffers_are_bounded() -> None:
     hidden = call(named("builtins", "set"), listed(*[text("x")] * 20_000)) + b"q\x07"
     inner = record(opcodes({**PARTS, "_non_persistent_buffers_set": Opcodes(hidden)}))
     again = record(opcodes({**PARTS, "_non_persistent_buffers_set": Opcodes(b"h\x07")}))
-    assert "uses its parts so often" in refusal(tree_of, Opcodes(listed(inner, *[again] * 500)))
+    assert "shares its parts too often" in refusal(tree_of, Opcodes(listed(inner, *[again] * 500)))
 
 
-def test_an_object_of_a_training_program_is_left_alone() -> None:
+def test_skips_an_object_of_a_training_program() -> None:
     options = call(named("argparse", "Namespace")) + mapping(w=tensor()) + b"b"
     found = chosen({"model": {"a": T}, "args": Opcodes(options)})
     assert list(found.tensors) == ["a"]
-    assert found.notices == ["left out: 1 values that are no tensors, in 'args'"]
+    assert found.notices == ["left out: 1 values that are not tensors, in 'args'"]
 
 
 def test_reads_a_state_dict_with_its_metadata(tmp_path: Path) -> None:

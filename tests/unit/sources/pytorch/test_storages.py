@@ -56,7 +56,7 @@ class File:
 def stored(
     content: bytes = CONTENT, *, crc: int | None = None, is_deflated: bool = False
 ) -> Iterator[File]:
-    """Give a file of a storage; ``crc`` replaces its check sum."""
+    """Give a file of a storage; ``crc`` replaces its checksum."""
     data = deflated(content) if is_deflated else content
     found = zlib.crc32(content) if crc is None else crc
     with opened(BEFORE + data + b"behind it") as (descriptor, _):
@@ -112,12 +112,12 @@ def test_an_empty_storage_has_no_bytes(is_deflated: bool) -> None:
         assert file.read(0, 0) == file.copy(0, 0) == b""
 
 
-# Check sums
+# Checksums
 
 
 @pytest.mark.parametrize("is_deflated", [False, True])
 @pytest.mark.parametrize(("begin", "end"), [(0, len(CONTENT)), (5, 9), (0, 4), (9, len(CONTENT))])
-def test_rejects_a_wrong_check_sum(begin: int, end: int, is_deflated: bool) -> None:
+def test_rejects_a_wrong_checksum(begin: int, end: int, is_deflated: bool) -> None:
     with stored(crc=1, is_deflated=is_deflated) as file:
         for _ in range(2):  # the first time teaches it nothing
             with pytest.raises(DamagedSource, match=r"has the CRC [0-9a-f]{8}, not 00000001"):
@@ -133,7 +133,7 @@ def test_gives_no_byte_of_a_part_before_it_is_checked() -> None:
             next(pieces)
 
 
-def test_no_check_sum_is_checked_where_there_is_none(asked: list[tuple[int, int]]) -> None:
+def test_a_missing_checksum_is_not_verified(asked: list[tuple[int, int]]) -> None:
     with stored(crc=0) as file:
         assert file.read(10, 20) == CONTENT[10:20]
     assert asked == [(10, 10)]
@@ -148,7 +148,7 @@ def read_all(file: File) -> None:
 
 
 @pytest.mark.parametrize("first", [read_part, read_all])
-def test_reads_a_storage_for_its_check_sum_once(
+def test_reads_a_storage_for_its_checksum_once(
     first: Callable[[File], None], asked: list[tuple[int, int]]
 ) -> None:
     with stored() as file:
@@ -200,7 +200,7 @@ def test_a_compressed_storage_can_be_cut_short() -> None:
     with stored(is_deflated=True) as file:
         file.entry = file.entry._replace(stored_size=file.entry.stored_size - 100)
         for begin, end in ((0, len(CONTENT)), (5, 9)):
-            with pytest.raises(DamagedSource, match="entry '0' at byte 9 is cut short"):
+            with pytest.raises(DamagedSource, match="entry '0' at byte 9 is truncated"):
                 file.read(begin, end)
 
 
@@ -212,18 +212,18 @@ def test_a_file_can_be_cut_short(crc: int | None) -> None:
     with stored(crc=crc) as file:
         os.truncate(file.descriptor, 1000)
         for begin, end in ((0, len(CONTENT)), (500, 1500), (5000, 5001)):
-            with pytest.raises(DamagedSource, match=r"cut short|it was cut short while"):
+            with pytest.raises(DamagedSource, match=r"truncated"):
                 file.read(begin, end)
             with pytest.raises(DamagedSource):
                 file.copy(begin, end)
 
 
-def test_a_file_can_be_cut_short_after_it_was_checked() -> None:
+def test_a_file_can_be_truncated_after_it_was_checked() -> None:
     with stored() as file:
         read_part(file)
         os.truncate(file.descriptor, 1000)
         assert file.read(0, 900) == CONTENT[:900]
-        with pytest.raises(DamagedSource, match="the file ended at byte 1000: it was cut short"):
+        with pytest.raises(DamagedSource, match="the file ended at byte 1000: it was truncated"):
             file.read(900, 1100)
 
 
@@ -293,11 +293,11 @@ def strided(
     size = dtype.bits // 8 or 1
     extent = _measured(tuple(shape), tuple(stride))
     given_shape = (*shape[:-1], shape[-1] * 2) if dtype is DType.F4 else tuple(shape)
-    room = extent.span * size
+    nbytes = extent.span * size
     return StridedTensor(
         TensorSpec("a", dtype, given_shape),
-        Storage("0", "UntypedStorage", DType.U8, 1, room),
-        ZipEntry("0", 0, room, room, 0, is_deflated=False),
+        Storage("0", "UntypedStorage", DType.U8, 1, nbytes),
+        ZipEntry("0", 0, nbytes, nbytes, 0, is_deflated=False),
         begin=0,
         offset=0,
         nbytes=extent.elements * size,

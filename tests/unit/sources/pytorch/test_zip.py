@@ -125,10 +125,10 @@ def test_rejects_torchscript() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # type: ignore[no-untyped-call]
-    assert refusal(file.getvalue()).startswith("this is a TorchScript archive, which holds a prog")
+    assert refusal(file.getvalue()).startswith("this is a TorchScript archive, which has a prog")
 
 
-def test_rejects_what_is_no_archive() -> None:
+def test_rejects_files_that_are_not_archives() -> None:
     assert "zip" in refusal(b"PK\3\4 and nothing more")
 
 
@@ -175,7 +175,7 @@ def test_a_storage_whose_elements_are_no_whole_bytes_can_have_any_size() -> None
     assert located(zip_file(PICKLE), _0=packed)["0"].size == 16
 
 
-def test_tells_of_entries_that_no_tensor_refers_to() -> None:
+def test_reports_entries_that_no_tensor_refers_to() -> None:
     found = parsed(zip_file(PICKLE, {"0": VALUES, "2": VALUES, "1": VALUES}))
     found.locate({"0": FLOATS})
     assert found.notices() == ["no tensor refers to entry 'archive/data/1' and 1 more"]

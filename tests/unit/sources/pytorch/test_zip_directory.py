@@ -88,7 +88,7 @@ def test_rejects_a_file_that_became_shorter() -> None:
     data = make_zip([Member(content=bytes(100_000))])
     with opened(data[:-1]) as (descriptor, _), pytest.raises(DamagedSource) as caught:
         read_directory(descriptor, len(data))
-    assert f"ended at byte {len(data) - 1}: it was cut short while it was read" in str(caught.value)
+    assert f"ended at byte {len(data) - 1}: it was truncated while it was read" in str(caught.value)
 
 
 def test_an_error_of_the_system_is_passed_on() -> None:
@@ -100,7 +100,7 @@ def test_reads_the_wide_end_records() -> None:
     assert names(make_zip([Member(), Member(b"b")], is_wide=True)) == ["a", "b"]
 
 
-def test_full_fields_of_the_end_record_are_told_by_the_wide_one() -> None:
+def test_full_fields_of_the_end_record_are_taken_from_the_wide_one() -> None:
     full = {"disk": 0xFFFF, "first_disk": 0xFFFF, "count_here": 0xFFFF, "count": 0xFFFF}
     data = make_zip([Member()], is_wide=True, end={**full, "size": FULL32, "start": FULL32})
     assert names(data) == ["a"]
@@ -160,7 +160,7 @@ def test_rejects_an_archive_in_several_files(replaced: dict[str, dict[str, int |
     assert "archives in several files are not supported" in message
 
 
-def test_tells_which_file_of_a_set_it_is() -> None:
+def test_reports_which_file_of_a_set_it_is() -> None:
     assert "is file 3 of a set" in refusal(make_zip([Member()], end={"disk": 2}), UnsupportedSource)
     data = make_zip([Member()], locator={"disk": 2, "disks": 4}, is_wide=True)
     assert "is file 3 of 4" in refusal(data, UnsupportedSource)
@@ -235,13 +235,13 @@ def test_reads_a_directory_of_several_windows() -> None:
     members[30].name = b"\xff\xff\xff"
     data = make_zip(members)
     at = data.rindex(b"\xff\xff\xff")
-    assert f"at byte {at}, is no UTF-8" in refusal(data)
+    assert f"at byte {at}, is not UTF-8" in refusal(data)
 
 
 # Entries
 
 
-def test_tells_what_the_directory_says() -> None:
+def test_reads_the_fields_of_the_directory() -> None:
     members = [Member(b"dir/a", b"x" * 50, 8, extra=b"?", comment=b"!"), Member(b"b", b"")]
     data = make_zip(members)
     packed = len(deflated(b"x" * 50))
@@ -319,8 +319,8 @@ def test_names_are_utf8_whatever_the_flags(flags: int) -> None:
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"caf\x82", b"\xed\xa0\x80", b"\xc0\x80"])
-def test_rejects_a_name_that_is_no_utf8(name: bytes) -> None:
-    assert "byte 84, is no UTF-8" in refusal(make_zip([Member(name, bytes(9 - len(name) - 1))]))
+def test_rejects_a_name_that_is_not_utf8(name: bytes) -> None:
+    assert "byte 84, is not UTF-8" in refusal(make_zip([Member(name, bytes(9 - len(name) - 1))]))
 
 
 @pytest.mark.parametrize("name", [b"\0", b"a\0", b"a\0b"])
@@ -369,7 +369,10 @@ def test_rejects_a_content_larger_than_deflate_can_give() -> None:
     assert read(make_zip([Member(method=8, listed={"size": 1032 * packed + 64})]))
     for size in (1032 * packed + 65, 1 << 31):
         message = refusal(make_zip([Member(method=8, listed={"size": size})]))
-        assert f"takes {packed} bytes for a content of {size}, which no compression" in message
+        assert (
+            f"takes {packed} bytes for a content of {size}, more than deflate can compress"
+            in message
+        )
 
 
 def test_rejects_an_entry_that_is_not_before_the_directory() -> None:

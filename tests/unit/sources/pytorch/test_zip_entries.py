@@ -44,10 +44,10 @@ def entries(data: bytes) -> dict[str, ZipEntry]:
         return read_entries(descriptor, size)
 
 
-def contents(data: bytes, room: int = 1 << 16) -> dict[str, bytes]:
+def contents(data: bytes, capacity: int = 1 << 16) -> dict[str, bytes]:
     with opened(data) as (descriptor, size):
         return {
-            name: b"".join(bytes(piece) for piece in read_entry(descriptor, entry, space(room)))
+            name: b"".join(bytes(piece) for piece in read_entry(descriptor, entry, space(capacity)))
             for name, entry in read_entries(descriptor, size).items()
         }
 
@@ -238,7 +238,7 @@ def test_rejects_a_folder_with_content() -> None:
 # Local headers against the directory
 
 
-def test_tells_where_the_data_is() -> None:
+def test_returns_the_offset_of_the_data() -> None:
     members = [
         Member(b"a", b"1234", local_extra=extra_field(0x4246, b"ZZZ")),
         Member(b"b", b"x" * 50, 8, after=b"PK\7\10" + bytes(12)),
@@ -353,7 +353,7 @@ def test_rejects_data_that_goes_on_into_the_directory() -> None:
     for local in ({"extra_size": 1}, {"extra_size": 0xFFFF}):
         message = refusal(make_zip([Member(local=local)]))
         assert "7 bytes from byte" in message
-        assert "past the start of the directory at byte 38" in message
+        assert "which reach into the directory at byte 38" in message
 
 
 def test_rejects_two_entries_on_one_header() -> None:
@@ -396,8 +396,8 @@ def test_content_comes_in_pieces_of_the_buffer(size: int, method: int) -> None:
     content = RANDOM.randbytes(size // 2) + bytes(size - size // 2)
     with opened(make_zip([Member(content=content, method=method)])) as (descriptor, file_size):
         (entry,) = read_entries(descriptor, file_size).values()
-        for room in {1, 7, size - 1, size, size + 1, 1 << 20} if size < 9999 else {9999, size}:
-            buffer = space(max(room, 1))
+        for capacity in {1, 7, size - 1, size, size + 1, 1 << 20} if size < 9999 else {9999, size}:
+            buffer = space(max(capacity, 1))
             found = b""
             for piece in read_entry(descriptor, entry, buffer):
                 assert 0 < len(piece) <= len(buffer)
@@ -430,16 +430,18 @@ def packed(content: bytes, data: bytes) -> bytes:
     return make_zip([Member(content=content, data=data, method=8)])
 
 
-@pytest.mark.parametrize("room", [1, 3, 7, 8, 100])
-def test_rejects_content_of_another_size(room: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 3, 7, 8, 100])
+def test_rejects_content_of_another_size(capacity: int) -> None:
     with opened(packed(b"1234567", deflated(b"12345678"))) as (descriptor, size):
         entry = read_entries(descriptor, size)["a"]
         with pytest.raises(DamagedSource, match="'a' at byte 31 decompresses to more than its 7"):
-            list(read_entry(descriptor, entry, space(room)))
+            list(read_entry(descriptor, entry, space(capacity)))
     with opened(packed(b"1234567", deflated(b"123456"))) as (descriptor, size):
         entry = read_entries(descriptor, size)["a"]
-        with pytest.raises(DamagedSource, match="'a' at byte 31 decompresses to 1 of its 7"):
-            list(read_entry(descriptor, entry, space(room)))
+        with pytest.raises(
+            DamagedSource, match="'a' at byte 31 decompresses to 1 bytes less than its 7"
+        ):
+            list(read_entry(descriptor, entry, space(capacity)))
 
 
 def test_rejects_data_after_the_end_of_the_compressed_data() -> None:
@@ -452,27 +454,27 @@ def test_rejects_data_after_the_end_of_the_compressed_data() -> None:
 def test_rejects_compressed_data_without_an_end() -> None:
     stream = deflated(b"1234567")
     for size in range(len(stream)):
-        assert "is cut short: its compressed data goes on" in refusal(
+        assert "is truncated: its compressed data does not end" in refusal(
             packed(b"1234567", stream[:size])
         )
     unended = zlib.compressobj(9, zlib.DEFLATED, -15)
     stream = unended.compress(b"1234567") + unended.flush(zlib.Z_FULL_FLUSH)
-    assert "is cut short" in refusal(packed(b"1234567", stream))
+    assert "is truncated" in refusal(packed(b"1234567", stream))
 
 
-def test_rejects_what_is_no_compressed_data() -> None:
+def test_rejects_data_that_is_not_compressed() -> None:
     assert "entry 'a' at byte 31 does not decompress" in refusal(packed(b"1234567", b"\xff" * 9))
 
 
 @pytest.mark.parametrize("method", [0, 8])
-def test_rejects_a_file_that_was_cut_short_while_it_was_read(method: int) -> None:
+def test_rejects_a_file_that_was_truncated_while_it_was_read(method: int) -> None:
     data = make_zip([Member(content=RANDOM.randbytes(100_000), method=method)])
     with opened(data) as (descriptor, size):
         entry = read_entries(descriptor, size)["a"]
         pieces = read_entry(descriptor, entry, space(1000))
         next(pieces)
         os.ftruncate(descriptor, 90_000)
-        with pytest.raises(DamagedSource, match="is cut short: the file ended at byte 90000"):
+        with pytest.raises(DamagedSource, match="is truncated: the file ended at byte 90000"):
             list(pieces)
 
 
@@ -548,7 +550,7 @@ def test_a_changed_byte_changes_no_content_unnoticed(which: int, at: int, change
 
 
 @pytest.mark.parametrize("data", ARCHIVES)
-def test_rejects_every_archive_that_is_cut_short_or_goes_on(data: bytes) -> None:
+def test_rejects_every_archive_that_is_truncated_or_goes_on(data: bytes) -> None:
     for size in range(len(data)):
         refusal(data[:size])
     refusal(data + b"\0")

@@ -72,7 +72,7 @@ def pickled(*tensors: bytes) -> bytes:
 
 
 def story(data: bytes) -> Any:
-    """Return all that is told of a pickle, whether it is read or not."""
+    """Return all that is reported about a pickle, whether it can be read or not."""
     try:
         result = run(data)
     except CheckpointRefused as error:
@@ -89,7 +89,7 @@ def story(data: bytes) -> Any:
 
 
 def stories(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Return what is told with and without taking the runs of opcodes as wholes."""
+    """Return the reports with and without the fast path."""
     first = story(data)
     with monkeypatch.context() as patch:
         patch.setattr(machine, "read_calls", lambda *arguments: arguments[2])
@@ -214,7 +214,7 @@ def test_a_changed_byte_changes_both_alike(monkeypatch: pytest.MonkeyPatch) -> N
             assert whole == single, (at, change)
 
 
-def test_every_tensor_that_is_cut_short_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_truncation_in_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickled(tensor())
     for size in range(len(HEAD), len(data)):
         whole, single = stories(data[:size], monkeypatch)

@@ -9,12 +9,11 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler.globals import (
     DTYPES,
     STORAGES,
-    Use,
     look_up,
     make_mapping,
     put,
 )
-from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record
+from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 from tests.support.pickle_values import canonical
 
 LISTED = [
@@ -182,7 +181,7 @@ def test_makes_mappings_of_nothing_else(arguments: tuple[Any, ...]) -> None:
         make_mapping(arguments)
 
 
-def test_refuses_pairs_with_the_same_key() -> None:
+def test_rejects_pairs_with_the_same_key() -> None:
     with pytest.raises(CheckpointRefused, match="a dict has the same key twice"):
         make_mapping(([["a", 1], ["a", 2]],))
 
@@ -197,7 +196,7 @@ def test_puts_texts_and_integers_by_value_and_all_else_by_identity() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a", 0, -1, 2**100])
-def test_refuses_to_put_a_key_again(key: Any) -> None:
+def test_rejects_to_put_a_key_again(key: Any) -> None:
     target: dict[Any, Any] = {}
     put(target, key, 1)
     with pytest.raises(CheckpointRefused, match="a dict has the same key twice"):

@@ -44,7 +44,7 @@ def test_reads_each_opcode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_tells_of_each_opcode_that_it_is_cut_short(name: str) -> None:
+def test_reports_every_truncated_opcode(name: str) -> None:
     data, _ = EXAMPLES[name]
     for size in range(len(data)):
         with pytest.raises(CutShort, match=f"^the pickle ends at byte {size}, before its STOP$"):
@@ -58,15 +58,15 @@ def test_handles_every_opcode_or_refuses_it() -> None:
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_refuses_opcodes_that_no_checkpoint_has(code: int) -> None:
+def test_rejects_opcodes_that_no_checkpoint_has(code: int) -> None:
     message = f"pickle byte 1, {NAMES[code]}: the opcode {REFUSED[code]}, which no checkpoint does"
     assert refusal(b"N" + bytes([code]) + b"\1\0\0\0\n.") == message
 
 
-def test_refuses_bytes_that_are_no_opcode() -> None:
+def test_rejects_bytes_that_are_not_opcodes() -> None:
     for code in set(range(256)) - set(NAMES):
-        message = f"pickle byte 1, 0x{code:02x}: there is no such opcode; this is no pickle, "
-        assert refusal(b"N" + bytes([code]) + b".") == message + "or a damaged one"
+        message = f"pickle byte 1, 0x{code:02x}: there is no such opcode; this is not a pickle, "
+        assert refusal(b"N" + bytes([code]) + b".") == message + "or it is damaged"
 
 
 # what Python writes
@@ -275,7 +275,7 @@ SAMPLE["l"] = SAMPLE["é"]
 
 
 @protocols
-def test_every_pickle_that_is_cut_short_is_told_so(protocol: int) -> None:
+def test_reports_every_truncated_pickle(protocol: int) -> None:
     data = pickle.dumps(
         [SAMPLE, loops(), OrderedDict(a=Plain()), bytearray(9), "x" * 300], protocol
     )
@@ -316,7 +316,7 @@ def check(data: bytes) -> None:
 
 
 def holds_boxes(value: Any) -> bool:
-    """Tell whether there is a key or a set in which Python may see things as equal."""
+    """Return whether there is a key or a set in which Python may treat values as equal."""
     pending, seen = [value], dict[int, Any]()
     while pending:
         item = pending.pop()
@@ -370,10 +370,10 @@ def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b".", "pickle byte 0, STOP: the stack holds more or less than one value"),
-        (b"NN.", "pickle byte 2, STOP: the stack holds more or less than one value"),
-        (b"(N.", "pickle byte 2, STOP: the stack holds more or less than one value"),
-        (b"N(.", "pickle byte 2, STOP: the stack holds more or less than one value"),
+        (b".", "pickle byte 0, STOP: the stack does not have exactly one value"),
+        (b"NN.", "pickle byte 2, STOP: the stack does not have exactly one value"),
+        (b"(N.", "pickle byte 2, STOP: the stack does not have exactly one value"),
+        (b"N(.", "pickle byte 2, STOP: the stack does not have exactly one value"),
         (b"\x80\2NR.", "pickle byte 3, REDUCE: the stack holds too few values"),
         (b"0.", "pickle byte 0, POP: the stack holds too few values"),
         (b"N(a.", "pickle byte 2, APPEND: the stack holds too few values"),
@@ -392,15 +392,15 @@ def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None
         (b"2.", "pickle byte 0, DUP: the stack holds too few values"),
         (b"N\x81.", "pickle byte 1, NEWOBJ: the stack holds too few values"),
         (b"U\1a\x93.", "pickle byte 3, STACK_GLOBAL: the stack holds too few values"),
-        (b"h\7.", "pickle byte 0, BINGET: nothing was remembered under that number"),
-        (b"X\1\0\0\0\xff.", "pickle byte 0, BINUNICODE: a text is not UTF-8"),
+        (b"h\7.", "pickle byte 0, BINGET: the memo has no value of that number"),
+        (b"X\1\0\0\0\xff.", "pickle byte 0, BINUNICODE: a string is not UTF-8"),
         (
             b"\0",
-            "pickle byte 0, 0x00: there is no such opcode; this is no pickle, or a damaged one",
+            "pickle byte 0, 0x00: there is no such opcode; this is not a pickle, or it is damaged",
         ),
         (
             b"N0ctorch\nfloat32\n)R.",
-            "pickle byte 18, REDUCE: 'torch.float32' is no function",
+            "pickle byte 18, REDUCE: 'torch.float32' is not a function",
         ),
     ],
 )
@@ -616,7 +616,7 @@ def test_tells_references_that_the_value_does_not_hold() -> None:
         (b"N", [], 0),
     ],
 )
-def test_refuses_globals_that_are_not_listed_nor_classes_of_plain_objects(
+def test_rejects_globals_that_are_not_listed_nor_classes_of_plain_objects(
     data: bytes, refused: list[str], records: int
 ) -> None:
     result = run(data + b".")

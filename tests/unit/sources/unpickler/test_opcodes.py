@@ -17,6 +17,6 @@ def test_names_each_opcode_by_its_constant() -> None:
         assert getattr(opcodes, name) == code
 
 
-def test_refuses_the_opcodes_that_reach_out_of_the_file() -> None:
+def test_rejects_the_opcodes_that_reach_out_of_the_file() -> None:
     refused = {NAMES[code] for code in REFUSED}
     assert refused == {"OBJ", "PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import Use
 from blobstore.sources.unpickler.state import CutShort, Memo, State
-from blobstore.sources.unpickler.values import Global, Items, Persistent, Record, Reduced
+from blobstore.sources.unpickler.values import Global, Items, Persistent, Record, Reduced, Use
 
 
 def state(data: bytes = b"", start: int = 0) -> State:
@@ -53,7 +52,7 @@ def test_reads_a_line_and_where_the_next_begins() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"ab", b"a" * 70_000])
-def test_a_line_without_an_end_is_cut_short_or_too_long(data: bytes) -> None:
+def test_a_line_without_an_end_is_truncated_or_too_long(data: bytes) -> None:
     if len(data) < 65_536:
         with pytest.raises(CutShort):
             state(data).line(0)
@@ -89,11 +88,11 @@ def test_finds_a_global_once() -> None:
     [("os", b"system"), (b"os", "system"), ("os", None), (1, "system"), (("os",), "a"), ([], [])],
     ids=repr,
 )
-def test_refuses_a_global_that_is_not_named_by_texts(module: Any, name: Any) -> None:
-    assert refusal(state().find, module, name) == "a global is not named by two texts"
+def test_rejects_a_global_that_is_not_named_by_texts(module: Any, name: Any) -> None:
+    assert refusal(state().find, module, name) == "the name of a global is not two strings"
 
 
-def test_refuses_long_names_of_globals() -> None:
+def test_rejects_long_names_of_globals() -> None:
     most = "a" * 1024
     assert state().find(most, most).name == most
     message = "the name of a global is longer than 1024 characters"
@@ -101,12 +100,12 @@ def test_refuses_long_names_of_globals() -> None:
     assert refusal(state().find, "b", most + "a") == message
 
 
-def test_refuses_more_globals_than_a_checkpoint_has() -> None:
+def test_rejects_more_globals_than_a_checkpoint_has() -> None:
     reading = state()
     for index in range(4096):
         reading.find("module", str(index))
     assert reading.find("module", "7").name == "7"
-    message = "the pickle asks for more than 4096 globals"
+    message = "the pickle refers to more than 4096 globals"
     assert refusal(reading.find, "module", "4096") == message
 
 
@@ -161,9 +160,9 @@ FUNCTION = Global("os", "system", 0)
     ids=range(12),
 )
 def test_calls_and_makes_objects_of_globals_and_tuples_only(function: Any, arguments: Any) -> None:
-    message = "what is called is not a global, or its arguments are no tuple"
+    message = "a call is not of a global with a tuple of arguments"
     assert refusal(state().call, function, arguments, 0) == message
-    message = "the class of an object is not a global, or its arguments are no tuple"
+    message = "an object is not made of a global with a tuple of arguments"
     assert refusal(state().new, function, arguments) == message
 
 
@@ -171,14 +170,14 @@ def test_calls_and_makes_objects_of_globals_and_tuples_only(function: Any, argum
 def test_calls_no_storages_and_no_element_types(name: str) -> None:
     reading = state()
     function = reading.find("torch", name)
-    assert refusal(reading.call, function, (5,), 0) == f"'torch.{name}' is no function"
+    assert refusal(reading.call, function, (5,), 0) == f"'torch.{name}' is not a function"
     assert not function.is_called
 
 
-def test_refuses_other_arguments_than_torch_writes() -> None:
+def test_rejects_other_arguments_than_torch_writes() -> None:
     reading = state()
     function = reading.find("builtins", "bytearray")
-    message = "'builtins.bytearray' is called with other arguments than torch writes"
+    message = "the arguments of 'builtins.bytearray' are not those that torch writes"
     assert refusal(reading.call, function, (2**36,), 0) == message
     assert refusal(reading.new, function, (2**36,)) == message
 
@@ -191,7 +190,7 @@ def test_shows_hostile_names_escaped_and_short() -> None:
     assert len(message) < 3000
 
 
-def test_a_key_that_comes_twice_in_a_call_is_told() -> None:
+def test_reports_a_duplicate_key_in_a_call() -> None:
     reading = state()
     function = reading.find("collections", "OrderedDict")
     message = "a dict has the same key twice"
@@ -214,7 +213,7 @@ def test_copies_a_shared_value_only_so_often(name: tuple[str, str], argument: An
     function = reading.find(*name)
     for _ in range(1048):
         reading.call(function, (argument,), 0)
-    message = "the pickle has its lists and texts copied too often"
+    message = "the pickle copies its lists and strings too often"
     assert refusal(reading.call, function, (argument,), 0) == message
 
 
@@ -223,7 +222,7 @@ def test_encodes_a_shared_text_only_so_often() -> None:
     function = reading.find("_codecs", "encode")
     for _ in range(1048):
         reading.call(function, ("a" * 64_000, "latin1"), 0)
-    message = "the pickle has its lists and texts copied too often"
+    message = "the pickle copies its lists and strings too often"
     assert refusal(reading.call, function, ("a" * 64_000, "latin1"), 0) == message
 
 
@@ -295,15 +294,15 @@ def test_makes_plain_values_of_plain_classes() -> None:
 )
 def test_makes_no_objects_of_storages_tensors_and_functions(module: str, name: str) -> None:
     reading = state()
-    message = f"'{module}.{name}' is not made in this way"
+    message = f"'{module}.{name}' cannot be made by this opcode"
     assert refusal(reading.new, reading.find(module, name), ()) == message
 
 
-def test_tells_of_a_model_that_was_saved_whole() -> None:
-    message = "it holds a model saved whole, class and all; save its state_dict() instead"
+def test_reports_a_complete_model_object() -> None:
+    message = "it holds a complete model object, with its class; save its state_dict() instead"
     cls = Persistent(("module", FUNCTION, "net.py", "class Net: ..."), 0)
     assert refusal(state().new, cls, ()) == message
-    message = "the class of an object is not a global, or its arguments are no tuple"
+    message = "an object is not made of a global with a tuple of arguments"
     assert refusal(state().new, Persistent("module", 0), ()) == message
 
 
@@ -333,8 +332,8 @@ def test_numbers_that_are_counted_up_are_kept_in_a_list() -> None:
     memo = Memo()
     for slot in range(5):
         memo[slot] = slot
-    memo[2] = "anew"
-    assert memo.items == [0, 1, "anew", 3, 4]
+    memo[2] = "new"
+    assert memo.items == [0, 1, "new", 3, 4]
     assert not memo.others
 
 
@@ -346,7 +345,7 @@ def test_a_gap_is_filled() -> None:
     assert not memo.others
 
 
-def test_a_number_with_a_gap_before_it_takes_no_room_for_the_gap() -> None:
+def test_a_gap_in_the_numbers_needs_no_memory() -> None:
     memo = Memo()
     memo[2**32 - 1] = "far"
     assert not memo.items

@@ -1,0 +1,21 @@
+"""The names that a model's small files may have: ``file``, ``folder/file`` or one folder more."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+MAX_DEPTH: Final = 3
+"""Parts of a file's name."""
+_PART = re.compile(r"[A-Za-z0-9_.-]{1,255}", re.ASCII)
+
+
+def is_valid_part(part: str) -> bool:
+    """Return whether a file or a folder may have this name."""
+    return _PART.fullmatch(part) is not None and part not in (".", "..")
+
+
+def is_valid_name(name: str) -> bool:
+    """Return whether a layer may have this name as a file."""
+    parts = name.split("/")
+    return len(parts) <= MAX_DEPTH and all(map(is_valid_part, parts))
