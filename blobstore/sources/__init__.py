@@ -1,18 +1,5 @@
-"""Where tensors come from: model folders, weight files of several kinds, the Hugging Face Hub."""
+"""Reads checkpoints: model folders, weight files of several formats, and Hugging Face Hub repositories.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
-
-__all__ = ["Checkpoint", "open_checkpoint"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'blobstore.sources' has no attribute {name!r}")
-    from blobstore.sources.pytorch import checkpoint
-
-    return getattr(checkpoint, name)
+Sources import ``core``, ``manifests`` and ``safetensors``, and know nothing of stores. They never change
+a file, and never execute code from one: pickles are parsed by an unpickler of our own.
+"""

@@ -36,7 +36,7 @@ from tests.support.zip_files import make_zip
 Write = Callable[..., bytes]
 
 PAYLOAD = call(named("os", "system"), text('echo fired >> "$PTH_CANARY"'))
-ASKS = "asks for '{}'"
+ASKS = "uses '{}'"
 STACK_GLOBAL = b"\x93"
 NEWOBJ = b"\x81"
 

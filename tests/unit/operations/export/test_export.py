@@ -552,7 +552,7 @@ def test_rejects_layers_with_invalid_file_names(
     kind: str, name: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     publish_with(store, [(kind, name, b"{}")])
-    with pytest.raises(InvalidManifest, match="is no file name"):
+    with pytest.raises(InvalidManifest, match="is not a file name"):
         export_model(NAME, tmp_path / "out", store=store)
     assert_nothing_left(tmp_path, "dense", "store")
 

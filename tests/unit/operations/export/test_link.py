@@ -542,7 +542,7 @@ def test_rejects_layers_with_invalid_file_names(
     name: str, dense: Path, store: LocalStore, tmp_path: Path
 ) -> None:
     add_layer(store, media_types.FILE, name, b"{}")
-    with pytest.raises(InvalidManifest, match="is no file name"):
+    with pytest.raises(InvalidManifest, match="is not a file name"):
         link_model(NAME, tmp_path / "farm", store=store)
     assert_nothing_left(tmp_path, "dense", "store")
 
