@@ -1,4 +1,4 @@
-"""A frozen model of transformers gives the numbers that it gave before."""
+"""A frozen transformers model computes the same logits as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real weights under the names of two classes of transformers are stored once."""
+"""Real weights with the names of two transformers classes are stored once."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_a_model_with_renamed_tensors_takes_little_space(tmp_path: Path) -> None
     create(source, "plain", store=store)
     create(tmp_path / "masked", "masked", store=store)
     frozen = freeze_models(["masked", "plain"], store=store)
-    coded = {item.name: item for item in frozen.blobs if item.digest in digests(store, "masked")}
-    other = {item.name: item for item in frozen.blobs if item.digest in digests(store, "plain")}
-    copies = [coded[f"bert.{WORDS}"], coded[DECODER], other[WORDS]]
+    masked = {item.name: item for item in frozen.blobs if item.digest in digests(store, "masked")}
+    plain = {item.name: item for item in frozen.blobs if item.digest in digests(store, "plain")}
+    copies = [masked[f"bert.{WORDS}"], masked[DECODER], plain[WORDS]]
     assert sorted(item.base is None for item in copies) == [False, False, True]
     assert sum(item.stored for item in frozen.blobs) < 0.45 * frozen.size
     assert verify_models(store=store).faults == ()
@@ -44,5 +44,5 @@ def test_a_model_with_renamed_tensors_takes_little_space(tmp_path: Path) -> None
 
 
 def digests(store: LocalStore, name: str) -> set[object]:
-    """Return the blobs of a model."""
+    """Return the digests of the blobs of a model."""
     return {item.digest for item in layers(store, name).values()}
