@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
 
+    Report = Callable[[int, str], None]
+    """Is called with a number of bytes done, and the name of their layer."""
+
 _BATCH: Final = 64
 """The most blobs per batch."""
 _BATCH_BYTES: Final = 256 << 20

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.batches import TemporaryFiles
+    from blobstore.operations.freeze.batches import Report, TemporaryFiles
     from blobstore.operations.freeze.blob_encoder import BlobEncoder, SizeEstimator
     from blobstore.store.local import LocalStore
 
@@ -77,15 +77,13 @@ class ColdBlobBuilder:
         is_intact = self._verified.is_whole(*base, self._verified.form(base.digest))
         return encoder if is_intact else encoder.without_base()
 
-    def build(
-        self, blob: Descriptor, files: TemporaryFiles, report: Callable[[int, str], None]
-    ) -> EncodedBlob:
+    def build(self, blob: Descriptor, files: TemporaryFiles, report: Report) -> EncodedBlob:
         """Build the cold form of a blob, or verify the one that is there.
 
         Args:
             blob: the blob.
             files: make the temporary file.
-            report: called with bytes read or decoded, twice the blob's size in all, and its name.
+            report: called with the bytes read and decoded, twice the blob's size in total.
 
         Raises:
             OSError: the file cannot be written.

@@ -163,12 +163,7 @@ class _Run:
     """Carries out a plan, or estimates what it would save, and collects the results."""
 
     def __init__(
-        self,
-        store: LocalStore,
-        plan: FreezePlan,
-        builder: ColdBlobBuilder,
-        *,
-        keep_hot: bool,
+        self, store: LocalStore, plan: FreezePlan, builder: ColdBlobBuilder, *, keep_hot: bool
     ) -> None:
         self._store = store
         self._plan = plan
@@ -197,8 +192,7 @@ class _Run:
         """Encode the blobs on threads, and commit them in batches."""
         # Leases of other processes are ignored until then, because they may end before.
         needs = self._plan.must_stay_hot(set())
-        blobs = self._plan.blobs.values()
-        to_encode = [blob for blob in blobs if self._is_to_encode(blob, needs)]
+        to_encode = [blob for blob in self._plan.blobs.values() if self._is_to_encode(blob, needs)]
         with TemporaryFiles(self._store) as files:
             files.lease.hold(self._plan.blobs)
             files.lease.hold(base.digest for base in self._plan.base_blobs.values())

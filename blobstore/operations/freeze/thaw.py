@@ -26,12 +26,13 @@ from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.freeze.batches import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +126,7 @@ class _DecodedBlob(NamedTuple):
 
 
 def _try_decode(
-    store: LocalStore,
-    blob: Descriptor,
-    files: TemporaryFiles,
-    report: Callable[[int, str], None],
+    store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
 ) -> _DecodedBlob:
     """Decode a blob as :func:`_decode` does, and return its fault if it cannot be decoded."""
     try:
@@ -140,10 +138,7 @@ def _try_decode(
 
 
 def _decode(
-    store: LocalStore,
-    blob: Descriptor,
-    files: TemporaryFiles,
-    report: Callable[[int, str], None],
+    store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
 ) -> _DecodedBlob:
     """Decode a blob into a temporary file, or verify the hot file that is there."""
     cold = store.open_cold(*blob.id)
@@ -163,7 +158,7 @@ def _decode(
     return _DecodedBlob(blob, path, FileState.of(str(path)), state, cold.stored)
 
 
-def _is_intact(store: LocalStore, blob: Descriptor, report: Callable[[int, str], None]) -> bool:
+def _is_intact(store: LocalStore, blob: Descriptor, report: Report) -> bool:
     """Return whether the hot file is intact; sync it, because its writer may not have."""
     try:
         store.check_digest(*blob.id, lambda count: report(count, blob.name))
