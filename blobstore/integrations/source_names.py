@@ -60,4 +60,4 @@ def gpt_oss_experts(model: Model, config: Mapping[str, Any]) -> Collection[str]:
         return ()  # without reading the headers of all blobs
     tensors = read_tensors(model.store, model.manifest).tensors.values()
     packed = [(item.name, item.shape, item.item) for item in tensors if item.companions]
-    return [name for name, *_ in packed] if gpt_oss.is_form_of(config, packed) else ()
+    return [name for name, *_ in packed] if gpt_oss.is_gpt_oss(config, packed) else ()

@@ -10,7 +10,7 @@ from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
 from blobstore.models.tensors import COMPANIONS
-from blobstore.quantization.metadata import GROUP_SIZE, TYPE, described
+from blobstore.quantization.metadata import GROUP_SIZE, TYPE, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class QuantizedWeights:
         companions = self.companions(name).items()
         specs = {suffix: self._index.spec(companion) for suffix, companion in companions}
         metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
-        known = described(self._index.spec(name), specs, metadata)
+        known = parse_quant_metadata(self._index.spec(name), specs, metadata)
         if known is None:
             raise UnsupportedDType(
                 f"tensor {quote(name)} of {self._name} is quantized, but its blob does not say "

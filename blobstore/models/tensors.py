@@ -16,7 +16,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantization.metadata import described
+from blobstore.quantization.metadata import parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
@@ -154,7 +154,7 @@ def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
             suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
         }
         specs = {suffix: companion.spec for suffix, companion in companions.items()}
-        known = described(entry.spec, specs, header.metadata)
+        known = parse_quant_metadata(entry.spec, specs, header.metadata)
         item, group_size = known or (None, 0)
         yield StoredTensor(name, layer, header, entry, companions, item, group_size)
 

@@ -1,20 +1,22 @@
-"""Recognises what a source has quantized already. Pure: decided by specs and config alone.
+"""Detects how the weights of a source are quantized, from tensor specs and the config alone.
 
-Each scheme is found by its weight, whose name and element type say which one it may be:
+The name and element type of a weight say which scheme it may belong to:
 
 ======================  =============================================  ====================
-weight                  beside it                                      becomes
+weight                  companions                                     becomes
 ======================  =============================================  ====================
-``X.weight`` U32        ``X.scales``, ``X.biases``                     as MLX has packed it
+``X.weight`` U32        ``X.scales``, ``X.biases``                     as packed by MLX
 ``X.weight_packed`` U8  ``X.weight_scale``, ``X.weight_global_scale``  nvfp4, or mxfp4
 ``X.weight`` U8         ``X.weight_scale``, ``X.weight_scale_2``       nvfp4, or mxfp4
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
-8-bit float ``W``       ``W_scale``, an exponent for 32 of a row       mxfp8
+8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
 8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 BF16, decoded
 ======================  =============================================  ====================
 
-What is packed is never computed anew: a scheme whose numbers no type of ours holds exactly is
-refused. Shapes and config must agree, for either alone may fit several types.
+Packed weights are never quantized again: a scheme whose values none of our types holds exactly is
+rejected. Weights of other tools than MLX have the same bits under other names and element types: packed
+bytes, lowest bits first, become words of four bytes, and 8-bit scales are relabelled as U8. Shapes and
+config must agree, because either alone may fit several types.
 """
 
 from __future__ import annotations
@@ -25,28 +27,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.quantization.packed_sources import (
-    check_matrix,
-    fail,
-    fp4_blocks,
-    fp4_weight,
-    mlx_weight,
-    mxfp8_weight,
-    refuse,
-)
-from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized
+from blobstore.errors import UnsupportedSource
+from blobstore.quantization.formats import FORMATS, WORD_BITS
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE, Copied, Decoded, Prequantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from typing import Final
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from typing import Final, NoReturn
 
+    from blobstore.quantization.formats import QuantFormat
     from blobstore.quantization.source_config import Block, Sharing
 
     Specs = Mapping[str, TensorSpec]
+    Typed = tuple[QuantFormat, int]
+    """A type with its group size."""
 
 FLOAT8: Final = "fp8"
-"""What a source of 8-bit floats is called; they are no type of ours, but decoded."""
+"""The name for sources of 8-bit floats, which are decoded instead of kept."""
 _FOREIGN: Final = {
     ".qweight": "GPTQ, AWQ or a scheme like them",
     ".q_weight": "EXL2",
@@ -60,10 +58,10 @@ _FOREIGN: Final = {
     ".weight._data": "quanto",
     "_weight_qdata": "torchao",
 }
-"""Ends of names that only such a scheme has."""
+"""Suffixes of tensor names that only these schemes use."""
 _FOREIGN_ENDS: Final = tuple(_FOREIGN)
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
-"""What configs call the schemes that are read here."""
+"""The values of ``quant_method`` that are supported here."""
 _INPUT_SCALES: Final = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale")
 _FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 _OTHER_FLOAT8: Final = (DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F8_E8M0)
@@ -72,41 +70,48 @@ _PACKED: Final = (*_BYTES, *_OTHER_FLOAT8, DType.U32)
 _INTEGERS: Final = (DType.I16, DType.U16, DType.I32)
 _FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
 _USUAL_SHARINGS: Final[tuple[Sharing, ...]] = ("tensor", "channel", (128, 128))
-"""How 8-bit floats share scales where the config does not say it; the shapes tell them apart."""
+"""How 8-bit floats may share scales if the config does not say; the shapes are distinct."""
+
+_EXPONENT_TYPES: Final = (DType.U8, DType.F8_E8M0)
+"""Element types of scales that are powers of two."""
+_FLOATS: Final = (DType.BF16, DType.F16, DType.F32)
+_NVFP4, _MXFP4, _MXFP8 = FORMATS["nvfp4"], FORMATS["mxfp4"], FORMATS["mxfp8"]
+_WORD_BYTES: Final = WORD_BITS // 8
+_BLOCK_BYTES: Final = _MXFP4.group_size * _MXFP4.bits // 8
 
 
-class Recognised(NamedTuple):
-    """What the tensors of a source are."""
+class DetectedQuantization(NamedTuple):
+    """The recipes for the tensors of a source."""
 
     recipes: dict[str, Copied | Decoded | Prequantized]
-    """By logical name; each tensor of the source is in one, but for scales of activations."""
+    """By logical name. Together they use every tensor of the source except scales of activations."""
     notices: tuple[str, ...]
-    """What a person should know, one line each."""
+    """Remarks for the user, one line each."""
     quant_type: str
-    """What most of the quantized weights are: a type, or ``fp8``; empty if there are none."""
+    """The type of most quantized weights, or ``fp8``; empty if there are none."""
 
 
-def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> Recognised:
+def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuantization:
     """Return the recipes for all tensors of a source.
 
     Args:
         specs: the tensors by name.
-        config: the decoded ``config.json``, empty where there is none.
+        config: the decoded ``config.json``, or an empty mapping.
 
     Raises:
-        UnsupportedSource: a weight is of a scheme that cannot be kept exactly, lacks a part, or is
-            not what the config says; the message names it.
+        UnsupportedSource: a weight uses a scheme that cannot be kept exactly, lacks a companion, or
+            contradicts the config. The message names the weight.
     """
-    stated = SourceQuantConfig(config)
+    quant_config = SourceQuantConfig(config)
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
     inputs: set[str] = set()
     for name, spec in specs.items():
-        recipe = _quantized(spec, specs, stated)
+        recipe = _quantized(spec, specs, quant_config)
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
-            fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
+            _fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
             inputs.update(_input_scales(recipe.spec.name, specs))
@@ -114,25 +119,25 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> Recognised:
     for name, spec in specs.items():
         if name not in used and name not in inputs:
             if name in found:
-                fail(name, "is in the source both plain and quantized")
-            _check_plain(spec, stated)
+                _fail(name, "is in the source both plain and quantized")
+            _check_plain(spec, quant_config)
             recipes[name] = Copied(spec, (name,))
-    notices = tuple(_notices(found, inputs, _unmatched(specs, stated)))
-    return Recognised(recipes, notices, _main_type(found))
+    notices = tuple(_notices(found, inputs, _unmatched(specs, quant_config)))
+    return DetectedQuantization(recipes, notices, _main_type(found))
 
 
 def _quantized(
-    spec: TensorSpec, specs: Specs, stated: SourceQuantConfig
+    spec: TensorSpec, specs: Specs, config: SourceQuantConfig
 ) -> Decoded | Prequantized | None:
-    """Return the recipe of a quantized weight, None if the tensor is none."""
+    """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
     if name.endswith(_FOREIGN_ENDS):
         scheme = next(scheme for end, scheme in _FOREIGN.items() if name.endswith(end))
-        refuse(spec, f"belongs to a model quantized by {scheme}")
+        _refuse(spec, f"belongs to a model quantized by {scheme}")
     if name.endswith(".weight_packed"):
-        return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, stated)
+        return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
     if dtype is DType.U32:
-        return _packed_words(spec, specs, stated)
+        return _packed_words(spec, specs, config)
     if dtype not in _BYTES:
         return None
     if dtype is DType.U8 and name.endswith("_blocks"):
@@ -143,44 +148,46 @@ def _quantized(
     if not scales or not (dtype in _FLOAT8 or name.endswith(".weight")):
         return None
     if dtype is DType.U8:
-        return _packed_bytes(name, spec, "_scale_2", specs, stated)
+        return _packed_bytes(name, spec, "_scale_2", specs, config)
     if dtype is DType.I8:
-        refuse(spec, "is of 8-bit integers with scales")
+        _refuse(spec, "is of 8-bit integers with scales")
     if len(scales) > 1:
-        fail(name, "has two tensors of scales")
+        _fail(name, "has two tensors of scales")
     _check_symmetric(name, specs)
-    return _float8(spec, scales[0], stated.sharings())
+    return _float8(spec, scales[0], config.sharings())
 
 
-def _packed_words(spec: TensorSpec, specs: Specs, stated: SourceQuantConfig) -> Prequantized | None:
+def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> Prequantized | None:
     module = spec.name.removesuffix(".weight")
     scale = specs.get(f"{module}.scales")
     if module == spec.name and f"{module}.weight" in specs:
         return None
     if scale is None:
         if f"{module}.biases" in specs:
-            fail(spec.name, f"lacks its scales, {quote(f'{module}.scales')}")
+            _fail(spec.name, f"lacks its scales, {quote(f'{module}.scales')}")
         if f"{spec.name}{SCALE}" in specs:
-            # Its type is in the metadata of the blob, which is none of a source's.
-            fail(spec.name, "is packed as in a blob of a store; create from an export of the model")
+            # A source does not have the blob's metadata, which has its type.
+            _fail(
+                spec.name, "is packed as in a blob of a store; create from an export of the model"
+            )
         return None
     if f"{module}.global_scale" in specs:
-        # MLX's is no factor of the scales, but the largest magnitude that they stand for.
-        refuse(spec, "has a global scale in MLX's sense")
-    known = stated.mlx_type(spec.name, module)
+        # In MLX it is not a factor of the scales but the largest magnitude that they represent.
+        _refuse(spec, "has a global scale in MLX's sense")
+    known = config.mlx_type(spec.name, module)
     return mlx_weight(spec, scale, specs.get(f"{module}.biases"), known)
 
 
 def _packed_bytes(
-    name: str, spec: TensorSpec, factor: str, specs: Specs, stated: SourceQuantConfig
+    name: str, spec: TensorSpec, factor: str, specs: Specs, config: SourceQuantConfig
 ) -> Prequantized:
     if spec.dtype is not DType.U8:
-        refuse(spec, "is of packed integers")
+        _refuse(spec, "is of packed integers")
     scale = specs.get(f"{name}_scale")
     if scale is None:
-        fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
+        _fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
     _check_symmetric(name, specs)
-    sizes = stated.group_sizes(4)
+    sizes = config.group_sizes(4)
     is_reciprocal = factor == "_global_scale"
     return fp4_weight(
         name, spec, scale, specs.get(name + factor), sizes, is_reciprocal=is_reciprocal
@@ -188,41 +195,41 @@ def _packed_bytes(
 
 
 def _float8(
-    weight: TensorSpec, scale: TensorSpec, stated: Sequence[Sharing]
+    weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing]
 ) -> Decoded | Prequantized:
-    check_matrix(weight)
+    _check_matrix(weight)
     packed = mxfp8_weight(weight, scale)
     if packed is not None:
         return packed
     *rows, columns = weight.shape
     if scale.dtype not in _FACTORS:
-        refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
-    block = _block(weight, scale, stated)
+        _refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
+    block = _block(weight, scale, declared)
     flat = weight._replace(shape=(math.prod(rows), columns))
     plain = weight._replace(dtype=DType.BF16)
     return Decoded(plain, (weight.name,), (scale.name,), flat, scale, block)
 
 
-def _block(weight: TensorSpec, scale: TensorSpec, stated: Sequence[Sharing]) -> Block:
+def _block(weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing]) -> Block:
     """Return the rows and columns that share a scale."""
-    sharings = stated or _USUAL_SHARINGS
+    sharings = declared or _USUAL_SHARINGS
     blocks = (_shared(weight.shape, scale, sharing) for sharing in sharings)
     block = next(filter(None, blocks), None)
     if block is None:
-        ways = " or ".join(map(_shown, sharings))
-        said = "by config.json" if stated else "where config.json says nothing"
-        fail(
+        expected = " or ".join(map(_shown, sharings))
+        origin = "by config.json" if declared else "where config.json says nothing"
+        _fail(
             weight.name,
-            f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {said} "
-            f"it has one for each {ways}",
+            f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "
+            f"it has one for each {expected}",
         )
     return block
 
 
 def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block | None:
-    """Return the rows and columns that share a scale, None if they do not share them so.
+    """Return the rows and columns that share a scale, or None if the shapes do not fit.
 
-    Stacked weights are taken as one below the other, so none may end within a block.
+    Stacked matrices are treated as one tall matrix, so none may end within a block.
     """
     *stack, rows, columns = shape
     if sharing == "tensor":
@@ -233,8 +240,8 @@ def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block 
     if sharing == "channel":
         return (1, columns) if scale.shape in ((*stack, rows), (*stack, rows, 1)) else None
     height, width = (min(sharing[0], rows), sharing[1]) if stack else sharing
-    fits = scale.shape == (*stack, -(-rows // height), -(-columns // width))
-    return (height, width) if fits and not (stack and rows % height) else None
+    is_fitting = scale.shape == (*stack, -(-rows // height), -(-columns // width))
+    return (height, width) if is_fitting and not (stack and rows % height) else None
 
 
 def _shown(sharing: Sharing) -> str:
@@ -243,33 +250,33 @@ def _shown(sharing: Sharing) -> str:
 
 def _check_symmetric(name: str, specs: Specs) -> None:
     if f"{name}_zero_point" in specs:
-        refuse(specs[f"{name}_zero_point"], "is of zero points beside scales")
+        _refuse(specs[f"{name}_zero_point"], "has zero points")
 
 
-def _check_plain(spec: TensorSpec, stated: SourceQuantConfig) -> None:
-    """Check that a tensor that belongs to no quantized weight can stand alone."""
+def _check_plain(spec: TensorSpec, config: SourceQuantConfig) -> None:
+    """Check that a tensor without companions is really not quantized."""
     name, dtype, shape = spec
     if dtype in (*_FLOAT8, *_OTHER_FLOAT8) and name.endswith(".weight"):
         what = "scales" if dtype in _FLOAT8 else "a form that is decoded"
-        fail(name, f"({dtype.value}) is of 8-bit floats without {what}; create from BF16 weights")
+        _fail(name, f"({dtype.value}) is of 8-bit floats without {what}; create from BF16 weights")
     if len(shape) < 2:  # noqa: PLR2004 - a matrix
         return
-    if stated.is_mlx and dtype is DType.U32:
-        fail(name, "is packed by config.json, and its scales are missing")
-    method = stated.method
+    if config.is_mlx and dtype is DType.U32:
+        _fail(name, "is packed by config.json, and its scales are missing")
+    method = config.method
     if method and (dtype in _PACKED or (dtype in _INTEGERS and method not in _METHODS)):
-        refuse(spec, f"is packed in a way of {quote(method)} that is not known")
+        _refuse(spec, f"is packed in an unknown way of {quote(method)}")
 
 
 def _input_scales(weight: str, specs: Specs) -> Iterator[str]:
-    """Yield the scales of what the weight is multiplied with; whatever runs it makes its own."""
+    """Yield the scales of the activations, which runtimes compute themselves."""
     prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
     return (prefix + end for end in _INPUT_SCALES if prefix + end in specs)
 
 
-def _unmatched(specs: Specs, stated: SourceQuantConfig) -> list[str]:
-    modules = {name.rpartition(".")[0] for name in specs} if stated.is_mlx else set()
-    return stated.unmatched(modules)
+def _unmatched(specs: Specs, config: SourceQuantConfig) -> list[str]:
+    modules = {name.rpartition(".")[0] for name in specs} if config.is_mlx else set()
+    return config.unmatched(modules)
 
 
 def _notices(
@@ -298,5 +305,190 @@ def _main_type(found: Mapping[str, Decoded | Prequantized]) -> str:
             elements[recipe.item.name] += recipe.item.columns(recipe.spec.elements)
         else:
             elements[FLOAT8] += recipe.spec.elements
-    # By name where they are equally many: the order of the tensors says nothing.
+    # Break ties by name, because the order of the tensors has no meaning.
     return min(elements, key=lambda kind: (-elements[kind], kind), default="")
+
+
+def mlx_weight(
+    weight: TensorSpec, scale: TensorSpec, bias: TensorSpec | None, declared: Typed | None
+) -> Prequantized:
+    """Return the recipe of a weight packed by MLX.
+
+    Args:
+        weight: the packed words.
+        scale: its scales.
+        bias: its biases, for affine types.
+        declared: type and group size in the config; None to derive them from the shapes.
+
+    Raises:
+        UnsupportedSource: the tensors contradict each other or the config, or fit several types.
+    """
+    _check_matrix(weight)
+    item, group_size = _fitting(weight, scale, declared, has_bias=bias is not None)
+    expected = _FLOATS if item.has_bias else (DType.U8,)
+    if scale.dtype not in expected:
+        _fail(weight.name, f"is {item.name}, whose scales cannot be {scale.dtype.value}")
+    parts = [Copied(weight, (weight.name,)), _companion(weight.name, SCALE, scale)]
+    if bias is not None:
+        if bias[1:] != scale[1:]:
+            _fail(
+                weight.name,
+                f"has biases, {_shown_spec(bias)}, unlike its scales, {_shown_spec(scale)}",
+            )
+        parts.append(_companion(weight.name, BIAS, bias))
+    return Prequantized(tuple(parts), item, group_size)
+
+
+def fp4_weight(
+    name: str,
+    weight: TensorSpec,
+    scale: TensorSpec,
+    factor: TensorSpec | None,
+    declared: Collection[int],
+    *,
+    is_reciprocal: bool,
+) -> Prequantized:
+    """Return the recipe of 4-bit floats, two per byte: nvfp4, or mxfp4 if the scales are exponents.
+
+    Args:
+        name: name of the logical tensor.
+        weight: the packed bytes.
+        scale: the scales of its groups.
+        factor: the global scale, for nvfp4.
+        declared: group sizes in the config, if any.
+        is_reciprocal: whether the global scale is a divisor, as in compressed-tensors.
+
+    Raises:
+        UnsupportedSource: the tensors contradict each other or the config.
+    """
+    item = _MXFP4 if scale.dtype in _EXPONENT_TYPES else _NVFP4
+    if item is _NVFP4 and scale.dtype is not DType.F8_E4M3:
+        _refuse(weight, f"has packed bytes with scales of type {scale.dtype.value}")
+    if declared and item.group_size not in declared:
+        sizes = " or ".join(map(str, sorted(declared)))
+        _fail(
+            weight.name,
+            f"is {_type((item, item.group_size))} by its scales, {_shown_spec(scale)}, and has groups "
+            f"of {sizes} by config.json",
+        )
+    packed = _relabelled(name, weight, scale, item)
+    if item is _MXFP4:
+        if factor is not None:
+            _fail(
+                weight.name, f"is mxfp4 by its scales, {_shown_spec(scale)}, and has a global scale"
+            )
+        return packed
+    if factor is None:
+        _fail(weight.name, "lacks its global scale")
+    if (factor.dtype, factor.elements) != (DType.F32, 1):
+        _fail(factor.name, f"must be one F32 number, and is {_shown_spec(factor)}")
+    part = Copied(factor._replace(name=name + GLOBAL_SCALE), (factor.name,), is_reciprocal)
+    # Ollama writes no group size for ModelOpt's weights; equal weights must have equal digests.
+    group_size = item.group_size if is_reciprocal else None
+    return Prequantized((*packed.parts, part), item, group_size)
+
+
+def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized:
+    """Return the recipe of mxfp4 whose groups are a separate dimension, as in gpt-oss.
+
+    Raises:
+        UnsupportedSource: the shapes contradict each other.
+    """
+    if not scale.shape or weight.shape != (*scale.shape, _BLOCK_BYTES):
+        _fail(
+            weight.name,
+            f"is {_shown_spec(weight)}, and its scales are {_shown_spec(scale)}; mxfp4 has {_BLOCK_BYTES} "
+            "bytes per scale",
+        )
+    *rows, groups, width = weight.shape
+    return _relabelled(name, weight._replace(shape=(*rows, groups * width)), scale, _MXFP4)
+
+
+def mxfp8_weight(weight: TensorSpec, scale: TensorSpec) -> Prequantized | None:
+    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales."""
+    *rows, columns = weight.shape
+    is_mxfp8 = weight.dtype is DType.F8_E4M3 and scale.dtype in _EXPONENT_TYPES
+    if not is_mxfp8 or scale.shape != (*rows, -(-columns // _MXFP8.group_size)):
+        return None
+    return _relabelled(weight.name, weight, scale, _MXFP8)
+
+
+def _check_matrix(weight: TensorSpec) -> None:
+    """Check that a quantized weight is a matrix or a stack of matrices, and not empty."""
+    if len(weight.shape) not in (2, 3) or not weight.elements:
+        _fail(
+            weight.name,
+            f"is quantized and of shape {list(weight.shape)}; expected 2 or 3 dimensions",
+        )
+
+
+def _fail(name: str, what: str) -> NoReturn:
+    """Raise an error about a tensor that contradicts its companions or the config."""
+    raise UnsupportedSource(f"tensor {quote(name)} {what}")
+
+
+def _refuse(spec: TensorSpec, what: str) -> NoReturn:
+    """Raise an error about a tensor whose scheme cannot be kept exactly."""
+    raise UnsupportedSource(
+        f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}, which no type of a blob holds "
+        "as it is; create from the unquantized weights"
+    )
+
+
+def _fitting(
+    weight: TensorSpec, scale: TensorSpec, declared: Typed | None, *, has_bias: bool
+) -> Typed:
+    every = [(item, size) for item in FORMATS.values() for size in item.group_sizes]
+    fitting = [
+        (item, size)
+        for item, size in ([declared] if declared else every)
+        if item.has_bias == has_bias and _scale_shape(weight, item, size) == scale.shape
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    biases = "biases" if has_bias else "no biases"
+    facts = f"{_shown_spec(weight)} with scales {_shown_spec(scale)} and {biases}"
+    if declared:
+        _fail(weight.name, f"is {_type(declared)} by config.json, and {facts} in the file")
+    types = " or ".join(map(_type, fitting)) or "no known type"
+    _fail(
+        weight.name,
+        f"is {facts}: {types}; config.json must say bits, group_size and mode in 'quantization'",
+    )
+
+
+def _scale_shape(weight: TensorSpec, item: QuantFormat, group_size: int) -> tuple[Any, ...] | None:
+    """Return the shape of the scales of packed words, or None if the last group is incomplete."""
+    *rows, words = weight.shape
+    groups, rest = divmod(words * WORD_BITS, item.bits * group_size)
+    return None if rest else (*rows, groups)
+
+
+def _relabelled(
+    name: str, weight: TensorSpec, scale: TensorSpec, item: QuantFormat
+) -> Prequantized:
+    _check_matrix(weight)
+    *rows, width = weight.shape
+    words, rest = divmod(width, _WORD_BYTES)
+    packed = TensorSpec(name, DType.U32, (*rows, words))
+    if rest or _scale_shape(packed, item, item.group_size) != scale.shape:
+        typed = _type((item, item.group_size))
+        _fail(
+            weight.name,
+            f"is {_shown_spec(weight)} with scales {_shown_spec(scale)}, which is not {typed}",
+        )
+    label = TensorSpec(name + SCALE, DType.U8, scale.shape)
+    parts = (Copied(packed, (weight.name,)), Copied(label, (scale.name,)))
+    return Prequantized(parts, item, item.group_size)
+
+
+def _companion(name: str, suffix: str, spec: TensorSpec) -> Copied:
+    return Copied(spec._replace(name=name + suffix), (spec.name,))
+
+
+def _shown_spec(spec: TensorSpec) -> str:
+    return f"{spec.dtype.value} of shape {list(spec.shape)}"
+
+
+def _type(typed: Typed) -> str:
+    return f"{typed[0].name} in groups of {typed[1]}"

@@ -1,7 +1,7 @@
-"""The quantization types, one table that everything asks.
+"""The table of quantization types.
 
-Packed weights are U32 words; element ``i`` of a row takes bits ``i * bits`` to ``(i + 1) * bits`` of the
-row's words read as one little-endian stream, as MLX writes them.
+Packed weights are U32 words. Element ``i`` of a row takes bits ``i * bits`` to ``(i + 1) * bits`` of the
+row's words as one little-endian stream, which is MLX's layout.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class QuantFormat:
 
     name: str
     bits: int
-    """Bits of one packed element."""
+    """Bits per packed element."""
     group_size: int
-    """Elements of a row that share a scale, unless something else is asked for."""
+    """Default number of elements that share a scale."""
     mode: Mode
-    """What MLX calls the way elements and scales become numbers."""
+    """MLX's name for the arithmetic of elements and scales."""
     group_sizes: tuple[int, ...]
-    """All group sizes that MLX can compute with."""
+    """All group sizes that MLX supports."""
     aliases: tuple[str, ...] = ()
     is_target: bool = True
-    """Whether we quantize to it; the others only come from sources that are quantized already."""
+    """Whether we quantize to it; other types only come from quantized sources."""
 
     @property
     def has_bias(self) -> bool:
-        """Whether each group has an offset beside its scale."""
+        """Whether each group has an offset in addition to its scale."""
         return self.mode == "affine"
 
     def scale_dtype(self, dtype: DType) -> DType:
-        """Return the type of the scales of a weight that had ``dtype``.
+        """Return the element type of the scales of a weight of ``dtype``.
 
-        Affine scales have the weight's own. U8 holds E4M3 bits for nvfp4 and E8M0 exponents for mxfp4
+        Affine scales have the type of the weight. U8 holds E4M3 bits for nvfp4 and E8M0 exponents for mxfp4
         and mxfp8.
         """
         return dtype if self.mode == "affine" else DType.U8
 
     def words(self, columns: int) -> int:
-        """Return the packed words of a row of ``columns`` elements, which fill them exactly."""
+        """Return the packed words per row of ``columns`` elements, which must fill them exactly."""
         return columns * self.bits // WORD_BITS
 
     def columns(self, words: int) -> int:
-        """Return the elements in a row of ``words`` packed words."""
+        """Return the elements per row of ``words`` packed words."""
         return words * WORD_BITS // self.bits
 
 
@@ -84,16 +84,16 @@ _TARGETS: Final = {
     for alias in (item.name, *item.aliases)
 }
 _AMBIGUOUS: Final = {
-    "fp8": "Ollama takes it for int8, which is no floating-point type; say int8 or mxfp8",
-    "fp4": "Ollama takes it for int4, which is no floating-point type; say int4, nvfp4 or mxfp4",
+    "fp8": "in Ollama it means int8, which is not a floating-point type; use int8 or mxfp8",
+    "fp4": "in Ollama it means int4, which is not a floating-point type; use int4, nvfp4 or mxfp4",
 }
 
 
 def parse_format(text: str) -> QuantFormat:
-    """Return the type that a user asks for, by name or alias, in any case.
+    """Return the type to quantize to, by name or alias, ignoring case.
 
     Raises:
-        UsageError: there is no such type to quantize to, or the name is misleading.
+        UsageError: there is no such type, or its name is ambiguous.
     """
     key = text.strip().lower()
     found = _TARGETS.get(key)
@@ -105,10 +105,10 @@ def parse_format(text: str) -> QuantFormat:
 
 
 def check_group_size(item: QuantFormat, group_size: int) -> None:
-    """Check that a type can have groups of ``group_size``.
+    """Check that a type supports a group size.
 
     Raises:
-        UsageError: it cannot; the message lists the sizes.
+        UsageError: it does not; the message lists the possible sizes.
     """
     if group_size not in item.group_sizes:
         sizes = ", ".join(map(str, item.group_sizes))

@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats and the scales beside them, as plain bfloat16 numbers."""
+"""Decodes weights of 8-bit floats and their scales to bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES: Final = {
 }
 _NAN: Final = 0x7FC0
 _CHUNK_ELEMENTS: Final = 1 << 16
-"""Elements that are computed at once; their temporary numbers stay in a processor's cache."""
+"""Elements that are computed at once, so that intermediate values stay in the cache."""
 
 
 def decode(
@@ -33,18 +33,18 @@ def decode(
 ) -> Array:
     """Return every 8-bit float times the scale of its block, as bfloat16.
 
-    The product is a float32, rounded once, to the nearest bfloat16 and to even between two. What is
-    no number in weight or scale is the one positive quiet NaN in the result, on every processor.
+    The product is a float32, rounded once to the nearest bfloat16, ties to even. A NaN in weight or scale
+    becomes the same positive quiet NaN on every processor.
 
     Args:
         weight: of shape ``(rows, columns)``, of an 8-bit float type or its bits as uint8.
-        scales: floats, one a block: ``ceil(rows / block[0])`` rows, or more, which are not looked
-            at, of ``ceil(columns / block[1])``.
-        block: rows and columns that share a scale; those at the edges may be cut short.
-        dtype: the type of a ``weight`` that is given as bits.
+        scales: floats, one per block, of shape ``(ceil(rows / block[0]), ceil(columns / block[1]))``;
+            more rows are ignored.
+        block: rows and columns that share a scale; blocks at the edges may be smaller.
+        dtype: the type of the bits, if ``weight`` is uint8.
 
     Raises:
-        UsageError: the shapes do not fit, or the type is no 8-bit float that is known.
+        UsageError: the shapes do not fit, or the type is not a known 8-bit float.
     """
     _check(weight, scales, block)
     rows, columns = weight.shape
@@ -54,11 +54,11 @@ def decode(
     factors = scales.astype(np.float32)
     result = np.empty((rows, columns), np.uint16)
     chunk = max(_CHUNK_ELEMENTS // max(columns, 1), 1)
-    # Products may overflow to infinity, as they do in every other reader of such weights.
+    # Products may overflow to infinity, as in every other reader of such weights.
     with np.errstate(all="ignore"):
         for row in range(0, rows, chunk):
             end = min(row + chunk, rows)
-            products = values.take(codes[row:end], mode="clip")  # no code is too large
+            products = values.take(codes[row:end], mode="clip")  # no code is out of range
             _scale(products, factors[np.arange(row, end) // height], width)
             _round(products, result[row:end])
     return result.view(ml_dtypes.bfloat16)
@@ -82,10 +82,10 @@ def _dtype_of(weight: Array) -> DType | None:
 
 @cache
 def _values(dtype: DType | None) -> Array:
-    """Return the numbers that the 256 codes of a type stand for."""
+    """Return the values of the 256 codes of a type."""
     if dtype not in _TYPES:
         raise UsageError(
-            f"cannot decode {dtype.value if dtype else 'a type that is no 8-bit float'}"
+            f"cannot decode {dtype.value if dtype else 'a type that is not an 8-bit float'}"
         )
     values: Array = np.arange(256, dtype=np.uint8).view(_TYPES[dtype]).astype(np.float32)
     values.setflags(write=False)
@@ -93,7 +93,7 @@ def _values(dtype: DType | None) -> Array:
 
 
 def _scale(products: Array, factors: Array, width: int) -> None:
-    """Multiply in place: each row of ``factors`` has one for every ``width`` columns."""
+    """Multiply in place; each row of ``factors`` has one value per ``width`` columns."""
     whole = products.shape[1] // width
     blocks = products[:, : whole * width].reshape(len(products), whole, width)
     blocks *= factors[:, :whole, np.newaxis]
@@ -102,9 +102,9 @@ def _scale(products: Array, factors: Array, width: int) -> None:
 
 
 def _round(products: Array, result: Array) -> None:
-    """Write the upper halves of float32 numbers, rounded; the numbers are used up.
+    """Write float32 values rounded to their upper halves; overwrites ``products``.
 
-    In integers, for these loops let other threads run, and ml_dtypes' conversions do not.
+    Uses integers, because these loops release the GIL and ml_dtypes' conversions do not.
     """
     is_nan = np.isnan(products)
     bits = products.view(np.uint32)

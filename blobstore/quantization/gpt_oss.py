@@ -1,8 +1,8 @@
-"""How gpt-oss holds its experts: mxfp4, groups a dimension of their own; and plain, transposed.
+"""The layout of gpt-oss folders: mxfp4 experts with groups as a dimension, or transposed plain values.
 
-``X_blocks`` has the packed bytes ``[..., outputs, groups, 16]`` and ``X_scales`` their exponents; the
-same weights as plain numbers are ``X`` of shape ``[..., inputs, outputs]``, for transformers multiplies
-with them from the right. A blob holds ``X`` packed as it is, ``[..., outputs, words]``.
+``X_blocks`` has the packed bytes ``[..., outputs, groups, 16]`` and ``X_scales`` their exponents. The
+same weights as plain values are ``X`` of shape ``[..., inputs, outputs]``, because transformers multiplies
+by them from the right. A blob holds ``X`` packed, as ``[..., outputs, words]``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
 METHOD: Final = "mxfp4"
-"""What ``quant_method`` in ``config.json`` calls it."""
+"""Its ``quant_method`` in ``config.json``."""
 _FORMAT: Final = FORMATS["mxfp4"]
 _WORD_BYTES: Final = WORD_BITS // 8
 _BLOCK_BYTES: Final = _FORMAT.group_size * _FORMAT.bits // 8
 
 
-def is_form_of(config: Any, weights: Sequence[tuple[str, tuple[int, ...], Any]]) -> bool:
-    """Return whether a model's packed weights come from such a source.
+def is_gpt_oss(config: Any, weights: Sequence[tuple[str, tuple[int, ...], Any]]) -> bool:
+    """Return whether a model's packed weights come from a gpt-oss source.
 
     Args:
-        config: the decoded ``config.json``, of whatever form.
-        weights: name, logical shape and quantization type of each.
+        config: the decoded ``config.json``; any JSON value.
+        weights: name, logical shape and quantization type of each weight.
     """
-    stated = SourceQuantConfig(config if isinstance(config, dict) else {})
-    if not weights or stated.is_mlx or stated.method != METHOD:
+    quant_config = SourceQuantConfig(config if isinstance(config, dict) else {})
+    if not weights or quant_config.is_mlx or quant_config.method != METHOD:
         return False
     return all(
         item is _FORMAT and not name.endswith(".weight") and len(shape) in (2, 3) and all(shape)
@@ -41,7 +41,7 @@ def is_form_of(config: Any, weights: Sequence[tuple[str, tuple[int, ...], Any]])
 
 
 def folder_spec(spec: TensorSpec) -> TensorSpec:
-    """Return how such a folder holds packed words, their scales, or the plain numbers of a weight."""
+    """Return the spec in such a folder of packed words, their scales, or a plain weight."""
     name, dtype, (*stack, rows, columns) = spec
     if dtype is DType.U8:
         return spec._replace(name=f"{name.removesuffix('.scales')}_scales")

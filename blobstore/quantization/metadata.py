@@ -1,8 +1,8 @@
-"""What a blob's metadata says of its quantized tensors, written and read back.
+"""Quantization in the metadata of a blob: writing and checked reading.
 
-``quant_type`` and ``group_size`` stand for every quantized tensor of a blob that has no
-``{name}.quant_type`` of its own. Reading believes none of it: type, group size and the shapes of
-weight and companions must agree, or nothing could be computed from them.
+``quant_type`` and ``group_size`` apply to every quantized tensor of a blob without its own
+``{name}.quant_type``. Readers do not trust them: type, group size and the shapes of weight and companions
+must agree.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _MAX_COLUMNS = 2**48
 _AFFINE_SCALES = (DType.BF16, DType.F16, DType.F32)
 
 
-def describe(types: Mapping[str, tuple[str, int | None] | None]) -> dict[str, str]:
-    """Return the metadata of a blob: said once, if it is the same for all quantized tensors.
+def quant_metadata(types: Mapping[str, tuple[str, int | None] | None]) -> dict[str, str]:
+    """Return the metadata of a blob, written once if all quantized tensors have the same type.
 
-    ``types`` has type and group size by tensor name, None for a plain tensor; a group size of None
-    is left out.
+    Args:
+        types: type and group size by tensor name, None for a plain tensor. A group size of None is
+            omitted.
     """
     found = {name: known for name, known in types.items() if known is not None}
     is_one = len(set(found.values())) == 1
@@ -46,19 +47,19 @@ def describe(types: Mapping[str, tuple[str, int | None] | None]) -> dict[str, st
     return metadata
 
 
-def described(
+def parse_quant_metadata(
     weight: TensorSpec, companions: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> tuple[QuantFormat, int] | None:
-    """Return type and group size of a packed weight, None where the blob does not say.
+    """Return type and group size of a packed weight, or None if the metadata has none.
 
     Args:
         weight: the packed weight.
-        companions: what stands beside it, by suffix; ``.scale`` is there.
-        metadata: of the blob.
+        companions: its companions by suffix, at least ``.scale``.
+        metadata: the metadata of the blob.
 
     Raises:
-        BlobDamaged: an unknown type, a group size that the type cannot have, or shapes or types that
-            contradict it; the message names the tensor.
+        BlobDamaged: the type is unknown, does not support the group size, or does not fit the shapes
+            and element types. The message names the tensor.
     """
     name = weight.name
     quant_type = metadata.get(f"{name}.{TYPE}") or metadata.get(TYPE, "")
@@ -69,13 +70,13 @@ def described(
         _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
     rows, words, bits = weight.shape[:-1], weight.shape[-1:], item.bits
     if not words or not words[0] or words[0] * WORD_BITS % bits:
-        _fail(name, f"{list(weight.shape)} packed words are no rows of {item.name}")
+        _fail(name, f"{list(weight.shape)} packed words do not make rows of {item.name}")
     columns = item.columns(words[0])
-    if columns > _MAX_COLUMNS:  # only without rows; the arithmetic of libraries would overflow
+    if columns > _MAX_COLUMNS:  # only possible without rows; arithmetic in libraries would overflow
         _fail(name, f"rows of {columns} elements are too long")
     scale = companions[SCALE]
     text = metadata.get(f"{name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE)
-    if text is None:  # then the shapes must tell
+    if text is None:  # derive it from the shapes
         groups = scale.shape[-1] if scale.shape else 0
         text = str(columns // groups if groups else 0)
     if not _NUMBER.fullmatch(text) or int(text) not in item.group_sizes:

@@ -1,6 +1,6 @@
-"""Packed weights as plain MLX arrays, on any device.
+"""Dequantizes packed weights to MLX arrays, on any device.
 
-MLX also quantizes, but :mod:`blobstore.quantization.numpy` gives the same bytes in less time.
+MLX can quantize too, but :mod:`blobstore.quantization.numpy` produces the same bytes faster.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ def dequantize(
     dtype: str,
     global_scale: float | None = None,
 ) -> Any:
-    """Return packed numbers as an MLX array of ``dtype``, computed on its default device.
+    """Return packed values as an MLX array of ``dtype``, computed on its default device.
 
     Args:
         weight: ``mlx.core.array`` of uint32 words, shape ``(..., words)``.
-        scale: one a group.
-        bias: one a group for affine types, else None.
+        scale: one value per group.
+        bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        global_scale: what the scales of an nvfp4 weight are multiplied with, in float32.
+        global_scale: factor of the scales of an nvfp4 weight, in float32.
     """
     options: dict[str, Any] = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
     wanted = getattr(mx, dtype)
-    if not weight.size:  # MLX reshapes it, and cannot
+    if not weight.size:  # MLX cannot reshape an empty array
         return mx.zeros((*weight.shape[:-1], item.columns(weight.shape[-1])), dtype=wanted)
     if weight.ndim == 1:
         row = None if bias is None else bias[None]
         return dequantize(weight[None], scale[None], row, item, group_size, dtype, global_scale)[0]
-    if item.mode == "nvfp4" and scale.size % 2:  # MLX takes two groups at a time
+    if item.mode == "nvfp4" and scale.size % 2:  # MLX processes two groups at a time
         words, scales = (mx.concatenate([array, array], axis=-2) for array in (weight, scale))
         found = dequantize(words, scales, None, item, group_size, dtype, global_scale)
         return found[..., : weight.shape[-2], :]
     if global_scale is None:
         return mx.dequantize(weight, scale, bias, dtype=wanted, **options)
-    # MLX means 2688 times as much by a global scale; divided by that it would not be the same number.
+    # MLX's global scale is 2688 times as large, and dividing by that would not be exact.
     ones = mx.full(scale.shape, _E4M3_ONE, dtype=mx.uint8)
     numbers = mx.dequantize(weight, ones, dtype=mx.float32, **options)
     factors = mx.from_fp8(scale, dtype=mx.float32) * mx.array(global_scale, dtype=mx.float32)

@@ -1,9 +1,9 @@
-"""How MLX's repositories hold quantized weights: the names of tensors, and ``config.json``.
+"""The layout of MLX repositories: tensor names and ``config.json`` of quantized models.
 
-Companions of ``X.weight`` are called ``X.scales`` and ``X.biases``. The experts of a projection are one
-tensor, below ``switch_mlp``. In the config, ``quantization`` has bits, group size and mode of most
-weights, and the modules that differ by name; mlx-lm writes the same under ``quantization_config``,
-for the Hub's pages. Other keys are called there as transformers called them before version 5.
+The companions of ``X.weight`` are ``X.scales`` and ``X.biases``. The experts of a projection are one
+tensor below ``switch_mlp``. ``quantization`` in the config has bits, group size and mode of most
+weights, and entries for modules that differ. mlx-lm repeats it as ``quantization_config`` for the Hub's
+pages. Other keys have the names that transformers used before version 5.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mlx_name(name: str, suffix: str) -> str:
         return name
     if suffix == GLOBAL_SCALE:
         raise BlobstoreError(
-            f"tensor {quote(name)} has a global scale beside its scales, which MLX's form of a "
+            f"tensor {quote(name)} has a global scale in addition to its scales, which MLX's layout of a "
             "model cannot hold; export it dequantized"
         )
     return f"{name.removesuffix('.weight')}{_SUFFIXES[suffix]}"
@@ -55,8 +55,8 @@ def joined_experts(specs: Iterable[TensorSpec], plain: Iterable[str] = ()) -> di
     """Return the tensors of experts that MLX holds as one, in order, by its name.
 
     ``specs`` are packed weights and companions under MLX's names, ``plain`` the names of the other
-    tensors. Experts that are not numbered from 0 without a gap, or that differ in type or shape, be
-    it of a companion, stay on their own, and so do those of which some are plain.
+    tensors. Experts are not joined if their numbers from 0 have a gap, if the
+    types or shapes of their weights or companions differ, or if some of them are plain.
     """
     found: dict[str, dict[int, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
     for spec in specs:
@@ -80,41 +80,40 @@ def _form(kinds: Mapping[str, TensorSpec]) -> frozenset[tuple[Any, ...]]:
 def exported_config(
     config: Any, types: Mapping[str, tuple[QuantFormat, int]], name: str = "config.json"
 ) -> dict[str, Any] | None:
-    """Return the config for weights as they are exported, None if it is right as it is.
+    """Return the config for exported weights, or None if it needs no change.
 
-    That for packed weights is for MLX alone, and says all that mlx-lm reads: see
+    The config for packed weights is only for MLX, and has all keys that mlx-lm reads: see
     :func:`mlx_config`.
 
     Args:
-        config: as the source had it, of whatever form. What it says of quantization is right for
-            weights that are exported packed if its ``quantization``, which only MLX writes, says
-            their types.
+        config: the config of the source; any JSON value. Its quantization settings are kept if
+            ``quantization``, which only MLX writes, has the types of all packed weights.
         types: type and group size of the weights that are exported packed, by their names in the
-            folder: of experts that are joined, that of the whole.
-        name: of the file, for the message.
+            folder (the joined name, for experts).
+        name: file name for error messages.
 
     Raises:
-        BlobstoreError: weights are exported packed, and the config is no object that could say so.
+        BlobstoreError: weights are exported packed, but the config is not a JSON object.
     """
     if not isinstance(config, dict):
         if not types:
             return None
         raise BlobstoreError(
-            f"{quote(name)} is no JSON object, and cannot say how weights are quantized; export "
+            f"{quote(name)} is not a JSON object, and cannot describe quantized weights; export "
             "the model dequantized"
         )
     changed = _plain(config)
     if types:
-        described = _described(types)
-        changed |= {"quantization": described, "quantization_config": described}
-        changed = mlx_config(config if _tells(config, types) else changed)
+        quantization = _quantization(types)
+        changed |= {"quantization": quantization, "quantization_config": quantization}
+        changed = mlx_config(config if _has_types(config, types) else changed)
     return None if changed == config else changed
 
 
 def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the keys that mlx-lm reads beside those that transformers 5 writes.
+    """Return the config with the keys that mlx-lm reads added to those that transformers 5 writes.
 
-    Without them it takes its own defaults for most models, and says nothing.
+    Without them, mlx-lm silently uses its own defaults for most models.
     """
     both = dict(config)
     if "num_local_experts" in both:
@@ -130,10 +129,10 @@ def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that held these settings before: of all layers, or of each kind of them."""
+    """Return these settings under the keys of earlier versions, for all layers or each kind."""
     full, sliding = rope.get(_FULL), rope.get(_SLIDING)
     if isinstance(full, dict):
-        # As Gemma 3 had them; who reads each kind's own settings does not ask for these.
+        # As in Gemma 3. Readers of the settings of each kind ignore these keys.
         local = sliding.get("rope_theta") if isinstance(sliding, dict) else None
         return _old_rope(full) | ({} if local is None else {"rope_local_base_freq": local})
     if "rope_theta" not in rope:
@@ -141,11 +140,11 @@ def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     is_plain = rope.get("rope_type", "default") == "default"
-    return {**old, "rope_scaling": None if is_plain else scaling}  # some need the key
+    return {**old, "rope_scaling": None if is_plain else scaling}  # some models require the key
 
 
 def _period(kinds: list[Any]) -> int:
-    """Return how many layers it takes to the next of full attention, 0 if that varies."""
+    """Return the distance between layers of full attention, or 0 if it varies."""
     if _SLIDING not in kinds or _FULL not in kinds:
         return 0
     period = kinds.index(_FULL) + 1
@@ -153,20 +152,22 @@ def _period(kinds: list[Any]) -> int:
     return period if [kind == _FULL for kind in kinds] == is_full else 0
 
 
-def _tells(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:
-    """Return whether a config says the types of all these weights where MLX looks for them."""
+def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:
+    """Return whether the config has the types of all these weights where MLX reads them."""
     section = config.get(_KEYS[0])
     if not isinstance(section, dict) or not section.get("bits"):
         return False
-    stated = SourceQuantConfig({_KEYS[0]: section})
+    quant_config = SourceQuantConfig({_KEYS[0]: section})
     try:
-        return all(stated.mlx_type(name, _module(name)) == known for name, known in types.items())
-    except UnsupportedSource:  # it says what cannot be
+        return all(
+            quant_config.mlx_type(name, _module(name)) == known for name, known in types.items()
+        )
+    except UnsupportedSource:  # the settings are invalid
         return False
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without a word about quantization."""
+    """Return the config without its quantization settings."""
     plain = {key: value for key, value in config.items() if key not in _KEYS}
     nested = plain.get(_NESTED)
     if isinstance(nested, dict):
@@ -174,8 +175,8 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _described(types: Mapping[str, tuple[QuantFormat, int]]) -> dict[str, Any]:
-    # The first of those that are equally many, so that the same model gives the same file.
+def _quantization(types: Mapping[str, tuple[QuantFormat, int]]) -> dict[str, Any]:
+    # Ties go to the first, so that the same model always gives the same file.
     ((usual, _),) = Counter(types.values()).most_common(1)
     others = {_module(name): _entry(*known) for name, known in types.items() if known != usual}
     return {**_entry(*usual), **others}

@@ -1,24 +1,24 @@
-"""Quantization in numpy, and the specification of what the types mean.
+"""Quantization in numpy: the reference implementation and specification of the types.
 
-Every number equals what MLX 0.32.4 computes on a processor, bit for bit, for all finite inputs: the
-order and the precision of the steps below are part of the format. Arithmetic is in float32; "rounded"
+All results equal those of MLX 0.32.4 on a CPU, bit for bit, for all finite inputs. The order and the
+precision of the steps below are therefore part of the format. Arithmetic is in float32; "rounded"
 means to the element type of the input (or of the affine scales), to nearest, ties to even.
 
 *affine*: with lo and hi the extremes of a group and n the largest code, the scale is (hi - lo) / n, at
 least 1e-7, negative unless the extreme of larger magnitude is lo. If that extreme, the edge, is not
 within half a scale of zero, the scale becomes edge / round(edge / scale) and the bias the edge;
-otherwise the bias is 0. A code is round((x - bias) / scale), within 0 and n, computed before scale and bias
-are rounded. A number is code * scale, rounded, plus bias, rounded.
+otherwise the bias is 0. A code is round((x - bias) / scale), clamped to 0..n, computed before scale and bias
+are rounded. The value is code * scale, rounded, plus bias, rounded.
 
 *nvfp4*: the scale is max|x| / 6, rounded, then as E4M3, at most 448. *mxfp4*, *mxfp8*: max|x| / 6 or
-448, rounded, then the next power of two that is not below, as exponent + 127 in a byte (which overflows
-for the smallest numbers, as MLX's does); 127 for a group of zeros. A code is that of x / scale,
-rounded: for E2M1 the nearest, the one nearer to zero of two that are equally near, never -0; for E4M3
-to nearest even. A number is the value of the code times the rounded scale, rounded. A global scale of
-nvfp4 is multiplied with the scale first, and nothing is rounded before the end.
+448, rounded, then rounded up to a power of two, as exponent + 127 in a byte (which overflows for the
+smallest values, as in MLX); 127 for a group of zeros. A code is that of x / scale, rounded: for E2M1 the
+nearest, ties to the one nearer to zero, never -0; for E4M3 to nearest even. The value is that of the
+code times the rounded scale, rounded. A global scale of nvfp4 is multiplied by the scale first, with
+no rounding before the end.
 
-In groups of nvfp4 that are too large for their scale, all E2M1 numbers may be equally near in float32;
-the first of 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, ... is taken then.
+In groups of nvfp4 that are too large for their scale, all E2M1 values may be equally near in float32.
+The code is then the first of 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, ...
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_ENDLESS = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, BF16: 0x7F80}
-"""The bits of infinity; those of a NaN are greater."""
+_INFINITY = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, BF16: 0x7F80}
+"""The bit pattern of infinity; those of NaNs are greater."""
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E4M3_MAX = np.float32(448)
 _E2M1_MAX = np.float32(6)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1_CODES = np.concatenate([_E2M1, -_E2M1])
 _E2M1_BOUNDS = (_E2M1[1:] + _E2M1[:-1]) / 2
-# Beyond, the float32 distances to neighbouring codes may be equal, and the first code wins.
+# Beyond this, the float32 distances to several codes may be equal, and the first code wins.
 _E2M1_FAR = np.float32(2**20)
 _E4M3_CODES: np.ndarray[Any, Any] = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
-# The two numbers in a byte, as one item.
+# The two values of each byte, combined into one item.
 _E2M1_PAIRS = _E2M1_CODES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1)].view("u8")[:, 0]
 _LEAST_SCALE = np.float32(1e-7)
 _EXPONENT_BIAS = 127
 _PLACES = {bits: [(place, *divmod(place * bits, 8)) for place in range(8)] for bits in (2, 3, 5, 6)}
-"""Where each of eight codes begins in as many bytes as a code has bits: byte and bit."""
+"""The byte and bit where each of eight codes begins; eight codes of n bits take n bytes."""
 _PIECE = 1 << 17
-"""Elements that are computed at once, so that what lies between the steps stays in the cache."""
+"""Elements that are computed at once, so that intermediate values stay in the cache."""
 
 
 class Quantized(NamedTuple):
-    """A packed weight: uint32 words, scales a group, and biases for affine types."""
+    """A packed weight: uint32 words, one scale per group, and biases for affine types."""
 
     weight: Array
     scale: Array
@@ -66,21 +66,21 @@ class Quantized(NamedTuple):
 
 
 def first_nonfinite(array: Array) -> int | None:
-    """Return the flat index of the first infinity or NaN: numbers that no scale can hold."""
-    size, endless = array.itemsize, _ENDLESS[array.dtype]
+    """Return the flat index of the first infinity or NaN, which cannot be quantized."""
+    size, infinity = array.itemsize, _INFINITY[array.dtype]
     sign = 1 << (8 * size - 1)
     bits, signed = array.view(f"u{size}"), array.view(f"i{size}")
-    # The greatest bits are those of the greatest magnitude of each sign: no array between is needed.
-    if int(signed.max(initial=0)) < endless and int(bits.max(initial=0)) < sign + endless:
+    # Bit patterns sort like magnitudes within each sign, so no temporary array is needed.
+    if int(signed.max(initial=0)) < infinity and int(bits.max(initial=0)) < sign + infinity:
         return None
-    return int(np.argmax((bits & bits.dtype.type(sign - 1)) >= endless))
+    return int(np.argmax((bits & bits.dtype.type(sign - 1)) >= infinity))
 
 
 def quantize(array: Array, item: QuantFormat, group_size: int) -> Quantized:
-    """Quantize finite numbers along the last dimension.
+    """Quantize finite values along the last dimension.
 
     Args:
-        array: float32, float16 or bfloat16 of shape ``(..., columns)``, whole groups a row.
+        array: float32, float16 or bfloat16 of shape ``(..., columns)``, with complete groups in each row.
         item: the quantization type.
         group_size: elements that share a scale.
 
@@ -94,7 +94,7 @@ def quantize(array: Array, item: QuantFormat, group_size: int) -> Quantized:
     scales = np.empty(count, np.uint8 if item.mode != "affine" else array.dtype)
     biases = np.empty(count, array.dtype) if item.has_bias else None
     height = max(_PIECE // group_size, 1)
-    # Denormal scales and far outliers overflow and underflow as they do in MLX.
+    # Subnormal scales and extreme outliers overflow and underflow as in MLX.
     with np.errstate(all="ignore"):
         for start in range(0, count, height):
             piece = slice(start, start + height)
@@ -120,16 +120,16 @@ def dequantize(
     dtype: str,
     global_scale: float | None = None,
 ) -> Array:
-    """Return packed numbers as an array of ``dtype``, shape ``(..., columns)``.
+    """Return packed values as an array of ``dtype``, shape ``(..., columns)``.
 
     Args:
         weight: uint32 words of shape ``(..., words)``.
-        scale: one a group; their own type for affine types, uint8 otherwise.
-        bias: one a group for affine types, else None.
+        scale: one value per group; a float type for affine types, uint8 otherwise.
+        bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        global_scale: what the scales of an nvfp4 weight are multiplied with, in float32.
+        global_scale: factor of the scales of an nvfp4 weight, in float32.
     """
     *rows, words = weight.shape
     columns = item.columns(words)
@@ -172,7 +172,7 @@ def _affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
     scale = np.where(steps != 0, edge / steps, scale)
     bias = np.where(steps != 0, edge, np.float32(0))
     numbers -= bias[:, None]
-    # Scales are zero where one number fills a group and is too large for its steps: codes are 0.
+    # A scale is zero if a constant group is too large for its steps; its codes are 0.
     numbers /= np.where(scale != 0, scale, np.float32(1))[:, None]
     np.rint(numbers, out=numbers)
     np.clip(numbers, 0, top, out=numbers)
@@ -190,7 +190,7 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
         numbers /= np.where(factor == 0, np.float32(np.inf), factor)[:, None]
         numbers = numbers.astype(groups.dtype, copy=False).astype(np.float32, copy=False)
     else:
-        mantissa, exponent = np.frexp(exact)  # within 0.5 and 1
+        mantissa, exponent = np.frexp(exact)  # from 0.5 to 1
         exponent -= mantissa == 0.5  # noqa: PLR2004 - a power of two
         scales = (exponent + _EXPONENT_BIAS).astype(np.uint8)
         numbers /= np.ldexp(np.float32(1), exponent)[:, None]
@@ -203,10 +203,10 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
 
 
 def _encode(numbers: Array, is_e4m3: bool) -> Array:
-    """Return E4M3 or E2M1 codes of numbers, looked up by their upper 16 bits.
+    """Return E4M3 or E2M1 codes of values, looked up by their upper 16 bits.
 
-    Those are enough once the last of them tells whether a lower one is set, for what decides between
-    two codes ends before it.
+    The lowest of these bits is set if any bit below is set. The bits that decide between two codes are
+    all above it.
     """
     bits = numbers.view(np.uint32)
     upper = bits & np.uint32(0xFFFF)
@@ -219,7 +219,7 @@ def _encode(numbers: Array, is_e4m3: bool) -> Array:
 
 @cache
 def _codes(is_e4m3: bool) -> Array:
-    """Return the codes of all numbers of 16 bits: the upper halves of float32."""
+    """Return the codes of all 16-bit patterns, the upper halves of float32."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(BF16).astype(np.float32)
     with np.errstate(invalid="ignore"):
         if is_e4m3:
@@ -244,7 +244,7 @@ def _float_scale(scales: Array, mode: str) -> Array:
 
 
 def _pack(codes: Array, bits: int) -> Array:
-    """Return the codes of each row as one little-endian stream of bits, in words."""
+    """Return the codes of each row as words, one little-endian stream of bits."""
     if bits == 8:  # noqa: PLR2004 - a byte
         return codes.view(np.uint32)
     if bits == 4:  # noqa: PLR2004 - half a byte
@@ -254,7 +254,7 @@ def _pack(codes: Array, bits: int) -> Array:
     stream = np.zeros((len(places), bits), np.uint8)
     for place, byte, shift in _PLACES[bits]:
         stream[:, byte] |= places[:, place] << np.uint8(shift)
-        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
             stream[:, byte + 1] |= places[:, place] >> np.uint8(8 - shift)
     return stream.reshape(len(codes), -1).view(np.uint32)
 
@@ -273,7 +273,7 @@ def _unpack(words: Array, bits: int) -> Array:
     places = np.empty((len(stream), 8), np.uint8)
     for place, byte, shift in _PLACES[bits]:
         code = stream[:, byte] >> np.uint8(shift)
-        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
             code |= stream[:, byte + 1] << np.uint8(8 - shift)
         places[:, place] = code
     places &= np.uint8((1 << bits) - 1)

@@ -1,13 +1,13 @@
-"""Decides which tensor is quantized to what. Pure: from names, shapes, element types and the config.
+"""Decides which tensors are quantized to which type, from names, shapes, element types and the config.
 
-The tables are in :mod:`blobstore.quantization.rules`. A tensor passes, in this order, the user's overrides
-(the last that matches its name decides), the bars of form (element type, dimensions, size), the rows
-of its architecture and the generic rows. A row's types are tried in turn, each with its own group
-size: the requested type with the size asked for, a promotion with its type's own. A tensor whose last
-dimension none of them divides is kept.
+The tables are in :mod:`blobstore.quantization.rules`. A tensor is checked in this order: the user's
+overrides (the last match wins), the requirements on element type, dimensions and size, the rules of its
+architecture, and the generic rules. The types of a rule are tried in turn, each with its group size: the
+requested one for the requested type, the default for other types. A tensor is kept unchanged if no
+group size divides its last dimension.
 
-The numbers that schedules need come from the model's config. Where they are missing, or zero, the rows
-that need them are left out and the generic rows decide; where they are no numbers, that is an error.
+Schedules need numbers from the model's config. If one is missing or zero, the rules that need it do not
+apply. If one is not a number, that is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
 _QUANTIZABLE: Final = frozenset({DType.F16, DType.BF16, DType.F32})
 _MATRIX: Final = 2
 _STACK: Final = 3
-# Numbers longer than this are no layers, and int() is slow on them.
+# Longer numbers are not layers, and int() is slow on them.
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.", re.ASCII)
 _NO_CONFIG: Final[Mapping[str, Any]] = MappingProxyType({})
 _PLAIN: Final = Architecture(names=(), rules=())
@@ -55,14 +55,14 @@ _PLAIN: Final = Architecture(names=(), rules=())
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a tensor."""
+    """The decision for one tensor."""
 
     item: QuantFormat | None
-    """The type to quantize to; None keeps the tensor as it is."""
+    """The type to quantize to, or None to keep the tensor unchanged."""
     group_size: int
-    """Elements that share a scale; 0 for a tensor that is kept."""
+    """Elements that share a scale; 0 for a tensor that is not quantized."""
     reason: str
-    """Why, in a few words."""
+    """A short explanation."""
 
 
 class Policy:
@@ -77,17 +77,17 @@ class Policy:
         overrides: Sequence[tuple[str, QuantFormat | None]] = (),
         config: Mapping[str, Any] = _NO_CONFIG,
     ) -> None:
-        """Choose the rows that hold for a model.
+        """Choose the rules for a model.
 
         Args:
-            requested: the type asked for.
-            group_size: its group size, if not the type's own.
-            name: ``recommended``, or ``uniform`` for the requested type wherever it can be.
-            overrides: globs on the names of tensors, each with the type to take or None to keep.
-            config: the model's ``config.json``; it names the architecture and its numbers.
+            requested: the requested type.
+            group_size: its group size, by default that of the type.
+            name: ``recommended``, or ``uniform`` for the requested type wherever possible.
+            overrides: globs on tensor names, each with a type, or None to keep the tensor.
+            config: the model's ``config.json``, which has the architecture and its dimensions.
 
         Raises:
-            UsageError: the type cannot have such groups, or there is no such policy.
+            UsageError: the type does not support the group size, or the policy is unknown.
             UnsupportedSource: a field of the config that the architecture's rules need has the
                 wrong type.
         """
@@ -110,33 +110,33 @@ class Policy:
             self._rules = self._recommended(config)
 
     def decide(self, spec: TensorSpec) -> Decision:
-        """Return what becomes of a tensor.
+        """Return the decision for a tensor.
 
         Raises:
-            UsageError: an override gives the tensor a type that it cannot take.
+            UsageError: an override requests a type that is impossible for the tensor.
         """
         override = self._override(spec.name)
         if override is not None:
             return _overridden(spec, override)
         is_expert = _is_expert(spec.name)
-        bar = _bar(spec, is_expert=is_expert)
-        if bar:
-            return _kept(bar)
-        # There is one: the last rule takes everything.
+        unmet = _requirement(spec, is_expert=is_expert)
+        if unmet:
+            return _kept(unmet)
+        # There is always one, because the last rule applies to everything.
         rule = next(
             rule
             for rule in self._rules
-            if _is_for(rule, spec.name, is_expert=is_expert)
-            if self._layers.hold(rule, spec.name)
+            if _applies_to(rule, spec.name, is_expert=is_expert)
+            if self._layers.has_rule(rule, spec.name)
         )
-        return self._become(rule, spec)
+        return self._apply(rule, spec)
 
     def unused_overrides(self) -> tuple[str, ...]:
-        """Return the globs of the overrides that no tensor decided so far has matched."""
+        """Return the globs of overrides that have matched no tensor so far."""
         return tuple(item.glob for item in self._overrides if item.glob not in self._used)
 
     def _target(self, item: QuantFormat) -> _Target:
-        """Return a type with the group size that it has in this model."""
+        """Return a type with its group size in this model."""
         return self._requested if item == self._requested.item else _Target(item, item.group_size)
 
     def _override(self, name: str) -> _Override | None:
@@ -160,7 +160,7 @@ class Policy:
             if rule.num_experts is None or rule.num_experts == experts
         )
 
-    def _become(self, rule: Rule, spec: TensorSpec) -> Decision:
+    def _apply(self, rule: Rule, spec: TensorSpec) -> Decision:
         if not rule.become:
             return _kept(rule.reason)
         targets: dict[Width, _Target] = {"eight": self._eight, "requested": self._requested}
@@ -175,10 +175,10 @@ class Policy:
 
 
 def parse_override(text: str) -> tuple[str, QuantFormat | None]:
-    """Return the glob and the type of ``GLOB=TYPE``; the type ``none`` is None, which keeps.
+    """Return the glob and the type of ``GLOB=TYPE``; the type ``none`` becomes None.
 
     Raises:
-        UsageError: the text has no glob, or no type that can be quantized to.
+        UsageError: the text has no glob, or its type is unknown.
     """
     glob, separator, name = text.rpartition("=")
     if not separator or not glob:
@@ -199,7 +199,7 @@ class _Target:
     group_size: int
 
     def misfit(self, spec: TensorSpec) -> str:
-        """Return why the groups do not fill the rows of a tensor; nothing if they do."""
+        """Return why the group size does not divide the rows of a tensor, or an empty string."""
         if spec.shape[-1] % self.group_size == 0:
             return ""
         return f"last dimension {spec.shape[-1]} is not a multiple of {self.group_size}"
@@ -213,14 +213,14 @@ class _Override:
 
 @dataclass(frozen=True, slots=True)
 class _LayerNumbers:
-    """What the config says about a model's layers."""
+    """The layers of a model according to its config."""
 
     architecture: Architecture = _PLAIN
     layers: int | None = None
     dense: frozenset[int] = frozenset()
 
-    def hold(self, rule: Rule, name: str) -> bool:
-        """Return whether a rule is for the layer of a tensor."""
+    def has_rule(self, rule: Rule, name: str) -> bool:
+        """Return whether a rule applies to the layer of a tensor."""
         if rule.layers == "any":
             return True
         match = _LAYER.search(name)
@@ -229,9 +229,9 @@ class _LayerNumbers:
             return layer in self.dense
         if self.layers is None:
             return False
-        return rule.layers == "known" or self._scheduled(layer, self.layers)
+        return rule.layers == "known" or self._is_scheduled(layer, self.layers)
 
-    def _scheduled(self, layer: int | None, layers: int) -> bool:
+    def _is_scheduled(self, layer: int | None, layers: int) -> bool:
         if layer is None:
             return self.architecture.unnumbered_scheduled
         return self.architecture.schedule.has(layer, layers)
@@ -250,7 +250,7 @@ def _is_expert(name: str) -> bool:
     return _matches(EXPERT_NAMES, name) and not _matches(EXPERT_COMPANIONS, name)
 
 
-def _is_for(rule: Rule, name: str, *, is_expert: bool) -> bool:
+def _applies_to(rule: Rule, name: str, *, is_expert: bool) -> bool:
     if rule.experts is not None and rule.experts != is_expert:
         return False
     if rule.unless and _matches(rule.unless, name):
@@ -262,19 +262,19 @@ def _kept(reason: str) -> Decision:
     return Decision(None, 0, reason)
 
 
-def _bar(spec: TensorSpec, *, is_expert: bool) -> str:
-    """Return why a tensor's type or form bars it from being quantized; nothing if it does not."""
+def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
+    """Return why a tensor's type or shape cannot be quantized, or an empty string."""
     if spec.dtype not in _QUANTIZABLE:
         return _wrong_dtype(spec)
-    form = _form_bar(spec, is_expert=is_expert)
-    if not form:
+    shape_reason = _shape_requirement(spec, is_expert=is_expert)
+    if not shape_reason:
         return ""
-    # "norm" says more than "1 dimension".
-    named = (rule.reason for rule in KEPT if _is_for(rule, spec.name, is_expert=is_expert))
-    return next(named, form)
+    # "norm" is more helpful than "1 dimension".
+    named = (rule.reason for rule in KEPT if _applies_to(rule, spec.name, is_expert=is_expert))
+    return next(named, shape_reason)
 
 
-def _form_bar(spec: TensorSpec, *, is_expert: bool) -> str:
+def _shape_requirement(spec: TensorSpec, *, is_expert: bool) -> str:
     rank = len(spec.shape)
     if rank != _MATRIX and not (rank == _STACK and is_expert):
         return f"{rank} dimension{'' if rank == 1 else 's'}"
@@ -302,7 +302,7 @@ def _overridden(spec: TensorSpec, override: _Override) -> Decision:
 
 
 def _obstacle(spec: TensorSpec, target: _Target) -> str:
-    """Return why a tensor cannot be of a type at all; nothing if it can."""
+    """Return why a tensor cannot have a type, or an empty string."""
     if spec.dtype not in _QUANTIZABLE:
         return _wrong_dtype(spec)
     if len(spec.shape) not in {_MATRIX, _STACK}:
@@ -319,7 +319,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """Return the first number that is not zero at the dotted keys."""
+    """Return the first non-zero number at the dotted keys."""
     counts = [_count_at(config, key) for key in keys]
     return next((count for count in counts if count), None)
 
@@ -342,7 +342,7 @@ def _count_at(config: Mapping[str, Any], key: str) -> int | None:
 def _dense_layers(
     config: Mapping[str, Any], keys: DenseLayers
 ) -> tuple[frozenset[int], int | None]:
-    """Return the layers without experts, and how many layers the list of their types has."""
+    """Return the layers without experts, and the length of the list of layer types."""
     numbers = _list_at(config, keys.numbers_key, _is_count, "a list of layers' numbers")
     types = _list_at(config, keys.types_key, _is_text, "a list of names")
     dense = {number for number, name in enumerate(types) if name == keys.dense_type}

@@ -1,7 +1,7 @@
-"""What stored tensors are made of. Pure values: no byte is read, no number computed.
+"""Recipes: how the tensors of a blob are made from tensors of a source. Pure values.
 
-A recipe stands for one logical tensor of a model, under the name that it has there. It says which
-tensors a blob gets for it, the weight and its companions, and which source tensors they come from.
+A recipe describes one logical tensor of a model under its name in the model. It says which tensors a
+blob stores for it (the weight and its companions), and from which source tensors they are made.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Source tensors whose bytes, one after another, are the tensor's own."""
+    """A tensor whose bytes are those of source tensors, concatenated."""
 
     spec: TensorSpec
     sources: tuple[str, ...]
     is_reciprocal: bool = False
-    """Whether the one F32 number is stored as its reciprocal."""
+    """Whether the single F32 value is stored as its reciprocal."""
 
     @property
     def stored(self) -> tuple[TensorSpec, ...]:
@@ -37,19 +37,19 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """8-bit floats and the scales they are multiplied with, stored as plain numbers of ``spec``.
+    """8-bit floats times their scales, stored as plain values of ``spec``.
 
-    ``spec`` is of the shape of the weight, or of the weights stacked. Each source weight of R rows and C
-    columns has one source of ceil(R / block[0]) x ceil(C / block[1]) scales.
+    ``spec`` has the shape of the weight, or of the stacked weights. Each source weight of R rows and C
+    columns has its own tensor of ceil(R / block[0]) x ceil(C / block[1]) scales.
     """
 
     spec: TensorSpec
     sources: tuple[str, ...]
     scales: tuple[str, ...]
     weight: TensorSpec
-    """Of each source weight: its 8-bit type and its shape."""
+    """Element type and shape of each source weight."""
     scale: TensorSpec
-    """Of each source of scales."""
+    """Element type and shape of each source tensor of scales."""
     block: tuple[int, int]
 
     @property
@@ -60,7 +60,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A plain tensor that we quantize along its last dimension."""
+    """A plain tensor to quantize along its last dimension."""
 
     dense: Copied | Decoded
     item: QuantFormat
@@ -68,7 +68,7 @@ class Quantized:
 
     @property
     def spec(self) -> TensorSpec:
-        """The logical tensor, before it is quantized."""
+        """The logical tensor before quantization."""
         return self.dense.spec
 
     @property
@@ -88,13 +88,13 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Prequantized:
-    """A tensor that the source has quantized: packed weight and companions, all copied."""
+    """A tensor that is quantized in the source: packed weight and companions are copied."""
 
     parts: tuple[Copied, ...]
-    """The weight first, then companions, under their names in the blob."""
+    """The weight, then its companions, under their names in the blob."""
     item: QuantFormat
     group_size: int | None
-    """None is not told to readers: the type has one size only."""
+    """None is not written to the metadata; the type then has only one size."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -116,5 +116,5 @@ Recipe = Copied | Decoded | Quantized | Prequantized
 
 
 def copies(specs: Mapping[str, TensorSpec]) -> dict[str, Copied]:
-    """Return the recipes that keep every source tensor as it is."""
+    """Return recipes that keep every source tensor unchanged."""
     return {name: Copied(spec, (name,)) for name, spec in specs.items()}

@@ -1,11 +1,11 @@
-"""Which tensors are quantized to what, as tables; :mod:`blobstore.quantization.policy` reads them.
+"""The tables of quantization rules, which :mod:`blobstore.quantization.policy` evaluates.
 
-A row says which tensors it is for, by globs on their names, under which conditions, and what they
-become. The first row that fits decides. An architecture's rows come before the generic ones, so it
-states only where it deviates; every table ends in a row for everything. Rows see only float weights of
-the right form: matrices, stacks of experts' matrices, and nothing tiny.
+A rule has globs for the names of tensors, conditions, and the types to quantize to. The first rule that
+applies decides. An architecture's rules precede the generic ones, so they only state deviations. Every
+table ends with a rule for all tensors. Rules only see float weights of suitable shape: matrices and stacks
+of experts' matrices that are not tiny.
 
-The tables are those of Ollama 0.33, with the routers of a few more model families.
+The tables are those of Ollama 0.33, extended by the routers of a few more model families.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Width = Literal["eight", "requested"]
-"""A type to become: the 8-bit one of the requested type's family, or the requested one."""
+"""A type to quantize to: the 8-bit type of the requested type's family, or the requested one."""
 Layers = Literal["any", "known", "scheduled", "dense"]
-"""Which layers a row is for: all tensors, all where the number of layers is known, those of the
-architecture's schedule, or the layers without experts."""
+"""The layers that a rule applies to: all tensors, all layers if their number is known, the layers of
+the architecture's schedule, or the layers without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row. Conditions left out hold for everything."""
+    """One rule. Omitted conditions are always true."""
 
     reason: str
     names: tuple[str, ...] = ("*",)
-    """Globs, one of which the name matches."""
+    """Globs; one must match the name."""
     unless: tuple[str, ...] = ()
-    """Globs, none of which the name matches."""
+    """Globs; none may match the name."""
     become: tuple[Width, ...] = ()
-    """Types in order of preference; the first whose groups divide the last dimension is taken. Kept
-    where none is."""
+    """Types in order of preference. The first whose group size divides the last dimension is used;
+    without one the tensor is kept."""
     requested: frozenset[str] | None = None
-    """The types asked for that the row holds for."""
+    """Requested types for which the rule applies."""
     experts: bool | None = None
-    """Only for the weights of experts, or only for others."""
+    """Whether it applies only to weights of experts, or only to others."""
     num_experts: int | None = None
-    """Only for models of so many experts."""
+    """Applies only to models with this number of experts."""
     layers: Layers = "any"
-    """Where the number of layers is unknown there is no schedule, and no row that asks for one holds."""
+    """If the number of layers is unknown, rules that need a schedule do not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The layers whose sensitive projections get more bits.
 
-    The first and last eighth, and between them every third layer as far as the cadence goes.
+    These are the first and last eighth, and every third layer between them up to the end of the cadence.
     """
 
     cadence_eighths: int = 7
     cadence_offset: int = 0
 
     def has(self, layer: int, layers: int) -> bool:
-        """Return whether a layer of a model of so many is scheduled."""
+        """Return whether a layer of a model with ``layers`` layers is scheduled."""
         first = layers // 8
         if layer < first or layer >= 7 * layers // 8:
             return True
@@ -63,14 +63,14 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayers:
-    """Where a model's config lists the layers without experts."""
+    """The keys of a model's config that list the layers without experts."""
 
     numbers_key: str
     types_key: str
-    """A list of a type for each layer."""
+    """The key of a list with one type per layer."""
     dense_type: str
     default: frozenset[int]
-    """What is dense when the config lists none."""
+    """The dense layers if the config lists none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +78,20 @@ class Architecture:
     """The rules of one family of models."""
 
     names: tuple[str, ...]
-    """Globs on the name of the architecture."""
+    """Globs for the name of the architecture."""
     rules: tuple[Rule, ...]
     layers_keys: tuple[str, ...] = ()
-    """Where the config states the number of layers; the first that is there and not zero counts."""
+    """Keys of the number of layers in the config; the first non-zero value counts."""
     experts_keys: tuple[str, ...] = ()
-    """Where it states the number of experts."""
+    """Keys of the number of experts."""
     schedule: Schedule = Schedule()
     unnumbered_scheduled: bool = False
-    """Whether a tensor outside the numbered layers counts as scheduled."""
+    """Whether tensors outside of numbered layers count as scheduled."""
     dense_layers: DenseLayers | None = None
 
 
 MIN_ELEMENTS: Final = 1024
-"""Tensors of fewer elements are kept."""
+"""Smaller tensors are not quantized."""
 
 EXPERT_NAMES: Final = (
     "*.experts.*",
@@ -99,9 +99,9 @@ EXPERT_NAMES: Final = (
     "*.mlp.shared_experts.*",
     "*.mixer.shared_experts.*",
 )
-"""Names of experts' weights, which need not end in ``.weight`` and may be stacks of matrices."""
+"""Names of experts' weights. They need not end in ``.weight``, and may be stacks of matrices."""
 EXPERT_COMPANIONS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
-"""Names that are no weights though they are experts'. Stacked biases look like matrices."""
+"""Names of experts' tensors that are not weights. Stacked biases look like matrices."""
 
 _INT4: Final = frozenset({"int4"})
 _FLOAT4: Final = frozenset({"nvfp4", "mxfp4"})
@@ -126,7 +126,7 @@ _ROUTER = Rule(
         "*.mixer.gate.weight",
         "*.shared_expert_gate.weight",
         "*.router.proj.weight",
-        # Ollama's list ends here; these are the routers of Mixtral, LFM2, gpt-oss and Granite.
+        # Ollama's list ends here. These are the routers of Mixtral, LFM2, gpt-oss and Granite.
         "*.block_sparse_moe.gate.weight",
         "*.feed_forward.gate.weight",
         "*.router.weight",
@@ -157,14 +157,14 @@ GENERIC: Final[tuple[Rule, ...]] = (
 """The recommended policy for every architecture."""
 
 UNIFORM: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION, _REST)
-"""The uniform policy: one type, no regard to the architecture."""
+"""The uniform policy: one type, regardless of the architecture."""
 
 KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION)
-"""What both policies keep by name."""
+"""The tensors that both policies keep because of their names."""
 
 
 def _by_schedule(*names: str, requested: frozenset[str] = _FOUR_BITS) -> tuple[Rule, Rule]:
-    """Return the rows that give projections more bits on scheduled layers and none elsewhere."""
+    """Return rules that give projections more bits on scheduled layers only."""
     return (
         Rule(
             reason=_SCHEDULED,

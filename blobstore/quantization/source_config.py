@@ -1,7 +1,7 @@
-"""What a source's ``config.json`` says of its quantized weights, in any of the forms that are in use.
+"""Reads the quantization sections of a source's ``config.json``, in all common formats.
 
-MLX writes ``bits``, ``group_size`` and ``mode``, and the modules that differ by their names; others
-write ``quant_method`` and how many numbers share a scale. Nothing is taken to have its right type.
+MLX writes ``bits``, ``group_size`` and ``mode``, and entries for modules that differ. Other tools write
+``quant_method`` and how many values share a scale. The type of every value is checked before use.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     Block = tuple[int, int]
     Sharing = Literal["tensor", "channel"] | Block
-    """What shares a scale: all numbers of a weight, a row of it, or a block of rows and columns."""
+    """The values that share a scale: a complete weight, one row, or a block of rows and columns."""
 
 _SECTIONS: Final = ("quantization", "quantization_config", "compression_config")
 _NESTED: Final = "text_config"
 _MLX_DEFAULTS: Final = {"affine": (4, 64), "nvfp4": (4, 16), "mxfp4": (4, 32), "mxfp8": (8, 32)}
-"""Bits and group size of a mode, where the config does not say them."""
+"""Default bits and group size of each mode."""
 
 
 class SourceQuantConfig:
-    """What a config says of quantization."""
+    """The quantization settings in a config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         nested = config.get(_NESTED)
@@ -43,27 +43,27 @@ class SourceQuantConfig:
 
     @property
     def is_mlx(self) -> bool:
-        """Whether it is said how MLX has packed the weights."""
+        """Whether the config describes weights packed by MLX."""
         return self._mlx is not None
 
     @property
     def method(self) -> str | None:
-        """What the scheme is called, None if it has no name."""
+        """The name of the scheme, or None."""
         names = (section.get("quant_method") for section in self._sections)
         return next((name for name in names if isinstance(name, str) and name), None)
 
     def mlx_type(self, weight: str, module: str) -> tuple[QuantFormat, int] | None:
-        """Return type and group size of a weight that MLX has packed, None if nothing is said.
+        """Return type and group size of a weight packed by MLX, or None if the config has none.
 
         Raises:
-            UnsupportedSource: it is said to be plain, or of a type that there is not.
+            UnsupportedSource: the config says that it is not quantized, or has an unknown type.
         """
         section = self._mlx
         if section is None:
             return None
         own = section.get(module)
         if isinstance(own, dict):
-            section = own  # and what it does not say is MLX's default, not that of the model
+            section = own  # missing values are MLX's defaults, not those of the model
         elif own is not None and own is not True:
             _fail(
                 weight, f"has scales, and is not quantized by config.json, which has {quote(own)}"
@@ -73,7 +73,7 @@ class SourceQuantConfig:
         if usual is None:
             _fail(weight, f"has the mode {quote(mode)} by config.json, which is unknown")
         bits, size = section.get("bits") or usual[0], section.get("group_size") or usual[1]
-        # The table's own number is taken, for the one in the config may be 64.0.
+        # Return the number from the table, because the config may have 64.0.
         found = [
             (item, known)
             for item in FORMATS.values()
@@ -89,7 +89,7 @@ class SourceQuantConfig:
         return found[0]
 
     def unmatched(self, modules: Collection[str]) -> list[str]:
-        """Return the modules with a type of their own that are not among ``modules``."""
+        """Return the modules with their own entry that are not in ``modules``."""
         return [
             key
             for key, value in (self._mlx or {}).items()
@@ -97,15 +97,15 @@ class SourceQuantConfig:
         ]
 
     def group_sizes(self, bits: int) -> set[Any]:
-        """Return the group sizes that weights of small floats are said to have."""
+        """Return the declared group sizes of weights of ``bits``-bit floats."""
         sizes = (weights.get("group_size") for weights in self._weights(bits))
         return {size for size in sizes if isinstance(size, int) and size}
 
     def sharings(self) -> list[Sharing]:
-        """Return all ways in which weights of 8-bit floats are said to share scales.
+        """Return all declared ways in which weights of 8-bit floats share scales.
 
         Raises:
-            UnsupportedSource: a block is not two numbers.
+            UnsupportedSource: the size of a block is invalid.
         """
         found: list[Sharing] = [
             _block("weight_block_size", section["weight_block_size"])
@@ -123,7 +123,7 @@ class SourceQuantConfig:
         return found
 
     def _weights(self, bits: int) -> Iterator[dict[str, Any]]:
-        """Yield what is said of weights of floats of so many bits."""
+        """Yield the settings for weights of ``bits``-bit floats."""
         for section in self._sections:
             groups = section.get("config_groups")
             for group in groups.values() if isinstance(groups, dict) else ():
@@ -135,7 +135,7 @@ class SourceQuantConfig:
 
 
 def _is_mlx(section: Mapping[str, Any]) -> bool:
-    # Other schemes count bits too, of numbers that MLX does not read.
+    # Other schemes have a key "bits" too, but not the format of MLX.
     return bool(section.get("bits")) and ("mode" in section or "quant_method" not in section)
 
 

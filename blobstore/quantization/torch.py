@@ -1,4 +1,4 @@
-"""Packed weights as plain torch tensors, on any device."""
+"""Dequantizes packed weights to torch tensors, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PIECE = {"cpu": 1 << 20}
-"""Elements that are computed at once: on a processor few enough for its cache."""
+"""Elements that are computed at once; on a CPU they fit in its cache."""
 _DEVICE_PIECE = 1 << 24
 
 
@@ -25,16 +25,16 @@ def dequantize(
     dtype: str,
     global_scale: float | None = None,
 ) -> torch.Tensor:
-    """Return packed numbers as :func:`blobstore.quantization.numpy.dequantize` does.
+    """Return packed values as :func:`blobstore.quantization.numpy.dequantize` does.
 
     Args:
         weight: uint32 words of shape ``(..., words)``.
-        scale: one a group; their own type for affine types, uint8 otherwise.
-        bias: one a group for affine types, else None.
+        scale: one value per group; a float type for affine types, uint8 otherwise.
+        bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        global_scale: what all numbers of an nvfp4 weight are multiplied with too.
+        global_scale: additional factor of all values of an nvfp4 weight.
     """
     known: torch.dtype = getattr(torch, dtype)
     *rows, words = weight.shape
@@ -50,7 +50,7 @@ def dequantize(
     for start in range(0, len(groups), height):
         piece = slice(start, start + height)
         if biases is not None:
-            # Each step rounds to the type of the scales; a fused one would not.
+            # Each step must round to the type of the scales; a fused operation would not.
             numbers = _codes(packed[piece], item.bits).to(scale.dtype)
             groups[piece] = numbers.mul_(scales[piece]).add_(biases[piece])
             continue
@@ -65,18 +65,18 @@ def dequantize(
 
 
 def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in rows of bytes, each row one little-endian stream of bits."""
+    """Return the codes in rows of bytes; each row is one little-endian stream of bits."""
     if bits == 8:  # noqa: PLR2004 - a byte
         return stream
     if bits == 4:  # noqa: PLR2004 - half a byte
         return torch.stack((stream & 15, stream >> 4), dim=-1).flatten(1)
-    # Eight codes are as many bytes as a code has bits.
+    # Eight codes of n bits take n bytes.
     data = stream.view(-1, bits)
     places = torch.empty((len(data), 8), dtype=torch.uint8, device=stream.device)
     for place in range(8):
         byte, shift = divmod(place * bits, 8)
         code = data[:, byte] >> shift
-        if shift + bits > 8:  # noqa: PLR2004 - it goes on in the next byte
+        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
             code |= data[:, byte + 1] << (8 - shift)
         places[:, place] = code
     return places.bitwise_and_((1 << bits) - 1).view(len(stream), -1)
@@ -89,13 +89,13 @@ def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.
 
 @functools.cache
 def _numbers(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the E4M3 number in every byte; conversion by torch takes longer than looking up."""
+    """Return the E4M3 value of every byte; a table is faster than conversion by torch."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(dtype)
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the two E2M1 numbers in every byte, the lower half first, as one item of both."""
+    """Return the two E2M1 values of every byte, the lower half first, combined into one item."""
     single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
     pairs = torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
@@ -104,7 +104,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _float_scale(mode: str, device: torch.device) -> torch.Tensor:
-    """Return what every byte of a scale means, in float32."""
+    """Return the value of every byte of a scale, in float32."""
     if mode == "nvfp4":
         return _numbers(torch.float32, device)
     powers = [2.0 ** (exponent - 127) for exponent in range(256)]

@@ -1,5 +1,5 @@
-"""The safetensors format: headers and files, read strictly and written in one canonical form.
+"""The safetensors format: strict reading, and writing in one canonical form.
 
-``header`` turns bytes into checked values and back; ``numpy``, ``torch`` and ``mlx`` make tensors of
-them. Knows nothing of stores and manifests.
+``header`` converts between bytes and checked values; ``numpy``, ``torch``, ``mlx`` and ``cuda`` turn
+bytes into tensors. The package imports only ``core`` and ``errors``, and knows no stores or manifests.
 """

@@ -1,11 +1,11 @@
-"""Tensors in the memory of a CUDA device, filled from pinned memory by a stream of their own.
+"""Copies tensors into the memory of a CUDA device, from pinned memory on a separate stream.
 
-Memory is taken on the caller's stream. So the copies wait for what that stream was asked for when
-the memory was taken, since the memory may have belonged to something it still works on; and the
-caller's stream waits for the copies before a tensor is handed out. Nothing else needs to be known of
-them: a tensor that is freed is free for the caller's stream, which is behind its copies by then.
+Tensors are allocated on the caller's stream. The copies wait for the work that this stream had when the
+tensor was allocated, because the memory may still be in use by that work. The caller's stream waits for
+the copies before it receives a tensor. So a tensor can be freed at any time without synchronisation: the
+caller's stream is then past its copies.
 
-On the processor the copies are plain ones, and there is nothing to wait for.
+On the CPU, copies are synchronous.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ _cuda: Any = torch.cuda  # parts of it have no types
 
 
 class TorchLane:
-    """The way into the memory of ``device``, ``cuda``, ``cuda:N`` or ``cpu``.
+    """Copies tensors to ``device``: ``cuda``, ``cuda:N`` or ``cpu``.
 
-    ``cuda`` is the device that is current now. Torch keeps pinned memory for later use when it is
-    freed; see its host allocator.
+    ``cuda`` is the current device. Torch's host allocator keeps freed pinned memory for reuse.
 
     Raises:
-        UsageError: torch cannot use the device here.
+        UsageError: torch cannot use the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -48,12 +47,12 @@ class TorchLane:
                 self._stream = _cuda.Stream(self._device)
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor without content in the device's memory."""
+        """Return an uninitialised tensor in device memory."""
         with _failures(self._device):
             return empty_tensor(spec, self._device)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Mark the point that the current stream has got to."""
+        """Record an event on the current stream."""
         if self._stream is None:
             return None
         with _failures(self._device):
@@ -67,20 +66,20 @@ class TorchLane:
             return TorchStaging(nbytes, self._device, self._stream)
 
     def receive(self, sent: torch.cuda.Event | None) -> None:
-        """Have the current stream wait for what was sent."""
+        """Make the current stream wait for copies."""
         if sent is not None:
             with _failures(self._device):
                 torch.cuda.current_stream(self._device).wait_event(sent)
 
     def drain(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all copies have completed."""
         if self._stream is not None:
             with _failures(self._device):
                 self._stream.synchronize()
 
 
 class TorchStaging:
-    """Bytes of the host, pinned if there is a ``stream`` to send them to ``device``."""
+    """A buffer in host memory, pinned if there is a ``stream`` that copies it to ``device``."""
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
@@ -95,34 +94,34 @@ class TorchStaging:
     def send(
         self, moves: Sequence[tuple[torch.Tensor, int, int, int]], after: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Ask for copies to tensors of the device, and return the event of their end."""
+        """Start copies to device tensors, and return the event of their completion."""
         with _failures(self._device):
             self._enter()
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
-            # Of the caller's mode this thread knows nothing; in this one both kinds of tensors
-            # may be written to.
+            # This thread does not know the caller's mode. Inference mode may write to both kinds of
+            # tensors.
             with torch.inference_mode():
                 for tensor, start, at, count in moves:
-                    room = tensor.view(-1).view(torch.uint8)[start : start + count]
-                    room.copy_(self._bytes[at : at + count], non_blocking=True)
+                    target = tensor.view(-1).view(torch.uint8)[start : start + count]
+                    target.copy_(self._bytes[at : at + count], non_blocking=True)
             if self._stream is not None:
-                # Blocking: those who wait for it shall not keep a processor busy.
+                # A blocking event, so that waiting threads do not use a processor.
                 event = _cuda.Event(blocking=True)
                 event.record(self._stream)
                 self._sent = event
             return self._sent
 
     def wait(self) -> None:
-        """Wait until what was sent last has left."""
+        """Wait until the last copies have read the buffer."""
         if self._sent is not None:
             with _failures(self._device):
                 self._sent.synchronize()
 
     def _enter(self) -> None:
-        """Make the stream and its device current in this thread, which serves nothing else.
+        """Make the stream and its device current in this thread, which does nothing else.
 
-        Not by a context, which would go back to the first device, and so take memory there.
+        A context manager would switch back to the first device and allocate memory there.
         """
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
@@ -130,7 +129,7 @@ class TorchStaging:
 
 @contextlib.contextmanager
 def _failures(device: torch.device) -> Iterator[None]:
-    """Turn torch's errors into one of ours."""
+    """Convert torch's errors to ours."""
     try:
         yield
     except RuntimeError as error:

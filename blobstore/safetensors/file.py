@@ -1,4 +1,4 @@
-"""One safetensors file, open for reading."""
+"""A safetensors file, mapped for reading."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 _FIRST_READ = 1 << 12
-"""Bytes to read at first; nearly all blobs have their header in them."""
+"""Bytes of the first read, which contain the header of nearly all blobs."""
 
 
 def read_header(descriptor: int, size: int) -> Header:
-    """Read and check the header of an open file of ``size`` bytes; nothing is mapped.
+    """Read and check the header of an open file of ``size`` bytes, without mapping the file.
 
     Raises:
-        InvalidHeader: the file breaks the format.
+        InvalidHeader: the file violates the format.
         OSError: the file cannot be read.
     """
     start = os.pread(descriptor, _FIRST_READ, 0)
-    if len(start) < PREFIX_SIZE:  # a read may give less than there is
+    if len(start) < PREFIX_SIZE:  # a read may be short
         start += read_exactly(descriptor, PREFIX_SIZE - len(start), len(start))
     plain = parse_start(start, size)
     if plain is not None:
@@ -49,9 +49,9 @@ def read_header(descriptor: int, size: int) -> Header:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A mapped file: its header, and read-only views of its tensors without a copy.
+    """A mapped file with its header; tensors are read-only views without a copy.
 
-    A view stays valid after :meth:`close`; the memory is unmapped when the last one is gone.
+    Views stay valid after :meth:`close`. The memory is unmapped when the last view is deleted.
     """
 
     header: Header
@@ -63,7 +63,7 @@ class SafetensorsFile:
         """Map a file and check its header.
 
         Raises:
-            InvalidHeader: the file breaks the format; the message begins with its path.
+            InvalidHeader: the file violates the format; the message begins with its path.
             OSError: the file cannot be opened or mapped.
             BlobstoreError: it is not a regular file.
         """
@@ -88,7 +88,7 @@ class SafetensorsFile:
         return iter(self.header.tensors)
 
     def view(self, name: str) -> TensorView:
-        """Return a tensor's bytes in the map.
+        """Return a tensor's bytes in the mapping.
 
         Raises:
             TensorNotFound: the file has no tensor of that name.
@@ -99,7 +99,7 @@ class SafetensorsFile:
         return TensorView(entry.spec, self._bytes_of(entry))
 
     def close(self) -> None:
-        """Let go of the map; views that were handed out keep it alive."""
+        """Release the mapping; existing views keep it alive."""
         self._memory.release()
         self._region.close()
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors as MLX arrays. MLX cannot adopt memory, so each array is one copy."""
+"""Converts bytes of tensors to MLX arrays. MLX cannot use existing memory, so each array is a copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AS_BYTES = frozenset(
 def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any:
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as a new ``mlx.core.array``.
 
-    8-bit floats become uint8 with the same bits, as ``mx.load`` gives them.
+    8-bit floats become uint8 with the same bits, as in ``mx.load``.
 
     Raises:
         UnsupportedDType: MLX has no packed type of 4 or 6 bits, or cannot hold the shape.
@@ -32,7 +32,7 @@ def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any
 
 
 def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-    """Return the tensor ``spec``, which numpy sees as ``array``, as :func:`as_mlx` does.
+    """Return the tensor ``spec``, given as a numpy array, as a new ``mlx.core.array``.
 
     Raises:
         UnsupportedDType: MLX cannot hold the shape.

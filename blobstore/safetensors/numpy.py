@@ -1,4 +1,4 @@
-"""Bytes of tensors as numpy arrays, without a copy."""
+"""Converts bytes of tensors to numpy arrays and back, without copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DTYPES: dict[DType, np.dtype[Any]] = {
 def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> np.ndarray[Any, Any]:
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as an array that views the memory.
 
-    The array is writable only if the memory is. It may be unaligned, which numpy copes with.
+    The array is writable only if the memory is. It may be unaligned, which numpy supports.
 
     Raises:
         UnsupportedDType: numpy has no packed type of 4 or 6 bits, or cannot hold the shape.
@@ -60,15 +60,15 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
         if not elements:
             return np.empty(spec.shape, dtype)
         return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
-    except ValueError as error:  # over 64 dimensions, or none of some and too many of others
+    except ValueError as error:  # over 64 dimensions, or dimensions of size 0 and very large ones
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: numpy cannot hold its shape: {error}"
         ) from None
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """Return the bytes of an array in C order, a view where that is how they lie.
+    """Return the bytes of an array in C order, as a view if it is contiguous.
 
-    By way of bytes, for numpy exports no buffer of types that are not its own, such as bfloat16.
+    Uses a view of bytes, because numpy exports no buffers of types from extensions, such as bfloat16.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""Bytes of tensors as torch tensors, without a copy on the processor."""
+"""Converts bytes of tensors to torch tensors, without copies on the CPU."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _DTYPES = {
 def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as a tensor that views the memory.
 
-    The memory must be writable: torch has no read-only tensors. F4 becomes torch's type of pairs,
-    with half the last dimension.
+    The memory must be writable, because torch has no read-only tensors. F4 becomes torch's packed
+    type with two values per item, which halves the last dimension.
 
     Raises:
         UnsupportedDType: torch has no type of 6 bits, F4 has an odd last dimension, or torch
@@ -50,22 +50,22 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         return _pairs(memory, offset, spec)
-    elements = math.prod(spec.shape)  # not by the property: a model has thousands
+    elements = math.prod(spec.shape)  # faster than the property; a model has thousands of tensors
     if not elements:
         try:
             return torch.empty(spec.shape, dtype=dtype)
-        except (RuntimeError, TypeError):  # none of some dimensions and too many of others
-            raise _misshapen(spec) from None
+        except (RuntimeError, TypeError):  # dimensions of size 0 and very large ones
+            raise _invalid_shape(spec) from None
     flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
     return flat if len(spec.shape) == 1 else torch.reshape(flat, spec.shape)
 
 
 def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Return the tensor ``spec`` without content, in the memory of ``device``.
+    """Return an uninitialised tensor for ``spec`` in the memory of ``device``.
 
     Raises:
         UnsupportedDType: see :func:`as_tensor`.
-        BlobstoreError: the device has not as much memory.
+        BlobstoreError: the device has too little memory.
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
@@ -73,27 +73,27 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty(spec.shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError:
-        raise _no_room(device, spec) from None
+        raise _out_of_memory(device, spec) from None
     except (RuntimeError, TypeError):
         if not math.prod(spec.shape):
-            raise _misshapen(spec) from None
+            raise _invalid_shape(spec) from None
         raise
 
 
 def copy_to(device: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return ``tensor``, which is ``spec``, in the memory of ``device``.
+    """Return ``tensor``, described by ``spec``, in the memory of ``device``.
 
     Raises:
-        BlobstoreError: the device has not as much memory.
+        BlobstoreError: the device has too little memory.
     """
     try:
         return tensor.to(device)
     except torch.OutOfMemoryError:
-        raise _no_room(device, spec) from None
+        raise _out_of_memory(device, spec) from None
 
 
 def check_device(device: str) -> None:
-    """Check that torch can use a device here.
+    """Check that torch can use a device.
 
     Raises:
         UsageError: it cannot.
@@ -110,7 +110,7 @@ def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> tor
 
 
 def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
-    """Return the bytes that hold a tensor of pairs of 4 bits, as a tensor."""
+    """Return the spec of the bytes that hold a tensor of packed 4-bit pairs."""
     if spec.dtype is not DType.F4 or not spec.shape or spec.shape[-1] % 2:
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: torch has no type for {spec.dtype.value} of shape "
@@ -119,11 +119,11 @@ def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.name, DType.U8, (*spec.shape[:-1], spec.shape[-1] // 2))
 
 
-def _misshapen(spec: TensorSpec) -> UnsupportedDType:
+def _invalid_shape(spec: TensorSpec) -> UnsupportedDType:
     return UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape")
 
 
-def _no_room(device: object, spec: TensorSpec) -> BlobstoreError:
+def _out_of_memory(device: object, spec: TensorSpec) -> BlobstoreError:
     return BlobstoreError(
         f"{device} has no memory left for tensor {quote(spec.name)} of {spec.nbytes} bytes; "
         "use another device, or load fewer tensors at a time"

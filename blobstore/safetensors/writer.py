@@ -1,4 +1,4 @@
-"""Safetensors files written whole or not at all."""
+"""Writes safetensors files atomically."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return specs in the reference library's order: falling alignment, then names.
+    """Return specs in the order of the reference library: descending alignment, then names.
 
-    Element sizes only fall along the file, so that every tensor of whole bytes is aligned.
+    Element sizes never increase within the file, so every tensor of complete bytes is aligned.
     """
     return sorted(specs, key=lambda spec: (-spec.dtype.rank, spec.name))
 
@@ -30,12 +30,18 @@ def write_safetensors(
     read: Callable[[str], Iterable[Buffer]],
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write a file of the tensors ``specs``; ``read`` gives the bytes of each by its name.
+    """Write a file with the tensors ``specs``, and return its size in bytes.
 
-    The file appears under its name complete and synced, or not at all. Returns its size in bytes.
+    The file appears under its name complete and synced, or not at all.
+
+    Args:
+        path: the file to write.
+        specs: the tensors.
+        read: returns the bytes of a tensor by name.
+        metadata: the metadata of the file.
 
     Raises:
-        InvalidHeader: the specs do not make a file.
+        InvalidHeader: the specs are not valid for one file.
         OSError: the file cannot be written.
     """
     ordered = in_file_order(specs)

@@ -1,11 +1,12 @@
-"""A chunk of a tensor as what differs from the same elements of another tensor, bit for bit.
+"""Encodes a chunk as exact differences from the same elements of a prediction.
 
-Elements are compared as integers. The bits of a float of one sign sort like its value, so a step of
-some units in the last place is a difference of as many, across powers of two as well; subtraction
-wraps around, so that every pattern of bits has one difference from every other. Differences are
-grouped by the exponent of what they start from (`delta_groups`) and every group takes the form that
-suits it (`delta_segments`). Where much is equal, blocks of equal elements are left out first. What a chunk is coded against is in the caller's hands: the elements of a
-base, or what is predicted from them (`delta_prediction`). docs/cold-format.md has the bytes.
+Elements are compared as integers. The bits of floats of one sign sort like their values, so a step of
+a few units in the last place is a difference of a few, even across powers of two. Subtraction wraps
+around, so any bit pattern has one difference from any other. Differences are grouped by the exponent
+of the prediction (`groups`), and each group is stored in the form that suits it (`planes`). If many elements
+are equal, blocks of equal elements are omitted first. The caller supplies the prediction: the elements
+of a base, or what low-rank factors predict from them (`low_rank`). The bytes are specified in
+docs/cold-format.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta import planes as segments
+from blobstore.compression.delta import planes
 from blobstore.compression.delta.groups import (
     MAX_CLASSES,
     Classes,
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _LEAST_GROUPED: Final = 1 << 10
-"""Elements below which a chunk is one class."""
+"""Smaller chunks have one class."""
 _BLOCK: Final = 64
-"""Elements that are left out together where none of them differs."""
+"""Elements per block that is omitted if all are equal."""
 _MOST: Final = 0.9
-"""The part of blocks that may differ where some are left out."""
+"""Equal blocks are omitted only if at most this fraction of blocks differs."""
 _SAMPLE: Final = 1 << 13
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
@@ -67,69 +68,69 @@ SMALL: Final = DeltaSettings(8, 0.0, (Coder.HUFFMAN, Coder.ZSTD))
 
 
 def as_elements(data: Any, dtype: DType) -> Array:
-    """Return the bytes of a tensor as the integers that a chunk is coded by."""
+    """Return the bytes of a tensor as the integers that the delta codec works on."""
     width = dtype.bits // 8 if dtype.bits in {8, 16, 32, 64} else 1
     return np.frombuffer(data, np.dtype(f"<u{width}"))
 
 
-def encode_chunk(chunk: Array, start: Array, dtype: DType, settings: DeltaSettings) -> bytes:
-    """Return what tells ``chunk`` from ``start``.
+def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:
+    """Encode the differences of ``chunk`` from ``predicted``.
 
     Args:
-        chunk: elements, as :func:`as_elements` gives them.
-        start: as many elements that the decoder has too.
+        chunk: elements, as returned by :func:`as_elements`.
+        predicted: as many elements, which the decoder knows too.
         dtype: the type of both.
-        settings: what to try.
+        settings: the effort to make.
     """
-    changed = _changed(chunk, start)
+    changed = _changed(chunk, predicted)
     if changed is None:
-        return _encode_all(chunk, start, dtype, settings)
-    inner = _encode_all(_blocks(chunk, changed), _blocks(start, changed), dtype, settings)
+        return _encode_all(chunk, predicted, dtype, settings)
+    inner = _encode_all(_blocks(chunk, changed), _blocks(predicted, changed), dtype, settings)
     coded = encode_plane(np.packbits(changed).data, settings.coders)
     head = _HEAD.pack(0, 0, 0) + _PLANE.pack(coded.method, coded.size)
     return b"".join([head, coded.data, inner])
 
 
-def decode_chunk(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
-    """Undo :func:`encode_chunk`; ``out`` may be ``start``.
+def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
+    """Reverse :func:`encode_chunk`; ``out`` may be ``predicted``.
 
     Raises:
-        ColdDamaged: it is no such chunk. What is in ``out`` then is undefined.
+        ColdDamaged: the chunk cannot be decoded. The content of ``out`` is then undefined.
     """
     try:
         _, many, _ = _HEAD.unpack_from(stored)
         if many:
-            _decode_all(stored, start, dtype, out)
+            _decode_all(stored, predicted, dtype, out)
             return
         method, size = _PLANE.unpack_from(stored, _HEAD.size)
         at = _HEAD.size + _PLANE.size
-        changed = _unpacked(method, stored[at : at + size], len(start) // _BLOCK)
-        inner = _blocks(start, changed)
+        changed = _unpacked(method, stored[at : at + size], len(predicted) // _BLOCK)
+        inner = _blocks(predicted, changed)
         _decode_all(stored[at + size :], inner, dtype, inner)
     except struct.error as error:
-        raise ColdDamaged(f"the head of a chunk of differences is cut short: {error}") from None
-    np.copyto(out, start)
-    rest = len(start) % _BLOCK
-    whole = len(start) - rest
+        raise ColdDamaged(f"the head of a chunk of differences is truncated: {error}") from None
+    np.copyto(out, predicted)
+    rest = len(predicted) % _BLOCK
+    whole = len(predicted) - rest
     out[:whole].reshape(-1, _BLOCK)[changed] = inner[: len(inner) - rest].reshape(-1, _BLOCK)
     out[whole:] = inner[len(inner) - rest :]
 
 
-def _changed(chunk: Array, start: Array) -> Array | None:
-    """Return which blocks of elements differ, or nothing if that is all, nearly all or none."""
+def _changed(chunk: Array, predicted: Array) -> Array | None:
+    """Return a mask of the blocks that differ, or None if (nearly) all or none of them do."""
     step = max(len(chunk) // _SAMPLE, 1)
     if len(chunk) < _LEAST_GROUPED or 2 * np.count_nonzero(
-        chunk[::step] == start[::step]
+        chunk[::step] == predicted[::step]
     ) * step < len(chunk):
         return None
     whole = len(chunk) - len(chunk) % _BLOCK
-    differs = (chunk[:whole] != start[:whole]).view(np.uint64).reshape(-1, _BLOCK // 8)
+    differs = (chunk[:whole] != predicted[:whole]).view(np.uint64).reshape(-1, _BLOCK // 8)
     changed: Array = np.bitwise_or.reduce(differs, axis=1) != 0
     return changed if 0 < np.count_nonzero(changed) < _MOST * len(changed) else None
 
 
 def _blocks(elements: Array, changed: Array) -> Array:
-    """Return a copy of the blocks that differ, and of what is behind the last block."""
+    """Return a copy of the selected blocks and of the elements after the last block."""
     whole = len(changed) * _BLOCK
     kept = elements[:whole].reshape(-1, _BLOCK)[changed].ravel()
     return np.concatenate([kept, elements[whole:]])
@@ -141,14 +142,14 @@ def _unpacked(method: int, stored: memoryview, size: int) -> Array:
     return np.unpackbits(packed, count=size).view(np.bool)
 
 
-def _encode_all(chunk: Array, start: Array, dtype: DType, settings: DeltaSettings) -> bytes:
+def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
-    np.subtract(chunk, start, out=difference)
-    classes = _chosen(difference, start, dtype, settings)
+    np.subtract(chunk, predicted, out=difference)
+    classes = _chosen(difference, predicted, dtype, settings)
     stream, sizes = difference, [len(chunk)]
     if classes.many > 1:
         even = len(chunk) & ~1
-        groups = group(start[:even], dtype, classes)
+        groups = group(predicted[:even], dtype, classes)
         stream = scratch("delta stream", chunk.nbytes).view(chunk.dtype)
         gather(difference[:even], groups, stream[:even])
         stream[even:] = difference[even:]
@@ -156,42 +157,42 @@ def _encode_all(chunk: Array, start: Array, dtype: DType, settings: DeltaSetting
     return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, settings)
 
 
-def _chosen(difference: Array, start: Array, dtype: DType, settings: DeltaSettings) -> Classes:
-    """Return the classes that are worth their time."""
+def _chosen(difference: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> Classes:
+    """Return the classes to use: several only if they save enough."""
     one = Classes(0, 1)
-    if not has_classes(dtype) or len(start) < _LEAST_GROUPED:
+    if not has_classes(dtype) or len(predicted) < _LEAST_GROUPED:
         return one
-    classes = choose_classes(start, dtype, settings.classes)
+    classes = choose_classes(predicted, dtype, settings.classes)
     if not settings.min_gain:
         return classes
-    step = max(len(start) // _SAMPLE, 1)
-    numbers = classes_of(start[::step], dtype, classes)
+    step = max(len(predicted) // _SAMPLE, 1)
+    numbers = classes_of(predicted[::step], dtype, classes)
     sample = difference[::step][numbers.argsort(kind="stable")].view(f"<i{difference.itemsize}")
-    apart = segments.bits_of(sample, np.bincount(numbers, minlength=classes.many).tolist())
-    together = segments.bits_of(sample, [len(sample)])
+    apart = planes.bits_of(sample, np.bincount(numbers, minlength=classes.many).tolist())
+    together = planes.bits_of(sample, [len(sample)])
     return classes if apart <= (1 - settings.min_gain) * together else one
 
 
-def _decode_all(stored: memoryview, start: Array, dtype: DType, out: Array) -> None:
+def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
     classes, parts, at = _parse_head(stored)
-    stream = scratch("delta stream", start.nbytes).view(start.dtype)
-    sizes, groups, even = [len(start)], None, len(start) & ~1
+    stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
+    sizes, groups, even = [len(predicted)], None, len(predicted) & ~1
     if classes.many > 1:
         if not has_classes(dtype):
-            raise ColdDamaged(f"differences in classes, which {dtype.value} has none of")
-        groups = group(start[:even], dtype, classes)
-        sizes = _with_rest(groups, len(start) - even)
-    _decode_stream(stored[at:], stream.view(f"<i{start.itemsize}"), sizes, parts)
+            raise ColdDamaged(f"differences of {dtype.value} cannot have classes")
+        groups = group(predicted[:even], dtype, classes)
+        sizes = _with_rest(groups, len(predicted) - even)
+    _decode_stream(stored[at:], stream.view(f"<i{predicted.itemsize}"), sizes, parts)
     difference = stream
     if groups is not None:
-        difference = scratch("delta difference", start.nbytes).view(start.dtype)
+        difference = scratch("delta difference", predicted.nbytes).view(predicted.dtype)
         scatter(stream[:even], groups, difference[:even])
         difference[even:] = stream[even:]
-    np.add(start, difference, out=out)
+    np.add(predicted, difference, out=out)
 
 
 def _with_rest(groups: Groups, rest: int) -> list[int]:
-    """Return the sizes of the classes; the last holds the odd element as well."""
+    """Return the sizes of the classes; the last one includes the odd element."""
     return [*groups.sizes[:-1], groups.sizes[-1] + rest]
 
 
@@ -200,11 +201,11 @@ def _encode_stream(
 ) -> bytes:
     heads, tables, bodies = [], [], []
     at = number = 0
-    for count, form in segments.choose(stream, sizes):
+    for count, form in planes.choose(stream, sizes):
         within = sizes[number : number + count]
         number += count
         end = at + sum(within)
-        segment = segments.encode(stream[at:end], within, form, settings.coders)
+        segment = planes.encode(stream[at:end], within, form, settings.coders)
         at = end
         escapes = len(segment.escaped) // stream.itemsize
         heads.append(_SEGMENT.pack(count, segment.form, escapes))
@@ -216,18 +217,24 @@ def _encode_stream(
 def _parse_head(stored: memoryview) -> tuple[Classes, list[tuple[int, int, int, Any]], int]:
     classes, many = Classes(*_HEAD.unpack_from(stored)[:2]), stored[2]
     if not 1 <= classes.many <= min(MAX_CLASSES, 256 - classes.first):
-        raise ColdDamaged(f"{classes.many} classes of differences from {classes.first} on")
+        raise ColdDamaged(
+            f"a chunk of differences cannot have {classes.many} classes from {classes.first} on"
+        )
     at = _HEAD.size
     heads = [_SEGMENT.unpack_from(stored, at + _SEGMENT.size * number) for number in range(many)]
     at += _SEGMENT.size * many
     counts = [head[0] for head in heads]
     if 0 in counts or sum(counts) != classes.many:
-        raise ColdDamaged(f"the segments of a chunk of differences have not {classes.many} classes")
+        raise ColdDamaged(
+            f"the segments of a chunk of differences do not have {classes.many} classes"
+        )
     parts = []
     for count, form, escapes in heads:
-        planes = segments.planes_of(form)
-        table = [_PLANE.unpack_from(stored, at + _PLANE.size * number) for number in range(planes)]
-        at += _PLANE.size * planes
+        plane_count = planes.planes_of(form)
+        table = [
+            _PLANE.unpack_from(stored, at + _PLANE.size * number) for number in range(plane_count)
+        ]
+        at += _PLANE.size * plane_count
         parts.append((count, form, escapes, table))
     return classes, parts, at
 
@@ -238,18 +245,18 @@ def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: lis
     def taken(size: int) -> memoryview:
         nonlocal at
         if size > len(body) - at:
-            raise ColdDamaged("a chunk of differences is cut short")
+            raise ColdDamaged("a chunk of differences is truncated")
         at += size
         return body[at - size : at]
 
     for count, form, escapes, table in parts:
         size = sum(sizes[number : number + count])
         number += count
-        planes: Iterator[tuple[int, memoryview]] = iter(
+        stored_planes: Iterator[tuple[int, memoryview]] = iter(
             [(method, taken(stored)) for method, stored in table]
         )
         escaped = np.frombuffer(taken(escapes * stream.itemsize), stream.dtype)
-        segments.decode(form, planes, escaped, stream[position : position + size])
+        planes.decode(form, stored_planes, escaped, stream[position : position + size])
         position += size
     if at != len(body):
         raise ColdDamaged(f"a chunk of differences has {len(body) - at} bytes too many")

@@ -1,13 +1,13 @@
-"""The order in which the differences of a chunk are coded: by the size of the number they start from.
+"""Orders the differences of a chunk by the exponent of the predicted value.
 
-An update of one size is many units in the last place of a small weight and few of a large one, so
-how far differences spread is told by the exponent of the number that they start from, which the
-decoder has. Elements are put into classes by that exponent, and the differences of a class are
-coded together: each of its blocks has one narrow distribution.
+An update of one size is many units in the last place of a small weight, and few of a large one. So the
+exponent of the prediction, which the decoder knows, shows how widely the differences spread. Elements
+are assigned to classes by that exponent, and the differences of a class are encoded together: each of
+its blocks has one narrow distribution.
 
-Sorting is what costs, so it is not elements that are sorted but pairs of neighbours, by both their
-classes: half as many keys, half as many moves. In the sorted pairs the first elements of a class
-are one run, the second ones a run for each class of the first; slices bring a class together.
+Sorting is the expensive part. Therefore pairs of neighbours are sorted by both their classes instead of
+elements: half as many keys, half as many moves. In the sorted pairs, the first elements of a class are
+one run, and its second elements are one run for each class of the first. Slices bring a class together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 MAX_CLASSES: Final = 16
-"""Classes at most, for two of them are a key of eight bits."""
+"""Maximum number of classes: two of them make a key of eight bits."""
 _EXPONENTS: Final = {
     DType.F8_E4M3: (3, 0xF),
     DType.F8_E4M3FNUZ: (3, 0xF),
@@ -36,49 +36,49 @@ _EXPONENTS: Final = {
     DType.BF16: (7, 0xFF),
     DType.F32: (23, 0xFF),
 }
-"""Where the exponent of a type begins, and its bits."""
+"""Shift and mask of the exponent of a type."""
 _PAIRS: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u2"),
     2: np.dtype("<u4"),
     4: np.dtype("<u8"),
 }
 _ALL: Final = 0xFF
-"""The mask of an exponent of eight bits, which a byte is already."""
+"""The mask of an 8-bit exponent, which needs no masking in a byte."""
 _SAMPLE: Final = 1 << 13
 _TOP: Final = 0.99
-"""The part of a tensor above which exponents are too rare for a class."""
+"""The quantile above which exponents are too rare for their own class."""
 
 
 class Classes(NamedTuple):
-    """Exponents from ``first`` on are a class each, but those at the ends hold all beyond them."""
+    """One class per exponent from ``first`` on; the classes at the ends include all beyond."""
 
     first: int
     many: int
 
 
 class Groups(NamedTuple):
-    """How the elements of a chunk become runs of one class."""
+    """The rearrangement of a chunk's elements into classes."""
 
     order: Array
-    """The pairs in order of their keys."""
+    """The indexes of the pairs, sorted by key."""
     runs: list[tuple[int, int]]
-    """Starts and ends in the first elements of the sorted pairs and then the second, by classes."""
+    """Ranges in the first elements of the sorted pairs followed by the second, class by class."""
     sizes: list[int]
-    """Elements in each class."""
+    """Number of elements in each class."""
 
 
 def has_classes(dtype: DType) -> bool:
-    """Tell whether elements of ``dtype`` can be told apart by an exponent."""
+    """Return whether elements of ``dtype`` have an exponent."""
     return dtype in _EXPONENTS
 
 
 def exponent_bits(dtype: DType) -> int:
-    """Return how many bits the exponents of a type with classes have."""
+    """Return the number of bits in the exponents of a type."""
     return _EXPONENTS[dtype][1].bit_length()
 
 
 def choose_classes(base: Array, dtype: DType, many: int) -> Classes:
-    """Return classes that tell apart all numbers but the largest hundredth and the smallest ones."""
+    """Return classes that separate all values except the largest hundredth and the smallest ones."""
     exponents = _exponents(base[:: max(len(base) // _SAMPLE, 1)], dtype)
     totals = np.bincount(exponents, minlength=1).cumsum()
     top = int(np.searchsorted(totals, _TOP * totals[-1]))
@@ -96,7 +96,7 @@ def classes_of(base: Array, dtype: DType, classes: Classes) -> Array:
 
 
 def group(base: Array, dtype: DType, classes: Classes) -> Groups:
-    """Return the groups of an even number of elements."""
+    """Group an even number of elements by class."""
     keys = _keys(_classes(base, dtype, classes))
     order = keys.argsort(kind="stable")
     bounds = keys.searchsorted(_probes(classes.many), sorter=order).tolist()
@@ -136,7 +136,7 @@ def gather(elements: Array, groups: Groups, out: Array) -> None:
     np.copyto(first, pairs, casting="unsafe")
     np.right_shift(pairs, 8 * elements.itemsize, out=pairs)
     np.copyto(second, pairs, casting="unsafe")
-    target, source = out.data, lanes.data  # slices of these are faster than those of arrays
+    target, source = out.data, lanes.data  # slicing memoryviews is faster than slicing arrays
     at = 0
     for start, end in groups.runs:
         last = at + end - start
@@ -145,7 +145,7 @@ def gather(elements: Array, groups: Groups, out: Array) -> None:
 
 
 def scatter(stream: Array, groups: Groups, out: Array) -> None:
-    """Undo :func:`gather`."""
+    """Reverse :func:`gather`."""
     lanes = scratch("delta lanes", stream.nbytes).view(stream.dtype)
     target, source = lanes.data, stream.data
     at = 0
@@ -163,7 +163,7 @@ def scatter(stream: Array, groups: Groups, out: Array) -> None:
 
 
 def _keys(classes: Array) -> Array:
-    """Return the classes of each pair as one number, the first of them uppermost."""
+    """Return the two classes of each pair as one number, the first in the upper half."""
     pairs = classes.view("<u2")
     np.multiply(pairs, 0x1001, out=pairs)
     np.right_shift(pairs, 8, out=pairs)
@@ -174,7 +174,7 @@ def _keys(classes: Array) -> Array:
 
 def _classes(base: Array, dtype: DType, classes: Classes) -> Array:
     exponents = _exponents(base, dtype)
-    # Bounds of the array's own type: with others numpy compares many times slower.
+    # The bounds have the array's type, because numpy is many times slower with other types.
     first, last = np.uint8(classes.first), np.uint8(classes.first + classes.many - 1)
     exponents.clip(first, last, out=exponents)
     return np.subtract(exponents, first, out=exponents)

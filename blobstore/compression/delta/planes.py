@@ -1,11 +1,10 @@
-"""Differences as planes: two or four of them in a byte, a byte each, or more.
+"""Stores differences as planes: two or four per byte, one per byte, or several bytes each.
 
-A Huffman code spends at least a bit on a symbol, and time on every symbol. So where nearly all
-differences are -1, 0 and 1 four of them are one symbol, and two where nearly all are within 7 of
-zero; the few others have an escape code, and stand as they are in a list behind. Bytes of wider
-differences are planes; each but the uppermost counts from -128, so that small differences of either
-sign have zeros above. Neighbouring classes of one form are one segment, in which each class
-begins a block with codes of its own.
+A Huffman code spends at least one bit, and time, on every symbol. So if nearly all differences are -1, 0
+and 1, four of them are one symbol; if nearly all are within 7 of zero, two are. The others get an escape
+code and are listed after the plane. The bytes of wider differences are planes. Each but the highest
+counts from -128, so that small differences of either sign have zeros above. Neighbouring classes of one
+form are one segment, in which each class begins a block with its own codes.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _SAMPLE: Final = 1 << 14
-"""Differences of a chunk that forms are chosen by."""
+"""Number of differences in the sample that forms are chosen from."""
 _LEAST_BITS: Final = 1.02
-"""A symbol of a Huffman code, at least."""
+"""Minimum cost of a symbol of a Huffman code."""
 _WASTED_BITS: Final = 0.04
-"""By how much a symbol's code is longer than the entropy; it stands for the time it takes as well."""
+"""Excess of a symbol's code over its entropy; it also represents decoding time."""
 _SEGMENT_BITS: Final = 1000
-"""What a segment costs; most of it stands for the time that it takes."""
+"""Cost of a segment, most of which represents decoding time."""
 _LEAST_BLOCK: Final = 1 << 10
-"""Bytes of a block that is worth a table of codes."""
+"""Minimum size of a block with its own Huffman table, in bytes."""
 
 
 class Form(enum.IntEnum):
@@ -50,16 +49,16 @@ class Form(enum.IntEnum):
 _BYTE: Final = 8
 """Bits of a byte."""
 _BITS: Final = (0, 2, 4, _BYTE)
-"""Bits of a difference in the forms with escapes; the least number of so many bits is the escape code."""
+"""Bits per difference in the forms with escapes; the lowest value is the escape code."""
 
 
 class Segment(NamedTuple):
-    """A coded run of differences."""
+    """Encoded differences."""
 
     form: int
     planes: list[Plane]
     escaped: bytes
-    """The differences that have only an escape code in the plane."""
+    """The differences that the plane replaces with an escape code."""
 
 
 def planes_of(form: int) -> int:
@@ -69,16 +68,16 @@ def planes_of(form: int) -> int:
         ColdDamaged: there is no such form.
     """
     if form >= Form.BYTES + 8:
-        raise ColdDamaged(f"differences of the unknown form {form}")
+        raise ColdDamaged(f"differences have the unknown form {form}")
     return max(form - Form.BYTES + 1, min(form, 1))
 
 
 def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return how many neighbouring classes make a segment, and of which form, for all segments.
+    """Return the number of classes and the form of each segment.
 
     Args:
         stream: the differences, class by class.
-        sizes: how many there are of each class.
+        sizes: the number of differences in each class.
     """
     if not stream.any():
         return [(len(sizes), Form.ZERO)]
@@ -102,12 +101,12 @@ def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def bits_of(stream: Array, sizes: Sequence[int]) -> float:
-    """Return the bits that differences take, about, each class in the form that suits it best."""
+    """Estimate the bits of encoded differences, with the best form for each class."""
     return float(_costs(stream, np.asarray(sizes)).min(axis=1).sum()) if stream.any() else 0.0
 
 
 def _costs(stream: Array, sizes: Array) -> Array:
-    """Return the bits that every class takes in every form but `ZERO`, about, as a sample tells."""
+    """Estimate from a sample the bits of each class in each form except `ZERO`."""
     width, many = stream.itemsize, len(sizes)
     step = max(len(stream) // _SAMPLE, 1)
     sample = stream[::step].astype(np.int64)
@@ -124,7 +123,7 @@ def _costs(stream: Array, sizes: Array) -> Array:
             entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
             codes = _code_bits(entropy, sizes * bits / 8)
             costs[:, form - 1] = codes + 8 * width * escapes
-    costs[:, -1] = _WASTED_BITS * sizes  # another plane takes time even if it is empty
+    costs[:, -1] = _WASTED_BITS * sizes  # even an empty plane takes time
     for _ in range(width):
         low = sample.astype(np.int8)
         values = _counts(classes, low.view(np.uint8), many, 256) * scale[:, None]
@@ -144,23 +143,23 @@ def _xlogx(counts: Array) -> Array:
 
 
 def _code_bits(entropy: Array, symbols: Array) -> Array:
-    """Return the bits of Huffman codes, which have a bit at least and waste a little."""
+    """Return the bits of Huffman codes, including their minimum and overhead."""
     return np.maximum(entropy + _WASTED_BITS * symbols, _LEAST_BITS * symbols)
 
 
 def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]) -> Segment:
-    """Return a coded run, which holds nothing of ``differences``.
+    """Encode differences; the result does not reference ``differences``.
 
     Args:
-        differences: those of some classes.
-        sizes: how many there are of each.
-        form: one that :func:`choose` names for them.
-        coders: what is tried on the planes: the second only where the first finds much.
+        differences: the differences of some classes.
+        sizes: the number of differences in each class.
+        form: the form from :func:`choose`.
+        coders: the coders to try on the planes; the second only if the first saves much.
     """
     if form == Form.ZERO:
         return Segment(form, [], b"")
     if form >= Form.BYTES:
-        planes = [_coded(plane, _cuts(sizes, 8), coders) for plane in _split(differences)]
+        planes = [_coded(plane, _block_starts(sizes, 8), coders) for plane in _split(differences)]
         return Segment(Form.BYTES + len(planes) - 1, planes, b"")
     bits = _BITS[form]
     half = (1 << (bits - 1)) - 1
@@ -169,24 +168,24 @@ def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence
     places = np.flatnonzero(outside)
     small = differences.astype(np.int8)
     small[places] = -half - 1
-    plane = _coded(_pack(small.view(np.uint8), bits), _cuts(sizes, bits), coders)
+    plane = _coded(_pack(small.view(np.uint8), bits), _block_starts(sizes, bits), coders)
     return Segment(form, [plane], differences[places].tobytes())
 
 
 def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, out: Array) -> None:
-    """Write a run to ``out``.
+    """Decode differences into ``out``.
 
     Raises:
-        ColdDamaged: a plane is damaged, or there are not as many escape codes as differences.
+        ColdDamaged: a plane is damaged, or the number of escape codes is wrong.
     """
     if len(escaped) and (form == Form.ZERO or form >= Form.BYTES):
-        raise ColdDamaged(f"{len(escaped)} differences that nothing escapes to")
+        raise ColdDamaged(f"{len(escaped)} escaped differences in a form without escapes")
     if form == Form.ZERO:
         out[:] = 0
     elif form >= Form.BYTES:
         count = form - Form.BYTES + 1
         if count > out.itemsize:
-            raise ColdDamaged(f"{count} planes of elements of {out.itemsize} bytes")
+            raise ColdDamaged(f"elements of {out.itemsize} bytes cannot have {count} planes")
         _merge(count, planes, out)
     else:
         bits = _BITS[form]
@@ -201,24 +200,24 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
 def _fill(out: Array, escaped: Array, is_escape: Array) -> None:
     places = np.flatnonzero(is_escape)
     if len(places) != len(escaped):
-        raise ColdDamaged(f"{len(places)} escape codes of {len(escaped)} differences")
+        raise ColdDamaged(f"{len(places)} escape codes for {len(escaped)} differences")
     out[places] = escaped
 
 
-def _cuts(sizes: Sequence[int], bits: int) -> list[int]:
-    """Return where in a packed plane any of the parts that lie over each other has a new class."""
+def _block_starts(sizes: Sequence[int], bits: int) -> list[int]:
+    """Return the offsets in a packed plane where a class begins in any of its bit positions."""
     total = sum(sizes)
     part = -(-total * bits // 8)
-    cuts: list[int] = []
+    starts: list[int] = []
     for place in sorted({int(end) % part for end in np.cumsum(sizes)}):
-        if place - (cuts[-1] if cuts else 0) >= _LEAST_BLOCK and part - place >= _LEAST_BLOCK:
-            cuts.append(place)
-    return cuts
+        if place - (starts[-1] if starts else 0) >= _LEAST_BLOCK and part - place >= _LEAST_BLOCK:
+            starts.append(place)
+    return starts
 
 
 def _coded(plane: Array, starts: Sequence[int], coders: Sequence[Coder]) -> Plane:
     coded = encode_plane(plane.data, coders[:1], block_starts=starts)
-    if len(coders) > 1 and coded.size < len(plane) // 3:  # runs, perhaps
+    if len(coders) > 1 and coded.size < len(plane) // 3:  # it may have long repetitions
         coded = min(coded, encode_plane(plane.data, coders[1:]), key=lambda one: one.size)
     return coded._replace(data=bytes(coded.data))
 

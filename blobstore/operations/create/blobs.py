@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.quantization.metadata import describe
+from blobstore.quantization.metadata import quant_metadata
 from blobstore.quantization.recipes import (
     BIAS,
     GLOBAL_SCALE,
@@ -167,7 +167,7 @@ def _group_prefix(name: str, experts: ExpertForm) -> str | None:
 
 def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> BlobPlan:
     recipes = tuple(_apply_policy(policy, recipe) for recipe in members)
-    metadata = describe({recipe.spec.name: _quantization(recipe) for recipe in recipes})
+    metadata = quant_metadata({recipe.spec.name: _quantization(recipe) for recipe in recipes})
     return BlobPlan(name, recipes, metadata)
 
 

@@ -148,7 +148,7 @@ def folder_contents(
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
-    is_gpt_oss = gpt_oss.is_form_of(_decoded(store, files, "config.json"), packed)
+    is_gpt_oss = gpt_oss.is_gpt_oss(_decoded(store, files, "config.json"), packed)
     tensors = _source_tensors(contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss)
     types = {} if dequantize or is_gpt_oss else _packed_types(contents, stacks)
     stems = _stems(store, files)

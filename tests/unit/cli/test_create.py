@@ -215,7 +215,7 @@ def test_an_import_follows_the_decisions_of_a_dry_run(store: LocalStore, bf16: P
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--quantize", "fp8"], "Ollama takes it for int8"),
+        (["--quantize", "fp8"], "in Ollama it means int8"),
         (["--quantize", "int4", "--group-size", "48"], "int4 cannot have groups of 48"),
         (["--group-size", "32"], "requires a type to quantize to"),
         (["--quantize", "int4", "--quantize-override", "x"], "'x'"),

@@ -36,9 +36,9 @@ FINE = BLOB[:-2] + b"xy"
 
 
 def delta() -> bytes:
-    runs = spans_of(BLOB, len(BLOB))
-    begins = [sum(run.size for run in runs[:number]) for number in range(len(runs))]
-    marked = [run._replace(base_begin=begin) for run, begin in zip(runs, begins, strict=True)]
+    spans = spans_of(BLOB, len(BLOB))
+    begins = [sum(span.size for span in spans[:number]) for number in range(len(spans))]
+    marked = [span._replace(base_begin=begin) for span, begin in zip(spans, begins, strict=True)]
     return cold(FINE, spans=marked, base=BaseBlob.hot(BLOB))
 
 
@@ -124,8 +124,8 @@ def test_finds_a_damaged_plane() -> None:
 def test_equal_tensors_are_stored_once() -> None:
     tensor = weights(DType.BF16, 200_000)
     blob = safetensors({"a": (DType.BF16, tensor), "b": (DType.BF16, tensor)})
-    runs = mark_duplicates(spans_of(blob, len(blob)), blob)
-    stored = cold(blob, spans=runs)
+    spans = mark_duplicates(spans_of(blob, len(blob)), blob)
+    stored = cold(blob, spans=spans)
 
     assert len(stored) < 0.36 * len(blob)
     assert decoded(ColdBlobDecoder(stored)) == blob
@@ -214,15 +214,15 @@ def merged_adapter() -> tuple[bytes, BaseBlob, Span]:
     tensor = added.view(np.uint16).ravel()
     found = fit(tensor, base, DType.BF16, columns)
     assert found is not None
-    run = Span(tensor.nbytes, DType.BF16, base_begin=3, factors=pack(found))
-    return tensor.tobytes(), BaseBlob.hot(b"abc" + base.tobytes()), run
+    span = Span(tensor.nbytes, DType.BF16, base_begin=3, factors=pack(found))
+    return tensor.tobytes(), BaseBlob.hot(b"abc" + base.tobytes()), span
 
 
 def test_a_merged_adapter_is_predicted_from_its_base() -> None:
-    blob, base, run = merged_adapter()
-    plain = cold(blob, spans=[run._replace(factors=None)], base=base)
+    blob, base, span = merged_adapter()
+    plain = cold(blob, spans=[span._replace(factors=None)], base=base)
 
-    stored = cold(blob, spans=[run], base=base)
+    stored = cold(blob, spans=[span], base=base)
 
     assert len(stored) < 0.7 * len(plain)
     back = ColdBlobDecoder(stored)
@@ -234,10 +234,10 @@ def test_a_merged_adapter_is_predicted_from_its_base() -> None:
 
 
 def test_rejects_altered_factors() -> None:
-    blob, base, run = merged_adapter()
-    assert run.factors is not None
-    stored = bytearray(cold(blob, spans=[run], base=base))
-    stored[stored.index(run.factors) + len(run.factors) // 2] ^= 1
+    blob, base, span = merged_adapter()
+    assert span.factors is not None
+    stored = bytearray(cold(blob, spans=[span], base=base))
+    stored[stored.index(span.factors) + len(span.factors) // 2] ^= 1
     back = ColdBlobDecoder(stored)
     back.give_base(base)
 
@@ -265,8 +265,8 @@ def test_chunk_ranges_make_up_the_blob(limit: int, stored_limit: int) -> None:
 
 def test_chunk_ranges_of_repeated_parts_have_no_planes() -> None:
     data = weights(DType.BF16, 600_000)
-    runs = mark_duplicates([Span(len(data), DType.BF16), Span(len(data), DType.BF16)], data * 2)
-    blob = ColdBlobDecoder(cold(data * 2, spans=runs))
+    spans = mark_duplicates([Span(len(data), DType.BF16), Span(len(data), DType.BF16)], data * 2)
+    blob = ColdBlobDecoder(cold(data * 2, spans=spans))
     assert blob.table.parts[1].same_as == 0
     ranges = list(blob.chunk_ranges(len(data), 1 << 40))
     assert [one.stored_end - one.stored_begin for one in ranges if one.begin >= len(data)] == [0]

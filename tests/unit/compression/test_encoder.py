@@ -125,9 +125,9 @@ def test_memory_is_bounded_by_chunks() -> None:
 
 def test_unaligned_tensors_survive_a_round_trip() -> None:
     blob = b"x" + weights(DType.F32, 200_000)
-    runs = [Span(1), Span(len(blob) - 1, DType.F32)]
+    spans = [Span(1), Span(len(blob) - 1, DType.F32)]
 
-    assert back(cold(blob, spans=runs)) == blob
+    assert back(cold(blob, spans=spans)) == blob
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_rejects_pieces_that_do_not_have_the_size_of_the_spans(
         cold(BLOB, pieces=pieces)
 
 
-@pytest.mark.parametrize("run", [Span(0), Span(3, DType.BF16)])
-def test_rejects_a_span_with_an_incomplete_element(run: Span) -> None:
+@pytest.mark.parametrize("span", [Span(0), Span(3, DType.BF16)])
+def test_rejects_a_span_with_an_incomplete_element(span: Span) -> None:
     with pytest.raises(UsageError, match="does not hold elements of"):
-        cold(bytes(3), spans=[run])
+        cold(bytes(3), spans=[span])
 
 
 def test_rejects_spans_with_a_base_if_none_is_given() -> None:
@@ -173,12 +173,12 @@ def test_ignores_a_base_that_saves_nothing() -> None:
 def test_a_repetition_of_a_span_with_a_base_shares_its_chunks() -> None:
     data = weights(DType.BF16, 1 << 20)
     base = BaseBlob.hot(data[:-2] + b"xy")
-    runs = [
+    spans = [
         Span(len(data), DType.BF16, base_begin=0),
         Span(len(data), DType.BF16, same_as=0),
     ]
 
-    stored = ColdBlobDecoder(cold(data * 2, spans=runs, base=base))
+    stored = ColdBlobDecoder(cold(data * 2, spans=spans, base=base))
 
     stored.give_base(base)
     assert decoded(stored) == data * 2
@@ -187,10 +187,10 @@ def test_a_repetition_of_a_span_with_a_base_shares_its_chunks() -> None:
 @pytest.mark.parametrize("dtype", [None, DType.U16])
 def test_rejects_factors_for_types_that_are_not_floats(dtype: DType | None) -> None:
     data = noise(800)
-    run = Span(len(data), dtype, base_begin=0, factors=b"any")
+    span = Span(len(data), dtype, base_begin=0, factors=b"any")
 
     with pytest.raises(UsageError, match="these factors cannot predict"):
-        cold(data, spans=[run], base=BaseBlob.hot(data))
+        cold(data, spans=[span], base=BaseBlob.hot(data))
 
 
 def test_compresses_a_chunk_that_differs_from_the_sample() -> None:

@@ -83,12 +83,12 @@ def test_false_matches_make_bits_worth_it() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 14, 16])
-def test_rejects_bits_of_another_number(size: int) -> None:
+def test_rejects_bits_of_another_size(size: int) -> None:
     with pytest.raises(ColdDamaged, match="100 bits and two values"):
         decoded(Method.BITS, bytes(size), 100)
 
 
-def test_keeps_raw_what_would_gain_too_little_for_its_time() -> None:
+def test_planes_that_save_too_little_stay_raw() -> None:
     assert encode_plane(noise(100_000) + bytes(2000)).method == Method.ZSTD
     assert encode_plane(noise(100_000) + bytes(600)).method == Method.RAW
 
@@ -154,7 +154,7 @@ def test_rejects_a_frame_without_a_size() -> None:
         decoded(Method.ZSTD, frame, 100)
 
 
-def test_rejects_a_method_that_is_unknown() -> None:
+def test_rejects_an_unknown_method() -> None:
     with pytest.raises(ColdDamaged, match="unknown method 3"):
         decoded(3, b"abc", 3)
 
@@ -162,7 +162,7 @@ def test_rejects_a_method_that_is_unknown() -> None:
 @pytest.mark.parametrize(
     "stored", [b"", b"no frame at all", zstandard.MAGIC_NUMBER.to_bytes(4, "little")]
 )
-def test_rejects_what_is_no_frame(stored: bytes) -> None:
+def test_rejects_bytes_that_are_not_a_frame(stored: bytes) -> None:
     with pytest.raises(ColdDamaged, match="a frame cannot be decoded"):
         decoded(Method.ZSTD, stored, 100)
     with pytest.raises(ColdDamaged, match="a frame cannot be decoded"):
@@ -184,5 +184,5 @@ def test_rejects_a_frame_that_needs_a_large_window() -> None:
         decoded(Method.ZSTD, frame + (100).to_bytes(8, "little"), 100)
 
 
-def test_tells_what_a_frame_declares() -> None:
+def test_returns_the_size_that_a_frame_declares() -> None:
     assert declared_size(zstandard.compress(bytes(12345))) == 12345

@@ -20,86 +20,86 @@ MERGED = merged(BASE, 2)
 SHAPE = (ROWS, COLUMNS)
 
 
-def run_of(data: bytes, shape: tuple[int, ...], begin: int = 0) -> Span:
+def span_of(data: bytes, shape: tuple[int, ...], begin: int = 0) -> Span:
     return Span(len(data), DType.BF16, base_begin=begin, shape=shape)
 
 
-def coded(data: bytes, run: Span, before: bytes, level: Level) -> tuple[int, int, list[Span]]:
-    """Return the bytes without factors and with them, once they have been decoded, and the runs."""
+def coded(data: bytes, span: Span, before: bytes, level: Level) -> tuple[int, int, list[Span]]:
+    """Return the sizes without and with factors, verified by decoding, and the spans."""
     base = BaseBlob.hot(before)
-    runs = list(fit_low_rank(memoryview(data), [run], base, level, {}))
-    stored = cold(data, spans=runs, base=base, level=level)
+    spans = list(fit_low_rank(memoryview(data), [span], base, level, {}))
+    stored = cold(data, spans=spans, base=base, level=level)
     opened = ColdBlobDecoder(stored)
     if opened.table.base is not None:
         opened.give_base(base)
     out = decoded(opened)
     assert out == data
-    return len(cold(data, spans=[run], base=base, level=level)), len(stored), runs
+    return len(cold(data, spans=[span], base=base, level=level)), len(stored), spans
 
 
 @pytest.mark.parametrize("level", get_args(Level))
-def test_a_merged_adapter_takes_little(level: Level) -> None:
-    plain, size, _ = coded(MERGED, run_of(MERGED, SHAPE), BASE, level)
+def test_a_merged_adapter_takes_little_space(level: Level) -> None:
+    plain, size, _ = coded(MERGED, span_of(MERGED, SHAPE), BASE, level)
     assert size < 0.5 * plain
-    assert coded(MERGED, run_of(MERGED, SHAPE), BASE, level)[1] == size
+    assert coded(MERGED, span_of(MERGED, SHAPE), BASE, level)[1] == size
 
 
 @pytest.mark.parametrize("level", get_args(Level))
-def test_an_estimate_knows_what_factors_save(level: Level) -> None:
-    run = run_of(MERGED, SHAPE)
-    _, size, runs = coded(MERGED, run, BASE, level)
+def test_estimates_what_factors_save(level: Level) -> None:
+    span = span_of(MERGED, SHAPE)
+    _, size, spans = coded(MERGED, span, BASE, level)
     known: KnownFactors = {}
-    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, known)
+    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), level, known)
     assert abs(about - size) < 0.15 * size
-    assert known == {0: runs[0].factors}  # which need not be found twice
-    runs = [run._replace(factors=b"other")]
+    assert known == {0: spans[0].factors}  # they need not be fitted again
+    spans = [span._replace(factors=b"other")]
     assert (
-        list(fit_low_rank(memoryview(MERGED), [run], BaseBlob.hot(BASE), level, {0: b"other"}))
-        == runs
+        list(fit_low_rank(memoryview(MERGED), [span], BaseBlob.hot(BASE), level, {0: b"other"}))
+        == spans
     )
 
 
-def test_an_estimate_of_a_large_tensor_is_from_some_of_its_rows(
+def test_samples_rows_of_large_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
-    run = run_of(MERGED, SHAPE)
-    _, size, _ = coded(MERGED, run, BASE, "small")
-    plain = len(cold(MERGED, spans=[run], base=BaseBlob.hot(BASE)))
+    span = span_of(MERGED, SHAPE)
+    _, size, _ = coded(MERGED, span, BASE, "small")
+    plain = len(cold(MERGED, spans=[span], base=BaseBlob.hot(BASE)))
     known: KnownFactors = {}
-    about = estimate_size(memoryview(MERGED), [run], BaseBlob.hot(BASE), "small", known)
+    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), "small", known)
     assert known == {}
     assert 0.75 * size < about < 0.75 * plain
 
 
-def test_every_matrix_of_a_stack_has_factors_of_its_own() -> None:
+def test_each_matrix_of_a_stack_has_its_own_factors() -> None:
     before = b"head" + b"".join(matrix(seed) for seed in range(8))
     step = len(BASE)
     data = b"".join(
         merged(before[4 + number * step :][:step], number, rank=16) for number in range(8)
     )
-    plain, size, runs = coded(data, run_of(data, (8, *SHAPE), 4), before, "small")
-    assert [run.base_begin for run in runs] == [4 + number * step for number in range(8)]
-    assert all(run.factors for run in runs)
+    plain, size, spans = coded(data, span_of(data, (8, *SHAPE), 4), before, "small")
+    assert [span.base_begin for span in spans] == [4 + number * step for number in range(8)]
+    assert all(span.factors for span in spans)
     assert size < 0.5 * plain
 
 
 @pytest.mark.parametrize("level", get_args(Level))
-def test_a_stack_of_which_no_matrix_is_predicted_stays_whole(level: Level) -> None:
+def test_a_stack_without_factors_is_not_split(level: Level) -> None:
     data = weights(DType.BF16, 4 * ROWS * COLUMNS)
-    run = run_of(data, (4, *SHAPE))
+    span = span_of(data, (4, *SHAPE))
     other = weights(DType.BF16, 4 * ROWS * COLUMNS, seed=1)
-    assert coded(data, run, other, level)[2] == [run]
+    assert coded(data, span, other, level)[2] == [span]
 
 
-def test_the_first_dimension_of_windows_is_against_all_others() -> None:
+def test_convolution_kernels_are_matrices_of_the_first_dimension_by_all_others() -> None:
     shape = (ROWS, COLUMNS // 10, 2, 5)
-    _, _, runs = coded(MERGED, run_of(MERGED, shape), BASE, "small")
-    assert runs[0].factors is not None
+    _, _, spans = coded(MERGED, span_of(MERGED, shape), BASE, "small")
+    assert spans[0].factors is not None
 
 
 @pytest.mark.parametrize(
-    "run",
+    "span",
     [
         Span(len(MERGED), DType.BF16, shape=SHAPE),
         Span(len(MERGED), DType.U16, base_begin=0, shape=SHAPE),
@@ -109,19 +109,19 @@ def test_the_first_dimension_of_windows_is_against_all_others() -> None:
     ],
     ids=["no base", "integers", "a vector", "too narrow", "bytes"],
 )
-def test_what_has_no_factors_stays_as_it_is(run: Span) -> None:
-    assert coded(MERGED, run, BASE, "small")[2] == [run]
+def test_spans_without_factors_are_unchanged(span: Span) -> None:
+    assert coded(MERGED, span, BASE, "small")[2] == [span]
 
 
-def test_equal_tensors_stay_as_they_are() -> None:
-    run = run_of(BASE, SHAPE)
-    assert coded(BASE, run, BASE, "small")[2] == [run]
+def test_a_tensor_equal_to_its_base_is_unchanged() -> None:
+    span = span_of(BASE, SHAPE)
+    assert coded(BASE, span, BASE, "small")[2] == [span]
 
 
-def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(MERGED, SHAPE, 4)
+def test_reads_a_large_base_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = span_of(MERGED, SHAPE, 4)
     before = b"head" + BASE
-    held = coded(MERGED, run, before, "small")[2]
+    held = coded(MERGED, span, before, "small")[2]
     sizes: list[int] = []
     hot = BaseBlob.hot(before)
 
@@ -133,14 +133,14 @@ def test_a_base_that_is_not_held_is_read_by_rows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     monkeypatch.setattr("blobstore.compression.delta.low_rank_fit._BLOCK_ELEMENTS", 1 << 13)
     base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]
-    found = list(fit_low_rank(memoryview(MERGED), [run], base, "small", {}))
+    found = list(fit_low_rank(memoryview(MERGED), [span], base, "small", {}))
     assert [one.factors is not None for one in found] == [True]
     assert abs(len(found[0].factors or b"") - len(held[0].factors or b"")) < 1000
     assert max(sizes) < len(MERGED)
 
 
-def test_numbers_that_nothing_reaches_stop_no_fit() -> None:
+def test_non_finite_values_do_not_stop_a_fit() -> None:
     data = noise(len(BASE))
-    run = run_of(data, SHAPE)
-    assert coded(data, run, BASE, "small")[2] == [run]
-    assert np.frombuffer(data, np.uint16).max() > 0xFF00  # no numbers are among them
+    span = span_of(data, SHAPE)
+    assert coded(data, span, BASE, "small")[2] == [span]
+    assert np.frombuffer(data, np.uint16).max() > 0xFF00  # there are NaNs

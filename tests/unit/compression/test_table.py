@@ -67,13 +67,13 @@ def reject(data: memoryview | Table, match: str) -> None:
         decode_table(file(data) if isinstance(data, Table) else data)
 
 
-def test_a_table_comes_back() -> None:
+def test_a_table_survives_a_round_trip() -> None:
     read = decode_table(file(TABLE))
 
     assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == TABLE
 
 
-def test_an_empty_blob_has_the_least_size() -> None:
+def test_an_empty_blob_has_the_minimum_size() -> None:
     empty = Table(DIGEST, 0, None, (), ())
 
     assert len(file(empty)) == MIN_SIZE
@@ -85,12 +85,12 @@ def test_parts_count_their_chunks() -> None:
     assert Part(MAX_CHUNK * 3 + 1).chunks == 13
 
 
-def test_rejects_what_does_not_begin_like_a_cold_blob() -> None:
+def test_rejects_another_prefix() -> None:
     reject(memoryview(b"\x08" + bytes(500)), "the prefix is different")
 
 
 @pytest.mark.parametrize("size", range(MIN_SIZE))
-def test_rejects_less_than_the_least_size(size: int) -> None:
+def test_rejects_less_than_the_minimum_size(size: int) -> None:
     reject(file(TABLE)[:size], "truncated")
 
 
@@ -120,7 +120,7 @@ def test_rejects_a_table_without_its_digest() -> None:
     reject(memoryview(data), "does not match its digest")
 
 
-def test_rejects_planes_that_are_missing_or_too_many() -> None:
+def test_rejects_missing_or_additional_planes() -> None:
     reject(file(TABLE, STORED - 1), "lists .* bytes of planes")
     reject(file(TABLE, STORED + 1), "lists .* bytes of planes")
 
@@ -147,7 +147,7 @@ def test_rejects_an_impossible_part(fields: dict[str, int]) -> None:
     reject(with_part(**fields), "part 1: .* not possible")
 
 
-def test_rejects_a_part_that_is_the_same_as_a_copy() -> None:
+def test_rejects_a_copy_of_a_copy() -> None:
     parts = (*TABLE.parts[:3], Part(1000, 2, 600, same_as=2), *TABLE.parts[3:])
 
     reject(TABLE._replace(parts=parts, size=4900), "part 3: kind 1 with 2 is not possible")
@@ -157,7 +157,7 @@ def test_rejects_a_delta_in_a_blob_without_a_base() -> None:
     reject(TABLE._replace(base=None), "part 3: kind 2 with 4000 is not possible")
 
 
-def test_rejects_parts_that_are_not_the_blob() -> None:
+def test_rejects_parts_that_do_not_add_up_to_the_blob() -> None:
     reject(TABLE._replace(size=3901), "do not add up to the 3901 bytes")
 
 
@@ -176,7 +176,7 @@ def test_rejects_more_parts_than_the_table_could_list() -> None:
     reject(memoryview(PREFIX + content + footer), "4294967295 parts do not fit")
 
 
-def test_rejects_a_table_that_ends_amid_a_chunk() -> None:
+def test_rejects_a_table_that_ends_within_a_chunk() -> None:
     reject(TABLE._replace(chunks=TABLE.chunks[:-1]), "ends after .* bytes, within an entry")
 
 
@@ -211,7 +211,7 @@ def test_rejects_a_reserved_field_in_use() -> None:
     reject(memoryview(PREFIX + bytes(STORED) + content + footer), "part 0: 1 where 0 is reserved")
 
 
-def test_rejects_a_base_that_is_neither_there_nor_not() -> None:
+def test_rejects_an_invalid_base_flag() -> None:
     content = bytearray(encode_table(TABLE)[:-FOOTER_SIZE])
     content[40] = 2
     digest = hashlib.sha256(PREFIX + content).digest()

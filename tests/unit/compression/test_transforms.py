@@ -1,4 +1,4 @@
-"""Layouts of floats and of bytes: whatever the bits, they come back."""
+"""Round trips of all transforms, for any bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPED = {4: DType.BF16, 5: DType.BF16, 9: DType.F8_E4M3}
 def split(
     transform: Transform, chunk: bytes, base: bytes | None = None
 ) -> list[np.ndarray[Any, Any]] | None:
-    """Return copies of the planes, checked against the sizes that the transform states."""
+    """Return copies of the planes, checked against the sizes of the transform."""
     start = None if base is None else np.frombuffer(base, np.uint8)
     planes = transform.encode(np.frombuffer(chunk, np.uint8), start)
     if planes is None:
@@ -64,7 +64,7 @@ def like_weights(transform: Transform, count: int) -> bytes:
 
 @pytest.mark.parametrize("count", [2, 14, 1000, 70_002])
 @pytest.mark.parametrize("transform", SOLO, ids=lambda transform: transform.number)
-def test_weights_come_back(transform: Transform, count: int) -> None:
+def test_weights_survive_a_round_trip(transform: Transform, count: int) -> None:
     chunk = like_weights(transform, count)
     planes = split(transform, chunk)
 
@@ -73,7 +73,7 @@ def test_weights_come_back(transform: Transform, count: int) -> None:
 
 
 @pytest.mark.parametrize("transform", SOLO, ids=lambda transform: transform.number)
-def test_every_pattern_of_the_upper_bits_comes_back(transform: Transform) -> None:
+def test_all_upper_bit_patterns_survive_a_round_trip(transform: Transform) -> None:
     count = 1 << min(16, 8 * transform.width)
     patterns = np.arange(count, dtype=f"<u{min(transform.width, 2)}")
     chunk = np.frombuffer(noise(count * transform.width), np.uint8).copy()
@@ -82,14 +82,14 @@ def test_every_pattern_of_the_upper_bits_comes_back(transform: Transform) -> Non
 
     planes = split(transform, chunk.tobytes())
 
-    if planes is None:  # all exponents there are fit no window of sixteen
+    if planes is None:  # the exponents do not fit a window of sixteen
         assert transform.number in {5, 7, 10}
     else:
         assert merged(transform, planes, len(chunk)) == chunk.tobytes()
 
 
 @given(st.integers(1, 40), st.data())
-def test_any_elements_come_back(count: int, data: st.DataObject) -> None:
+def test_any_elements_survive_a_round_trip(count: int, data: st.DataObject) -> None:
     transform = data.draw(st.sampled_from(SOLO))
     size = count * transform.width
     chunk = data.draw(st.binary(min_size=size, max_size=size))
@@ -98,11 +98,11 @@ def test_any_elements_come_back(count: int, data: st.DataObject) -> None:
     if planes is not None:
         assert merged(transform, planes, size) == chunk
     if transform.number not in {5, 7, 9, 10} and planes is None:
-        pytest.fail("only pairs may not suit")
+        pytest.fail("only pairs may be inapplicable")
 
 
 @pytest.mark.parametrize("number", [5, 7, 9, 10])
-def test_pairs_do_not_suit_an_odd_number(number: int) -> None:
+def test_pairs_are_not_applicable_to_an_odd_number(number: int) -> None:
     transform = transforms._BY_NUMBER[number]
 
     assert split(transform, like_weights(transform, 1000)) is not None
@@ -111,7 +111,7 @@ def test_pairs_do_not_suit_an_odd_number(number: int) -> None:
 
 
 @pytest.mark.parametrize("transform", SOLO, ids=lambda transform: transform.number)
-def test_planes_may_begin_anywhere(transform: Transform) -> None:
+def test_planes_may_be_unaligned(transform: Transform) -> None:
     chunk = like_weights(transform, 500)
     planes = split(transform, chunk)
 
@@ -121,7 +121,7 @@ def test_planes_may_begin_anywhere(transform: Transform) -> None:
 
 
 @given(st.data())
-def test_any_planes_make_some_chunk(data: st.DataObject) -> None:
+def test_any_planes_can_be_decoded(data: st.DataObject) -> None:
     transform = data.draw(st.sampled_from(SOLO))
     count = 2 * data.draw(st.integers(1, 20))
     planes = [
@@ -136,7 +136,7 @@ def test_any_planes_make_some_chunk(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
-def test_a_type_s_transforms_have_its_width(dtype: DType) -> None:
+def test_transforms_have_the_width_of_their_type(dtype: DType) -> None:
     kinds = transforms_for(dtype)
 
     assert width_of(dtype) in WIDTHS
@@ -150,7 +150,7 @@ def test_a_type_s_transforms_have_its_width(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
-def test_differences_of_every_type_come_back(dtype: DType) -> None:
+def test_deltas_of_every_type_survive_a_round_trip(dtype: DType) -> None:
     base = weights(dtype, 6000)
     chunk = bytearray(base)
     chunk[::64] = noise(len(chunk[::64]))
@@ -163,7 +163,7 @@ def test_differences_of_every_type_come_back(dtype: DType) -> None:
     assert merged(transform, planes, len(chunk), base) == chunk
 
 
-def test_differences_need_a_base() -> None:
+def test_deltas_need_a_base() -> None:
     transform = delta_transform(DType.BF16, FAST)
 
     assert transform.needs_base
@@ -172,11 +172,11 @@ def test_differences_need_a_base() -> None:
 
 
 @pytest.mark.parametrize(("number", "width"), [(0, 3), (1, 4), (4, 4), (31, 2), (41, 1), (255, 2)])
-def test_there_is_no_transform_of_another_number_or_width(number: int, width: int) -> None:
+def test_unknown_numbers_and_widths_have_no_transform(number: int, width: int) -> None:
     assert transform_of(number, width) is None
 
 
-def test_bytes_without_a_type_are_single() -> None:
+def test_untyped_bytes_have_width_1() -> None:
     assert width_of(None) == 1
     assert [transform.number for kind in transforms_for(None) for transform in kind] == [0]
     assert delta_transform(None, FAST).number == delta_transform(DType.U8, FAST).number
@@ -194,7 +194,7 @@ def test_bytewise_transforms_have_one_plane_per_byte(transform: Transform) -> No
     assert transform.sizes(100) == (100,) * transform.width
 
 
-def test_whole_chunks_are_one_plane() -> None:
+def test_the_identity_has_one_plane() -> None:
     transform = IDENTITY[4]
     chunk = np.arange(16, dtype=np.uint8)
     out = np.empty(16, np.uint8)

@@ -4,18 +4,38 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import UnsupportedSource
-from blobstore.quantization.detect import Recognised, detect_quantization
+from blobstore.quantization.detect import (
+    DetectedQuantization,
+    detect_quantization,
+    fp4_blocks,
+    fp4_weight,
+    mlx_weight,
+    mxfp8_weight,
+)
+from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 MLX = {"quantization": {"group_size": 64, "bits": 4}}
 FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+U8, U32, F32, BF16, E4M3, E8M0 = (
+    DType.U8,
+    DType.U32,
+    DType.F32,
+    DType.BF16,
+    DType.F8_E4M3,
+    DType.F8_E8M0,
+)
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+random = np.random.default_rng(0)
 
 Tensors = dict[str, tuple[Any, ...]]
 
@@ -27,17 +47,17 @@ def specs(tensors: Tensors) -> dict[str, TensorSpec]:
     } | {"norm.weight": TensorSpec("norm.weight", DType.BF16, (8,))}
 
 
-def recognised(tensors: Tensors, config: dict[str, Any] | None = None) -> Recognised:
+def detect(tensors: Tensors, config: dict[str, Any] | None = None) -> DetectedQuantization:
     return detect_quantization(specs(tensors), config or {})
 
 
-def prequantized(found: Recognised, name: str) -> Prequantized:
+def prequantized(found: DetectedQuantization, name: str) -> Prequantized:
     recipe = found.recipes[name]
     assert isinstance(recipe, Prequantized)
     return recipe
 
 
-def decoded(found: Recognised, name: str) -> Decoded:
+def decoded(found: DetectedQuantization, name: str) -> Decoded:
     recipe = found.recipes[name]
     assert isinstance(recipe, Decoded)
     return recipe
@@ -88,7 +108,7 @@ def test_keeps_the_tensors_of_folders(name: str) -> None:
     ],
 )
 def test_keeps_tensors_that_only_look_quantized(tensors: Tensors) -> None:
-    assert recognised(tensors) == (copies(specs(tensors)), (), "")
+    assert detect(tensors) == (copies(specs(tensors)), (), "")
 
 
 # MLX.
@@ -115,7 +135,7 @@ def test_recognises_a_folder_of_mlx() -> None:
 
 
 def test_a_config_without_mode_is_affine() -> None:
-    found = recognised(PACKED, MLX)
+    found = detect(PACKED, MLX)
     assert set(found.recipes) == {"m.weight", "norm.weight"}
     recipe = prequantized(found, "m.weight")
     assert (recipe.item.name, recipe.group_size) == ("int4", 64)
@@ -124,7 +144,7 @@ def test_a_config_without_mode_is_affine() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_keeps_unusual_bits_under_their_own_types(bits: int) -> None:
     tensors = {**PACKED, "m.weight": ("U32", 8, 128 * bits // 32)}
-    found = recognised(tensors, {"quantization": {"bits": bits, "group_size": 64}})
+    found = detect(tensors, {"quantization": {"bits": bits, "group_size": 64}})
     assert prequantized(found, "m.weight").item.name == f"int{bits}"
     assert found.quant_type == f"int{bits}"
 
@@ -137,17 +157,17 @@ def test_modules_have_their_own_types() -> None:
         "head.weight": ("BF16", 8, 128),
     }
     own = {"layers.0.down_proj": {"bits": 8, "group_size": 64}, "head": False}
-    found = recognised(tensors, {"quantization": {**MLX["quantization"], **own}})
+    found = detect(tensors, {"quantization": {**MLX["quantization"], **own}})
     assert prequantized(found, "layers.0.down_proj.weight").item.name == "int8"
     assert prequantized(found, "m.weight").item.name == "int4"
     assert isinstance(found.recipes["head.weight"], Copied)
     with pytest.raises(UnsupportedSource, match="'layers.0.down_proj.weight' is int4 .* by config"):
-        recognised(tensors, MLX)
+        detect(tensors, MLX)
 
 
-def test_tells_of_modules_that_are_not_there() -> None:
+def test_reports_modules_of_the_config_that_do_not_exist() -> None:
     own = {"head": {"bits": 8, "group_size": 64}}
-    found = recognised(PACKED, {"quantization": {**MLX["quantization"], **own}})
+    found = detect(PACKED, {"quantization": {**MLX["quantization"], **own}})
     (notice,) = found.notices
     assert notice == (
         "config.json gives a type to 1 module that the source does not have, such as 'head'"
@@ -156,38 +176,38 @@ def test_tells_of_modules_that_are_not_there() -> None:
 
 def test_takes_a_packed_weight_that_is_not_called_weight() -> None:
     tensors = {"experts.up": ("U32", 2, 8, 16), "experts.up.scales": ("U8", 2, 8, 4)}
-    recipe = prequantized(recognised(tensors), "experts.up")
+    recipe = prequantized(detect(tensors), "experts.up")
     assert [spec.name for spec in recipe.stored] == ["experts.up", "experts.up.scale"]
     assert recipe.item.name == "mxfp4"
 
 
 def test_scales_belong_to_one_weight() -> None:
     tensors = {**PACKED, "m.weight": ("U32", 8, 32), "m": ("U32", 8)}
-    found = recognised(tensors, {"quantization": {"bits": 8}})
+    found = detect(tensors, {"quantization": {"bits": 8}})
     assert isinstance(found.recipes["m"], Copied)
     assert prequantized(found, "m.weight").item.name == "int8"
 
 
-def test_refuses_packed_words_without_scales() -> None:
+def test_rejects_packed_words_without_scales() -> None:
     with pytest.raises(UnsupportedSource, match="'m.weight' is packed by config.json, and its sc"):
-        recognised({"m.weight": ("U32", 8, 16)}, MLX)
+        detect({"m.weight": ("U32", 8, 16)}, MLX)
     with pytest.raises(UnsupportedSource, match="'m.weight' lacks its scales, 'm.scales'"):
-        recognised({"m.weight": ("U32", 8, 16), "m.biases": ("BF16", 8, 2)})
+        detect({"m.weight": ("U32", 8, 16), "m.biases": ("BF16", 8, 2)})
 
 
-def test_refuses_types_that_cannot_be_told() -> None:
+def test_rejects_types_that_are_ambiguous() -> None:
     with pytest.raises(UnsupportedSource, match="'m.weight' .*int4 in groups of 64 or int8"):
-        recognised(PACKED)
+        detect(PACKED)
 
 
-def test_refuses_a_global_scale_of_mlx() -> None:
+def test_rejects_a_global_scale_of_mlx() -> None:
     tensors: Tensors = {
         "m.weight": ("U32", 8, 16),
         "m.scales": ("U8", 8, 8),
         "m.global_scale": ("F32",),
     }
     with pytest.raises(UnsupportedSource, match="'m.weight' \\(U32\\) has a global scale in MLX"):
-        recognised(tensors)
+        detect(tensors)
 
 
 # Packed 4-bit floats of others.
@@ -223,7 +243,7 @@ def test_recognises_a_folder_of_compressed_tensors() -> None:
 
 
 def test_recognises_modelopt() -> None:
-    found = recognised(MODELOPT)
+    found = detect(MODELOPT)
     assert set(found.recipes) == {"m.weight", "m.k_scale", "norm.weight"}
     recipe = prequantized(found, "m.weight")
     assert (recipe.item.name, recipe.group_size) == ("nvfp4", None)
@@ -234,7 +254,7 @@ def test_recognises_modelopt() -> None:
 @pytest.mark.parametrize("tensors", [COMPRESSED, MODELOPT])
 def test_leaves_out_the_scales_of_activations_alone(tensors: Tensors) -> None:
     lone: Tensors = {"other.input_scale": ("F32",), "other.input_global_scale": ("F32", 1)}
-    found = recognised(tensors | lone)
+    found = detect(tensors | lone)
     assert set(lone) <= set(found.recipes)
     kept = {source for recipe in found.recipes.values() for source in recipe.sources}
     assert set(specs(tensors | lone)) - kept <= {"m.input_scale", "m.input_global_scale"}
@@ -266,20 +286,20 @@ def test_leaves_out_the_scales_of_activations_alone(tensors: Tensors) -> None:
         ),
         (
             {**COMPRESSED, "m.weight_zero_point": ("I8", 8, 4)},
-            r"'m.weight_zero_point' \(I8\) is of zero points",
+            r"'m.weight_zero_point' \(I8\) has zero points",
         ),
     ],
 )
-def test_refuses_incomplete_and_other_packed_weights(tensors: Tensors, message: str) -> None:
+def test_rejects_incomplete_and_other_packed_weights(tensors: Tensors, message: str) -> None:
     with pytest.raises(UnsupportedSource, match=message):
-        recognised(tensors)
+        detect(tensors)
 
 
-def test_refuses_group_sizes_that_contradict_the_config() -> None:
+def test_rejects_group_sizes_that_contradict_the_config() -> None:
     weights = {"num_bits": 4, "type": "float", "group_size": 32}
     config = {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
     with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16 .* 32 by config.json"):
-        recognised(COMPRESSED, config)
+        detect(COMPRESSED, config)
 
 
 def test_recognises_blocks_of_experts() -> None:
@@ -289,7 +309,7 @@ def test_recognises_blocks_of_experts() -> None:
         "experts.gate_up_proj_bias": ("BF16", 4, 64),
     }
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-    found = recognised(tensors, config)
+    found = detect(tensors, config)
     recipe = prequantized(found, "experts.gate_up_proj")
     assert recipe.stored == (
         TensorSpec("experts.gate_up_proj", DType.U32, (4, 64, 8)),
@@ -299,9 +319,9 @@ def test_recognises_blocks_of_experts() -> None:
     assert found[1:] == ((), "mxfp4")
     del tensors["experts.gate_up_proj_scales"]
     with pytest.raises(
-        UnsupportedSource, match="gate_up_proj_blocks' .*packed in a way of 'mxfp4'"
+        UnsupportedSource, match="gate_up_proj_blocks' .*packed in an unknown way of 'mxfp4'"
     ):
-        recognised(tensors, config)
+        detect(tensors, config)
 
 
 # 8-bit floats.
@@ -311,7 +331,7 @@ def test_recognises_blocks_of_experts() -> None:
 @pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
 def test_decodes_blocks_of_8_bit_floats(suffix: str, code: str) -> None:
     scales = f"m.weight{suffix}"
-    found = recognised({"m.weight": (code, 300, 256), scales: ("F32", 3, 2)}, FP8_BLOCKS)
+    found = detect({"m.weight": (code, 300, 256), scales: ("F32", 3, 2)}, FP8_BLOCKS)
     assert found.recipes["m.weight"] == Decoded(
         TensorSpec("m.weight", DType.BF16, (300, 256)),
         ("m.weight",),
@@ -348,7 +368,7 @@ def test_the_shape_of_the_scales_says_what_shares_one(
     weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], code: str
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", *weight), "m.weight_scale": (code, *scale)}
-    recipe = decoded(recognised(tensors), "m.weight")
+    recipe = decoded(detect(tensors), "m.weight")
     assert recipe.block == block
     assert recipe.spec.shape == weight
     rows, columns = recipe.weight.shape
@@ -373,7 +393,7 @@ def sharing(strategy: str, **more: Any) -> dict[str, Any]:
 )
 def test_follows_the_config(config: Any, scale: tuple[int, ...], block: tuple[int, int]) -> None:
     tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale": ("F32", *scale)}
-    assert decoded(recognised(tensors, config), "m.weight").block == block
+    assert decoded(detect(tensors, config), "m.weight").block == block
 
 
 @pytest.mark.parametrize(
@@ -398,28 +418,28 @@ def test_follows_the_config(config: Any, scale: tuple[int, ...], block: tuple[in
         ((2**62, 2**62), (2, 2), {}, "has scales of shape"),
     ],
 )
-def test_refuses_scales_that_contradict_weight_or_config(
+def test_rejects_scales_that_contradict_weight_or_config(
     weight: tuple[int, ...], scale: tuple[int, ...], config: Any, message: str
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", *weight), "m.weight_scale": ("F32", *scale)}
     with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' .*{message}"):
-        recognised(tensors, config)
+        detect(tensors, config)
 
 
 @pytest.mark.parametrize("code", ["U8", "F8_E8M0"])
 def test_exponents_for_32_of_a_row_are_mxfp8(code: str) -> None:
     tensors = {"m.weight": ("F8_E4M3", 8, 64), "m.weight_scale": (code, 8, 2)}
-    found = recognised(tensors)
+    found = detect(tensors)
     assert prequantized(found, "m.weight").item.name == "mxfp8"
     assert found[1:] == ((), "mxfp8")
 
 
 def test_exponents_for_blocks_are_decoded() -> None:
     tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale_inv": ("F8_E8M0", 2, 2)}
-    assert decoded(recognised(tensors, FP8_BLOCKS), "m.weight").block == (128, 128)
+    assert decoded(detect(tensors, FP8_BLOCKS), "m.weight").block == (128, 128)
     tensors["m.weight_scale_inv"] = ("U8", 2, 2)
     with pytest.raises(UnsupportedSource, match="'m.weight' .* has scales of type U8"):
-        recognised(tensors, FP8_BLOCKS)
+        detect(tensors, FP8_BLOCKS)
 
 
 def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
@@ -434,7 +454,7 @@ def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
         "experts.up_scale_inv": ("F32", 2, 1, 1),
         "experts.up_activation_scale": ("F32", 2),
     }
-    found = recognised(tensors)
+    found = detect(tensors)
     left = {"m.output_scale", "m.v_scale", "norm.weight"}
     assert set(found.recipes) == {"m.weight", "experts.up", *left}
     assert found.notices == (
@@ -466,9 +486,9 @@ def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
         ),
     ],
 )
-def test_refuses_other_8_bit_weights(tensors: Tensors, message: str) -> None:
+def test_rejects_other_8_bit_weights(tensors: Tensors, message: str) -> None:
     with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' {message}"):
-        recognised(tensors)
+        detect(tensors)
 
 
 # Schemes that are not kept.
@@ -490,10 +510,10 @@ def test_refuses_other_8_bit_weights(tensors: Tensors, message: str) -> None:
         ("m._weight_qdata", "I8", "torchao"),
     ],
 )
-def test_refuses_other_schemes_by_name(name: str, code: str, scheme: str) -> None:
+def test_rejects_other_schemes_by_name(name: str, code: str, scheme: str) -> None:
     message = rf"'{name}' \({code}\) belongs to a model quantized by {scheme}, .*; create from the"
     with pytest.raises(UnsupportedSource, match=message):
-        recognised({"m.scales": ("F16", 8, 2), name: (code, 8, 8)})
+        detect({"m.scales": ("F16", 8, 2), name: (code, 8, 8)})
 
 
 @pytest.mark.parametrize(
@@ -507,10 +527,12 @@ def test_refuses_other_schemes_by_name(name: str, code: str, scheme: str) -> Non
         ("fp8", "I8"),
     ],
 )
-def test_refuses_packed_matrices_of_unknown_forms(method: str, code: str) -> None:
+def test_rejects_packed_matrices_of_unknown_forms(method: str, code: str) -> None:
     config = {"quantization_config": {"quant_method": method}}
-    with pytest.raises(UnsupportedSource, match=f"'m.codes' .*packed in a way of '{method}'"):
-        recognised({"m.codes": (code, 8, 8)}, config)
+    with pytest.raises(
+        UnsupportedSource, match=f"'m.codes' .*packed in an unknown way of '{method}'"
+    ):
+        detect({"m.codes": (code, 8, 8)}, config)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +546,7 @@ def test_refuses_packed_matrices_of_unknown_forms(method: str, code: str) -> Non
 )
 def test_keeps_other_tensors_of_quantized_models(method: str, tensor: tuple[Any, ...]) -> None:
     config = {"quantization_config": {"quant_method": method}}
-    assert recognised({"m.table": tensor}, config).recipes == copies(specs({"m.table": tensor}))
+    assert detect({"m.table": tensor}, config).recipes == copies(specs({"m.table": tensor}))
 
 
 # Whatever comes.
@@ -541,13 +563,13 @@ def test_the_main_type_is_that_of_most_numbers(first: str, rows: tuple[int, int]
         "b.biases": ("BF16", rows[1], 2),
     }
     section = {**MLX["quantization"], "b": {"bits": 8}}
-    assert recognised(tensors, {"quantization": section}).quant_type == first
+    assert detect(tensors, {"quantization": section}).quant_type == first
 
 
 @pytest.mark.parametrize(("main", "rows"), [("fp8", 128), ("nvfp4", 1)])
 def test_decoded_weights_count_for_the_main_type(main: str, rows: int) -> None:
     tensors = {**COMPRESSED, "f.weight": ("F8_E4M3", rows, 64), "f.weight_scale": ("F32",)}
-    assert recognised(tensors).quant_type == main
+    assert detect(tensors).quant_type == main
 
 
 PIECES = [
@@ -611,8 +633,294 @@ def test_the_order_of_the_tensors_makes_no_difference() -> None:
     assert detect_quantization(tensors, MLX) == detect_quantization(backwards, MLX)
 
 
-def test_refuses_packed_weights_of_a_blob_whose_type_would_be_lost() -> None:
+def test_rejects_packed_weights_of_a_blob_whose_type_would_be_lost() -> None:
     words: Tensors = {"a.weight": ("U32", 64, 8)}
-    assert isinstance(recognised(words).recipes["a.weight"], Copied)
+    assert isinstance(detect(words).recipes["a.weight"], Copied)
     with pytest.raises(UnsupportedSource, match=r"'a\.weight' is packed as in a blob of a store"):
-        recognised(words | {"a.weight.scale": ("U8", 64, 2)})
+        detect(words | {"a.weight.scale": ("U8", 64, 2)})
+
+
+# Packed weights.
+
+
+def spec(name: str, dtype: DType, *shape: int) -> TensorSpec:
+    return TensorSpec(name, dtype, shape)
+
+
+def mlx_specs(
+    item: Any, group_size: int, *rows: int, columns: int = 384
+) -> tuple[TensorSpec, TensorSpec, TensorSpec | None]:
+    scale = spec("m.scales", item.scale_dtype(BF16), *rows, columns // group_size)
+    bias = scale._replace(name="m.biases") if item.has_bias else None
+    return spec("m.weight", U32, *rows, item.words(columns)), scale, bias
+
+
+def unpacked(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return 4-bit floats, the lower half of a byte first."""
+    return FP4[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:-1], -1)
+
+
+def by_mlx(packed: Any, scales: Any, mode: str) -> np.ndarray[Any, Any]:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    with mx.stream(mx.cpu):
+        words = mx.array(np.ascontiguousarray(packed).view("<u4"))
+        numbers = mx.dequantize(words, mx.array(scales), mode=mode, dtype=mx.float32)
+        return np.array(numbers)
+
+
+# MLX's own.
+
+
+@pytest.mark.parametrize("item", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("rows", [(8,), (3, 8)])
+def test_keeps_what_mlx_has_packed(item: Any, rows: tuple[int, ...]) -> None:
+    for group_size in item.group_sizes:
+        weight, scale, bias = mlx_specs(item, group_size, *rows)
+        recipe = mlx_weight(weight, scale, bias, (item, group_size))
+        assert (recipe.item, recipe.group_size) == (item, group_size)
+        names = ["m.weight", "m.weight.scale", "m.weight.bias"][: 2 + item.has_bias]
+        assert [part.name for part in recipe.stored] == names
+        assert recipe.sources == ("m.weight", "m.scales", "m.biases")[: 2 + item.has_bias]
+        assert recipe.stored[0] == weight
+        assert recipe.stored[1][1:] == scale[1:]
+        assert not any(part.is_reciprocal for part in recipe.parts)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_tells_types_without_biases_by_their_shapes(name: str) -> None:
+    item = FORMATS[name]
+    weight, scale, _ = mlx_specs(item, item.group_size, 8)
+    recipe = mlx_weight(weight, scale, None, None)
+    assert (recipe.item, recipe.group_size) == (item, item.group_size)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "types"),
+    [
+        (12, 6, ["int2 in groups of 32"]),
+        (96, 3, ["int8 in groups of 128"]),
+        (36, 12, ["int3 in groups of 32"]),
+        (72, 3, ["int6 in groups of 128"]),
+        (30, 6, ["int5 in groups of 32"]),
+        (24, 6, ["int4 in groups of 32", "int2 in groups of 64"]),
+        (48, 6, ["int4 in groups of 64", "int8 in groups of 32", "int2 in groups of 128"]),
+        (48, 5, []),
+        (48, 48, []),
+    ],
+)
+def test_tells_affine_types_where_only_one_fits(words: int, groups: int, types: list[str]) -> None:
+    weight, scale = spec("m.weight", U32, 8, words), spec("m.scales", BF16, 8, groups)
+    if len(types) == 1:
+        recipe = mlx_weight(weight, scale, scale, None)
+        assert f"{recipe.item.name} in groups of {recipe.group_size}" == types[0]
+        return
+    with pytest.raises(UnsupportedSource, match="'m.weight'.*config.json must say bits") as caught:
+        mlx_weight(weight, scale, scale, None)
+    for text in types or ["no known type"]:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [BF16, DType.F16, F32])
+def test_affine_scales_have_the_type_of_the_weight(dtype: DType) -> None:
+    weight, scale = spec("m.weight", U32, 8, 16), spec("m.scales", dtype, 8, 2)
+    assert mlx_weight(weight, scale, scale, (FORMATS["int4"], 64)).stored[1].dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "bias", "message"),
+    [
+        ((8, 16), (BF16, 8, 4), (BF16, 8, 4), "int4 in groups of 64 by config.json.*scales BF16"),
+        ((8, 32), (BF16, 8, 2), (BF16, 8, 2), "int4 in groups of 64 by config.json"),
+        ((8, 17), (BF16, 8, 2), (BF16, 8, 2), r"U32 of shape \[8, 17\]"),
+        ((8, 16), (BF16, 4, 2), (BF16, 4, 2), r"scales BF16 of shape \[4, 2\]"),
+        ((8, 16), (BF16, 16), (BF16, 16), r"scales BF16 of shape \[16\]"),
+        ((8, 16), (BF16, 8, 2), None, "no biases in the file"),
+        ((8, 16), (U8, 8, 2), (U8, 8, 2), "is int4, whose scales cannot be U8"),
+        ((8, 16), (BF16, 8, 2), (F32, 8, 2), "has biases, F32 .* unlike its scales, BF16"),
+        ((8, 16), (BF16, 8, 2), (BF16, 2, 8), r"has biases, BF16 of shape \[2, 8\]"),
+        ((16,), (BF16, 2), (BF16, 2), r"of shape \[16\]; expected 2 or 3 dimensions"),
+        ((2, 2, 8, 16), (BF16, 2, 2, 8, 2), (BF16, 2, 2, 8, 2), "expected 2 or 3 dimensions"),
+        ((), (BF16,), (BF16,), "expected 2 or 3 dimensions"),
+        ((0, 16), (BF16, 0, 2), (BF16, 0, 2), "of shape"),
+        ((8, 0), (BF16, 8, 0), (BF16, 8, 0), "of shape"),
+        ((8, 2**60), (BF16, 8, 2), (BF16, 8, 2), "by config.json"),
+    ],
+)
+def test_rejects_what_contradicts_itself(
+    weight: tuple[int, ...], scale: tuple[Any, ...], bias: tuple[Any, ...] | None, message: str
+) -> None:
+    scales = spec("m.scales", *scale)
+    biases = None if bias is None else spec("m.biases", *bias)
+    with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' .*{message}"):
+        mlx_weight(spec("m.weight", U32, *weight), scales, biases, (FORMATS["int4"], 64))
+
+
+def test_rejects_biases_of_a_type_without() -> None:
+    weight, scale = spec("m.weight", U32, 8, 16), spec("m.scales", U8, 8, 8)
+    with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16 by config.json"):
+        mlx_weight(weight, scale, scale, (FORMATS["nvfp4"], 16))
+    with pytest.raises(UnsupportedSource, match="is nvfp4, whose scales cannot be BF16"):
+        mlx_weight(weight, scale._replace(dtype=BF16), None, (FORMATS["nvfp4"], 16))
+
+
+def test_follows_the_config_where_shapes_fit_several_types() -> None:
+    weight, scale = spec("m.weight", U32, 8, 48), spec("m.scales", BF16, 8, 6)
+    for name, size in (("int4", 64), ("int8", 32), ("int2", 128)):
+        recipe = mlx_weight(weight, scale, scale, (FORMATS[name], size))
+        assert (recipe.item.name, recipe.group_size) == (name, size)
+
+
+# Packed alike by others.
+
+WEIGHT, SCALE = spec("m.weight_packed", U8, 8, 32), spec("m.weight_scale", E4M3, 8, 4)
+FACTOR = spec("m.weight_global_scale", F32, 1)
+
+
+def test_relabels_nvfp4() -> None:
+    recipe = fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, (), is_reciprocal=True)
+    assert recipe.stored == (
+        spec("m.weight", U32, 8, 8),
+        spec("m.weight.scale", U8, 8, 4),
+        spec("m.weight.global_scale", F32, 1),
+    )
+    assert recipe.sources == ("m.weight_packed", "m.weight_scale", "m.weight_global_scale")
+    assert [part.is_reciprocal for part in recipe.parts] == [False, False, True]
+    assert (recipe.item.name, recipe.group_size) == ("nvfp4", 16)
+
+
+def test_relabels_nvfp4_whose_global_scale_multiplies() -> None:
+    factor = spec("m.weight_scale_2", F32)
+    recipe = fp4_weight("m.weight", WEIGHT, SCALE, factor, (), is_reciprocal=False)
+    assert recipe.stored[2] == spec("m.weight.global_scale", F32)
+    assert not any(part.is_reciprocal for part in recipe.parts)
+    assert (recipe.item.name, recipe.group_size) == ("nvfp4", None)
+
+
+@pytest.mark.parametrize("dtype", [U8, E8M0])
+def test_relabels_mxfp4(dtype: DType) -> None:
+    scale = spec("m.weight_scale", dtype, 8, 2)
+    recipe = fp4_weight("m.weight", WEIGHT, scale, None, (), is_reciprocal=True)
+    assert recipe.stored == (spec("m.weight", U32, 8, 8), spec("m.weight.scale", U8, 8, 2))
+    assert (recipe.item.name, recipe.group_size) == ("mxfp4", 32)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "factor", "message"),
+    [
+        (WEIGHT, SCALE, None, "'m.weight_packed' lacks its global scale"),
+        (WEIGHT, SCALE, spec("g", F32, 2), r"'g' must be one F32 number, and is F32 of shape \[2"),
+        (WEIGHT, SCALE, spec("g", F32, 0), "'g' must be one F32 number"),
+        (WEIGHT, SCALE, spec("g", BF16), "'g' must be one F32 number, and is BF16"),
+        (WEIGHT, SCALE._replace(dtype=BF16), FACTOR, "scales of type BF16, which no type"),
+        (WEIGHT, SCALE._replace(shape=(8, 2)), FACTOR, "which is not nvfp4 in groups of 16"),
+        (WEIGHT, SCALE._replace(dtype=U8), None, "which is not mxfp4 in groups of 32"),
+        (WEIGHT, spec("s", U8, 8, 2), FACTOR, "is mxfp4 by its scales.*and has a global scale"),
+        (WEIGHT._replace(shape=(8, 30)), SCALE, FACTOR, "which is not nvfp4"),
+        (WEIGHT._replace(shape=(32,)), SCALE._replace(shape=(4,)), FACTOR, "2 or 3 dimensions"),
+        (WEIGHT._replace(shape=(0, 32)), SCALE._replace(shape=(0, 4)), FACTOR, "of shape"),
+        (WEIGHT._replace(shape=(8, 0)), SCALE._replace(shape=(8, 0)), FACTOR, "of shape"),
+    ],
+)
+def test_rejects_fp4_that_does_not_fit(
+    weight: TensorSpec, scale: TensorSpec, factor: TensorSpec | None, message: str
+) -> None:
+    with pytest.raises(UnsupportedSource, match=message):
+        fp4_weight("m.weight", weight, scale, factor, (), is_reciprocal=True)
+
+
+def test_rejects_groups_that_the_config_does_not_know() -> None:
+    assert fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, {16, 32}, is_reciprocal=True)
+    with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16.* of 32 by config.json"):
+        fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, {32}, is_reciprocal=True)
+
+
+@pytest.mark.parametrize("rows", [(8,), (3, 8)])
+def test_relabels_blocks(rows: tuple[int, ...]) -> None:
+    weight, scale = spec("m_blocks", U8, *rows, 6, 16), spec("m_scales", U8, *rows, 6)
+    recipe = fp4_blocks("m", weight, scale)
+    assert recipe.stored == (spec("m", U32, *rows, 24), spec("m.scale", U8, *rows, 6))
+    assert recipe.sources == ("m_blocks", "m_scales")
+    assert (recipe.item.name, recipe.group_size) == ("mxfp4", 32)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        ((8, 6, 8), (8, 6)),
+        ((8, 6, 16), (8, 5)),
+        ((8, 96), (8, 6)),
+        ((16,), ()),
+        ((6, 16), (6,)),
+        ((2, 2, 8, 6, 16), (2, 2, 8, 6)),
+        ((), ()),
+        ((0, 6, 16), (0, 6)),
+    ],
+)
+def test_rejects_blocks_that_do_not_fit(weight: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedSource, match="tensor 'm_blocks' "):
+        fp4_blocks("m", spec("m_blocks", U8, *weight), spec("m_scales", U8, *scale))
+
+
+@pytest.mark.parametrize("dtype", [U8, E8M0])
+@pytest.mark.parametrize("rows", [(8,), (3, 8)])
+def test_relabels_mxfp8(dtype: DType, rows: tuple[int, ...]) -> None:
+    weight, scale = spec("m.weight", E4M3, *rows, 64), spec("m.weight_scale", dtype, *rows, 2)
+    recipe = mxfp8_weight(weight, scale)
+    assert recipe is not None
+    assert recipe.stored == (spec("m.weight", U32, *rows, 16), spec("m.weight.scale", U8, *rows, 2))
+    assert (recipe.item.name, recipe.group_size) == ("mxfp8", 32)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        (spec("w", E4M3, 8, 64), spec("s", F32, 8, 2)),
+        (spec("w", E4M3, 8, 64), spec("s", E8M0, 1, 1)),
+        (spec("w", DType.F8_E5M2, 8, 64), spec("s", U8, 8, 2)),
+    ],
+)
+def test_other_8_bit_floats_are_no_mxfp8(weight: TensorSpec, scale: TensorSpec) -> None:
+    assert mxfp8_weight(weight, scale) is None
+
+
+def test_rejects_mxfp8_without_whole_groups() -> None:
+    with pytest.raises(UnsupportedSource, match="which is not mxfp8 in groups of 32"):
+        mxfp8_weight(spec("w", E4M3, 8, 72), spec("s", U8, 8, 3))
+
+
+# Relabelled bytes are the same numbers.
+
+
+def test_relabelled_nvfp4_has_the_same_numbers() -> None:
+    packed = random.integers(0, 256, (8, 32), np.uint8)
+    scales = random.uniform(0.1, 400, (8, 4)).astype(ml_dtypes.float8_e4m3fn)
+    plain = unpacked(packed) * np.repeat(scales.astype(np.float32), 16, axis=1)
+    assert np.array_equal(by_mlx(packed, scales.view(np.uint8), "nvfp4"), plain)
+
+
+def test_relabelled_mxfp4_has_the_same_numbers() -> None:
+    packed = random.integers(0, 256, (8, 32), np.uint8)
+    scales = random.integers(100, 150, (8, 2), np.uint8)
+    plain = unpacked(packed) * np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
+    assert np.array_equal(by_mlx(packed, scales, "mxfp4"), plain)
+
+
+def test_relabelled_mxfp8_has_the_same_numbers() -> None:
+    weight = random.uniform(-400, 400, (8, 64)).astype(ml_dtypes.float8_e4m3fn)
+    scales = random.integers(100, 150, (8, 2), np.uint8)
+    factors = np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
+    numbers = by_mlx(weight.view(np.uint8), scales, "mxfp8")
+    assert np.array_equal(numbers, weight.astype(np.float32) * factors)
+
+
+def test_relabelled_blocks_are_what_transformers_makes_of_them() -> None:
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = random.integers(0, 256, (2, 8, 3, 16), np.uint8)
+    scales = random.integers(120, 134, (2, 8, 3), np.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(
+        torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+    )
+    ours = by_mlx(blocks.reshape(2, 8, 48), scales, "mxfp4")
+    # They give rows and columns exchanged.
+    assert np.array_equal(ours, theirs.transpose(1, 2).numpy())

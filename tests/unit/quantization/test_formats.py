@@ -46,7 +46,9 @@ def test_a_type_is_found_by_name_or_alias_in_any_case(text: str, name: str) -> N
 
 @pytest.mark.parametrize("text", ["fp8", "FP8", "fp4"])
 def test_a_misleading_alias_of_ollama_is_refused_with_the_reason(text: str) -> None:
-    with pytest.raises(UsageError, match="Ollama takes it for int[48], which is no floating-point"):
+    with pytest.raises(
+        UsageError, match="in Ollama it means int[48], which is not a floating-point"
+    ):
         parse_format(text)
 
 

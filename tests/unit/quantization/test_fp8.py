@@ -27,7 +27,7 @@ def bits(numbers: Array) -> Array:
 
 
 def expected(codes: Array, scales: Array, block: tuple[int, int], dtype: DType) -> Array:
-    """Compute element by element what decoding means; what is no number has one form."""
+    """Decode element by element; all NaNs become the same NaN."""
     values = codes.view(TYPES[dtype]).astype(np.float32)
     for row, column in np.ndindex(*values.shape):
         scale = scales[row // block[0], column // block[1]].astype(np.float32)
@@ -100,7 +100,7 @@ def test_rounds_once(word: int, rounded: int) -> None:
     assert bits(decode(one, scales, (1, 1)))[0, 0] == rounded
 
 
-def test_keeps_what_is_no_number() -> None:
+def test_keeps_nans() -> None:
     codes = np.array([[0x7F, 0xFF, 0x38, 0x00, 0x80]], np.uint8)
     decoded = bits(decode(codes, np.full((1, 1), 2, np.float32), (1, 5)))
     assert decoded.tolist() == [[NAN, NAN, 0x4000, 0x0000, 0x8000]]
@@ -173,7 +173,7 @@ def test_refuses_scales_that_do_not_fit(
 
 @pytest.mark.parametrize("code", ["int8", "float32"])
 def test_refuses_other_element_types(code: str) -> None:
-    with pytest.raises(UsageError, match="cannot decode a type that is no 8-bit float"):
+    with pytest.raises(UsageError, match="cannot decode a type that is not an 8-bit float"):
         decode(np.zeros((1, 4), code), np.ones((1, 1), np.float32), (1, 4))
 
 

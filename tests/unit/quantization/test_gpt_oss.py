@@ -15,7 +15,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.gpt_oss import is_form_of
+from blobstore.quantization.gpt_oss import is_gpt_oss
 from blobstore.store.local import LocalStore
 from tests.support.models import with_layers
 
@@ -122,9 +122,9 @@ def test_refuses_to_quantize_plain_weights_that_would_pass_for_packed_ones(tmp_p
     ],
 )
 def test_takes_nothing_else_for_gpt_oss(config: Any, weight: Any) -> None:
-    assert is_form_of(CONFIG, [(NAME, (3, 64, 64), MXFP4)])
-    assert not is_form_of(config, [weight])
+    assert is_gpt_oss(CONFIG, [(NAME, (3, 64, 64), MXFP4)])
+    assert not is_gpt_oss(config, [weight])
 
 
 def test_a_model_without_packed_weights_is_not_in_that_form() -> None:
-    assert not is_form_of(CONFIG, [])
+    assert not is_gpt_oss(CONFIG, [])

@@ -5,7 +5,7 @@ import pytest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.metadata import describe, described
+from blobstore.quantization.metadata import parse_quant_metadata, quant_metadata
 
 
 def spec(dtype: DType, *shape: int, name: str = "w") -> TensorSpec:
@@ -19,11 +19,11 @@ INT4 = {"quant_type": "int4", "group_size": "32"}
 
 
 def test_what_all_tensors_share_is_said_once() -> None:
-    assert describe({"a": ("int4", 32), "b": None, "c": ("int4", 32)}) == INT4
+    assert quant_metadata({"a": ("int4", 32), "b": None, "c": ("int4", 32)}) == INT4
 
 
 def test_what_differs_is_said_of_each_tensor() -> None:
-    assert describe({"a": ("int4", 32), "b": ("int8", 64)}) == {
+    assert quant_metadata({"a": ("int4", 32), "b": ("int8", 64)}) == {
         "a.quant_type": "int4",
         "a.group_size": "32",
         "b.quant_type": "int8",
@@ -32,19 +32,22 @@ def test_what_differs_is_said_of_each_tensor() -> None:
 
 
 def test_plain_tensors_need_no_words() -> None:
-    assert describe({"a": None}) == {}
+    assert quant_metadata({"a": None}) == {}
 
 
 def test_a_group_size_that_the_type_implies_may_be_left_out() -> None:
-    assert describe({"a": ("nvfp4", None)}) == {"quant_type": "nvfp4"}
-    assert described(WEIGHT, FLOAT, {"quant_type": "nvfp4"}) == (FORMATS["nvfp4"], 16)
+    assert quant_metadata({"a": ("nvfp4", None)}) == {"quant_type": "nvfp4"}
+    assert parse_quant_metadata(WEIGHT, FLOAT, {"quant_type": "nvfp4"}) == (FORMATS["nvfp4"], 16)
 
 
 def test_reads_what_it_writes() -> None:
     types = {"w": ("int4", 32), "v": ("int8", 64)}
-    assert described(WEIGHT, AFFINE, describe(types)) == (FORMATS["int4"], 32)
+    assert parse_quant_metadata(WEIGHT, AFFINE, quant_metadata(types)) == (FORMATS["int4"], 32)
     wide = {suffix: item._replace(shape=(4, 1)) for suffix, item in AFFINE.items()}
-    assert described(WEIGHT._replace(name="v"), wide, describe(types)) == (FORMATS["int8"], 64)
+    assert parse_quant_metadata(WEIGHT._replace(name="v"), wide, quant_metadata(types)) == (
+        FORMATS["int8"],
+        64,
+    )
 
 
 def test_what_is_said_of_a_tensor_goes_before_what_is_said_of_all() -> None:
@@ -54,23 +57,23 @@ def test_what_is_said_of_a_tensor_goes_before_what_is_said_of_all() -> None:
         "w.quant_type": "int4",
         "w.group_size": "32",
     }
-    assert described(WEIGHT, AFFINE, metadata) == (FORMATS["int4"], 32)
+    assert parse_quant_metadata(WEIGHT, AFFINE, metadata) == (FORMATS["int4"], 32)
 
 
 def test_says_nothing_where_nothing_is_said() -> None:
-    assert described(WEIGHT, AFFINE, {}) is None
-    assert described(WEIGHT, AFFINE, {"group_size": "32"}) is None
+    assert parse_quant_metadata(WEIGHT, AFFINE, {}) is None
+    assert parse_quant_metadata(WEIGHT, AFFINE, {"group_size": "32"}) is None
 
 
 def test_shapes_tell_a_group_size_that_is_not_said() -> None:
-    assert described(WEIGHT, AFFINE, {"quant_type": "int4"}) == (FORMATS["int4"], 32)
+    assert parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int4"}) == (FORMATS["int4"], 32)
 
 
 def test_bits_that_do_not_divide_a_word_are_counted_as_a_stream() -> None:
     three = {suffix: item._replace(shape=(4, 2)) for suffix, item in AFFINE.items()}
     weight = spec(DType.U32, 4, 12)
     metadata = {"quant_type": "int3", "group_size": "64"}
-    assert described(weight, three, metadata) == (FORMATS["int3"], 64)
+    assert parse_quant_metadata(weight, three, metadata) == (FORMATS["int3"], 64)
 
 
 @pytest.mark.parametrize("quant_type", ["int9", "INT4", "q4_k", "\x1b[31m", "fp8"])
@@ -78,7 +81,7 @@ def test_an_unknown_type_is_damage(quant_type: str) -> None:
     with pytest.raises(
         BlobDamaged, match=r"^tensor 'w': quant_type '.*' is unknown; known: int4, "
     ):
-        described(WEIGHT, AFFINE, {"quant_type": quant_type})
+        parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": quant_type})
 
 
 @pytest.mark.parametrize(
@@ -86,63 +89,63 @@ def test_an_unknown_type_is_damage(quant_type: str) -> None:
 )
 def test_a_group_size_that_the_type_lacks_is_damage(text: str) -> None:
     with pytest.raises(BlobDamaged, match=r"^tensor 'w': int4 cannot have a group_size of "):
-        described(WEIGHT, AFFINE, {"quant_type": "int4", "group_size": text})
+        parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int4", "group_size": text})
 
 
 @pytest.mark.parametrize("scale", [(4, 2), (4,), (), (3, 4), (4, 4, 1), (1, 4, 4), (0, 4)], ids=str)
 def test_scales_that_do_not_fit_the_weight_are_damage(scale: tuple[int, ...]) -> None:
     companions = {suffix: item._replace(shape=scale) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match=r"^tensor 'w': scales of shape .* do not fit int4 of"):
-        described(WEIGHT, companions, INT4)
+        parse_quant_metadata(WEIGHT, companions, INT4)
 
 
 @pytest.mark.parametrize("groups", [0, 3])
 def test_without_a_group_size_scales_must_tell_one(groups: int) -> None:
     companions = {suffix: item._replace(shape=(4, groups)) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match="int4 cannot have a group_size of '"):
-        described(WEIGHT, companions, {"quant_type": "int4"})
+        parse_quant_metadata(WEIGHT, companions, {"quant_type": "int4"})
 
 
 def test_a_weight_without_columns_is_damage() -> None:
-    with pytest.raises(BlobDamaged, match="packed words are no rows of int4"):
-        described(spec(DType.U32), AFFINE, INT4)
+    with pytest.raises(BlobDamaged, match="packed words do not make rows of int4"):
+        parse_quant_metadata(spec(DType.U32), AFFINE, INT4)
 
 
 def test_words_that_split_an_element_are_damage() -> None:
-    with pytest.raises(BlobDamaged, match=r"\[4, 16\] packed words are no rows of int3"):
-        described(WEIGHT, AFFINE, {"quant_type": "int3", "group_size": "64"})
+    with pytest.raises(BlobDamaged, match=r"\[4, 16\] packed words do not make rows of int3"):
+        parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int3", "group_size": "64"})
 
 
 @pytest.mark.parametrize("dtype", [DType.U8, DType.F64, DType.U32])
 def test_affine_scales_are_floats(dtype: DType) -> None:
     companions = {suffix: item._replace(dtype=dtype) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match=f"scales of int4 cannot be {dtype.value}"):
-        described(WEIGHT, companions, INT4)
+        parse_quant_metadata(WEIGHT, companions, INT4)
 
 
 def test_scales_of_float_types_are_bytes() -> None:
     with pytest.raises(BlobDamaged, match="scales of nvfp4 cannot be BF16"):
-        described(WEIGHT, {".scale": spec(DType.BF16, 4, 8)}, {"quant_type": "nvfp4"})
+        parse_quant_metadata(WEIGHT, {".scale": spec(DType.BF16, 4, 8)}, {"quant_type": "nvfp4"})
 
 
 @pytest.mark.parametrize("bias", [None, spec(DType.BF16, 4, 2), spec(DType.F32, 4, 4)])
 def test_affine_types_need_biases_like_their_scales(bias: TensorSpec | None) -> None:
     companions = {".scale": AFFINE[".scale"]} | ({".bias": bias} if bias else {})
     with pytest.raises(BlobDamaged, match="int4 needs biases of the type and shape of the scales"):
-        described(WEIGHT, companions, INT4)
+        parse_quant_metadata(WEIGHT, companions, INT4)
 
 
 def test_float_types_have_no_biases() -> None:
     with pytest.raises(BlobDamaged, match="nvfp4 has no biases"):
-        described(WEIGHT, FLOAT | {".bias": FLOAT[".scale"]}, {"quant_type": "nvfp4"})
+        parse_quant_metadata(WEIGHT, FLOAT | {".bias": FLOAT[".scale"]}, {"quant_type": "nvfp4"})
 
 
 @pytest.mark.parametrize("scalar", [spec(DType.F32), spec(DType.F32, 1)])
 def test_a_global_scale_is_one_number(scalar: TensorSpec) -> None:
-    assert described(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
+    assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
 
 
 @pytest.mark.parametrize("scalar", [spec(DType.F32, 2), spec(DType.BF16), spec(DType.F32, 0)])
 def test_a_global_scale_is_nothing_else(scalar: TensorSpec) -> None:
     with pytest.raises(BlobDamaged, match="a global scale must be one F32 number"):
-        described(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
+        parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})

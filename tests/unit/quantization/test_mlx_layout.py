@@ -145,7 +145,7 @@ def test_of_types_that_are_equally_many_the_first_is_the_usual() -> None:
         {"bits": 8, "group_size": 64, "a": False},
     ],
 )
-def test_a_config_that_says_something_else_of_the_weights_is_made_anew(stale: Any) -> None:
+def test_replaces_quantization_settings_that_contradict_the_weights(stale: Any) -> None:
     types = {"a.weight": (INT8, 64)}
     described = {"group_size": 64, "bits": 8, "mode": "affine"}
     expected = {"quantization": described, "quantization_config": described}

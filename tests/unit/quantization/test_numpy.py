@@ -73,7 +73,7 @@ def compare_quantized(array: Array, item: QuantFormat, group_size: int) -> None:
 
 
 def finite(bits: Array, dtype: str) -> Array:
-    """Return raw bits as numbers, those that are none as zero."""
+    """Return raw bits as numbers, with zero for non-finite ones."""
     array = bits.view(FLOATS[dtype])
     with np.errstate(invalid="ignore"):
         array[~np.isfinite(array.astype(np.float32))] = 0
@@ -152,7 +152,7 @@ def test_scales_next_to_powers_of_two_are_those_of_mlx() -> None:
     st.sampled_from(FORMS),
     st.sampled_from(list(FLOATS)),
 )
-def test_any_numbers_are_quantized_and_given_back_as_by_mlx(
+def test_quantizes_and_dequantizes_like_mlx(
     bits: Array, form: tuple[QuantFormat, int], dtype: str
 ) -> None:
     item, group_size = form

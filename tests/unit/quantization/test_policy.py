@@ -207,7 +207,7 @@ def test_sensitive_projections_take_8_bits_of_the_family(name: str, to: str) -> 
         (f"{SHARED}.down_proj.weight", (64, 128)),
     ],
 )
-def test_experts_take_8_bits_only_beside_int4(name: str, shape: Shape, to: str) -> None:
+def test_experts_get_8_bits_only_with_int4(name: str, shape: Shape, to: str) -> None:
     expected = ("int8", 64) if to == "int4" else (to, FORMATS[to].group_size)
     assert kind(decide(name, shape, to=to)) == expected
 
@@ -498,6 +498,6 @@ def test_the_first_architecture_counts() -> None:
 
 
 @pytest.mark.parametrize("value", ["Gemma4ForCausalLM", [1], [None], {}, 0])
-def test_rejects_architectures_that_are_no_names(value: object) -> None:
+def test_rejects_architectures_that_are_not_names(value: object) -> None:
     with pytest.raises(UnsupportedSource, match="config.json: architectures must be a list of"):
         Policy(FORMATS["int4"], config={"architectures": value})

@@ -380,7 +380,7 @@ def test_laguna_promotes_shared_experts_by_a_schedule_of_its_own(shared: str) ->
     assert scheduled(LAGUNA, template, 40, "nvfp4", "mxfp8") == LAGUNA_SCHEDULE
 
 
-def test_laguna_keeps_routed_experts_beside_mxfp8_by_that_schedule() -> None:
+def test_laguna_keeps_scheduled_routed_experts_with_mxfp8() -> None:
     template = f"{LAYERS}.{{}}.mlp.experts.down_proj.weight"
     assert scheduled(LAGUNA, template, 40, "mxfp8", None) == LAGUNA_SCHEDULE
     assert scheduled(LAGUNA, template, 40, "nvfp4", "mxfp8") == []
@@ -448,7 +448,7 @@ def test_laguna_of_unknown_depth_promotes_no_expert() -> None:
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
-def test_laguna_has_the_generic_rules_beside_integers(to: str) -> None:
+def test_laguna_has_the_generic_rules_with_integer_types(to: str) -> None:
     assert decide(LAGUNA, "model.embed_tokens.weight", to) is None
     assert decide(LAGUNA, "lm_head.weight", to) == "int8"
     assert decide(LAGUNA, f"{LAYERS}.20.self_attn.v_proj.weight", to) == "int8"

@@ -79,7 +79,7 @@ def test_memory_that_is_not_there_is_one_clear_error(device: str) -> None:
         TorchLane(device).staging(1 << 55)
 
 
-def test_memory_that_a_device_has_not_is_told_with_the_tensor(
+def test_reports_the_tensor_when_device_memory_runs_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -121,7 +121,7 @@ def test_an_empty_tensor_of_four_bit_floats_has_pairs() -> None:
         empty_tensor(TensorSpec("a", DType.F4, (2, 5)), torch.device("cpu"))
 
 
-def test_an_empty_tensor_of_a_shape_that_torch_cannot_hold_is_told() -> None:
+def test_reports_an_empty_tensor_whose_shape_torch_cannot_hold() -> None:
     spec = TensorSpec("a", DType.F32, (0, 2**63, 2**63))
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch cannot hold its shape"):
         empty_tensor(spec, torch.device("cpu"))
@@ -166,7 +166,7 @@ def test_every_cuda_device_can_be_named() -> None:
 
 
 @needs_cuda
-def test_memory_that_the_caller_s_stream_still_writes_to_is_left_alone() -> None:
+def test_does_not_touch_memory_that_the_caller_s_stream_still_writes() -> None:
     spec = TensorSpec("a", DType.U8, (32 << 20,))
     data = b"\1" * spec.nbytes
     torch.cuda.empty_cache()

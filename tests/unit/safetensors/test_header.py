@@ -65,7 +65,7 @@ TENSOR = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 
 
 @pytest.mark.parametrize("size", range(8))
-def test_rejects_a_file_without_room_for_the_length(size: int) -> None:
+def test_rejects_a_file_too_short_for_the_length(size: int) -> None:
     with pytest.raises(InvalidHeader, match=f"too short for a safetensors file: {size} bytes"):
         header_size(bytes(size), size)
 
@@ -178,7 +178,7 @@ def test_takes_a_pair_of_surrogates() -> None:
 @pytest.mark.parametrize(
     "number", ["NaN", "Infinity", "-Infinity", "01", "+1", "1.", ".5", "0x1", "1e99999", "-1e400"]
 )
-def test_rejects_what_is_no_json_number_even_where_nobody_reads(number: str) -> None:
+def test_rejects_invalid_json_numbers_in_unused_fields(number: str) -> None:
     text = "{" + TENSOR.replace('{"d', '{"x":' + number + ',"d') + "}"
     with pytest.raises(InvalidHeader, match="not valid JSON"):
         parse(text, 4)
@@ -261,7 +261,7 @@ def test_any_text_is_a_name(name: str) -> None:
 @pytest.mark.parametrize(
     "value", ["[]", '""', "0", "false", '{"a":1}', '{"a":null}', '{"a":["b"]}', '{"a":{}}']
 )
-def test_rejects_metadata_that_is_no_map_of_texts(value: str) -> None:
+def test_rejects_metadata_that_is_not_a_map_of_strings(value: str) -> None:
     with pytest.raises(InvalidHeader, match="__metadata__ is not a map of strings"):
         parse('{"__metadata__":' + value + "," + TENSOR + "}", 4)
 
@@ -305,7 +305,7 @@ def test_the_short_cut_holds_the_size_of_every_file_against_fields_it_has_seen()
     assert parse_start(start, len(start) + 5) is None
 
 
-def test_the_short_cut_leaves_a_cut_or_endless_header_to_the_parser() -> None:
+def test_the_fast_path_leaves_a_truncated_or_unterminated_header_to_the_parser() -> None:
     start = encode_header([spec("a", DType.U8, 4)])
     assert parse_start(start[:-1], len(start) + 4) is None
     assert parse_start(b"\xff" * 8 + start[8:], len(start) + 4) is None
@@ -315,7 +315,7 @@ def test_the_short_cut_leaves_a_cut_or_endless_header_to_the_parser() -> None:
 
 
 @pytest.mark.parametrize("value", ["null", "4", "[]", '"U8"', '["U8",[4],[0,4]]', "true"])
-def test_rejects_an_entry_that_is_no_object(value: str) -> None:
+def test_rejects_an_entry_that_is_not_an_object(value: str) -> None:
     with pytest.raises(InvalidHeader, match="tensor 'a': expected an object with dtype"):
         parse('{"a":' + value + "}", 4)
 
@@ -361,7 +361,7 @@ def test_rejects_a_dtype_that_the_format_has_not(code: Any) -> None:
 @pytest.mark.parametrize(
     "shape", [4, "4", {"0": 4}, {}, [4.0], ["4"], [True], [None], [-4], [[4]], [U64 + 1]]
 )
-def test_rejects_a_shape_that_is_no_list_of_whole_numbers(shape: Any) -> None:
+def test_rejects_a_shape_that_is_not_a_list_of_integers(shape: Any) -> None:
     with pytest.raises(InvalidHeader, match="tensor 'a': shape .* is not a list of whole numbers"):
         parse(top(a=entry(shape=shape)), 4)
 
@@ -384,7 +384,7 @@ def test_rejects_a_shape_that_is_no_list_of_whole_numbers(shape: Any) -> None:
         [0, U64 + 1],
     ],
 )
-def test_rejects_offsets_that_are_no_two_whole_numbers(offsets: Any) -> None:
+def test_rejects_offsets_that_are_not_two_integers(offsets: Any) -> None:
     with pytest.raises(InvalidHeader, match="tensor 'a': data_offsets .* is not a .begin, end."):
         parse(top(a=entry(offsets=offsets)), 4)
 

@@ -67,7 +67,7 @@ def round_trip(tensor: Array, base: Array, dtype: DType, settings: DeltaSettings
 
 @pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
 @pytest.mark.parametrize("dtype", [*_FLOATS, *_OTHERS])
-def test_gives_back_any_bits_from_any_others(dtype: DType, settings: DeltaSettings) -> None:
+def test_any_bits_survive_a_round_trip_with_any_base(dtype: DType, settings: DeltaSettings) -> None:
     for count in (0, 1, 2, 3, 255, 2047, 2048, 2049, 5000, 70_001):
         round_trip(elements_of(dtype, count, 1), elements_of(dtype, count, 2), dtype, settings)
 
@@ -87,7 +87,7 @@ def test_gives_back_every_8_bit_float_from_every_other(dtype: DType) -> None:
     round_trip(tensor, base, dtype)
 
 
-def test_gives_back_numbers_that_are_none() -> None:
+def test_non_finite_values_survive_a_round_trip() -> None:
     odd = np.array(
         [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 1, 0x80000001],
         np.uint32,
@@ -138,7 +138,7 @@ def test_is_much_smaller_than_the_exclusive_or(update: float, part: float) -> No
     assert len(round_trip(tensor, base, DType.BF16, SMALL)) < part * theirs
 
 
-def test_classes_are_told_apart_where_that_is_worth_the_time() -> None:
+def test_classes_are_used_only_if_they_save_enough() -> None:
     few, many = (
         [
             len(round_trip(*fine_tuned(1 << 16, update)[::-1], DType.BF16, settings))
@@ -151,7 +151,7 @@ def test_classes_are_told_apart_where_that_is_worth_the_time() -> None:
 
 
 @pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 63, 2048, 4095])
-def test_rows_that_nothing_touched_take_no_room(count: int) -> None:
+def test_unchanged_rows_take_no_space(count: int) -> None:
     base, tensor = fine_tuned(count, 1e-3)
     touched = np.zeros(count, bool)
     touched[: count // 10] = True
@@ -224,34 +224,34 @@ def head(first: int, classes: int, *segments: tuple[int, int, int]) -> bytes:
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        (head(0, 0), "cut short"),
+        (head(0, 0), "truncated"),
         (head(0, 0) + struct.pack("<BI", 0, 3) + bytes(3), "raw plane has 3 bytes, expected 4"),
         (head(0, 0) + struct.pack("<BI", 0, 4) + bytes(4) + head(0, 0), "0 classes"),
         (head(0, 17, (17, 0, 0)), "17 classes"),
-        (head(250, 7, (7, 0, 0)), "7 classes of differences from 250"),
-        (head(0, 1, (1, 0, 0), (0, 0, 0)), "have not 1 classes"),
-        (head(0, 2, (1, 0, 0)), "have not 2 classes"),
-        (head(0, 1), "have not 1 classes"),
+        (head(250, 7, (7, 0, 0)), "cannot have 7 classes from 250"),
+        (head(0, 1, (1, 0, 0), (0, 0, 0)), "do not have 1 classes"),
+        (head(0, 2, (1, 0, 0)), "do not have 2 classes"),
+        (head(0, 1), "do not have 1 classes"),
         (head(0, 1, (1, 12, 0)), "unknown form 12"),
-        (head(0, 1, (1, 0, 0xFFFFFFFF)), "cut short"),
-        (head(0, 1, (1, 0, 1)) + b"ab", "1 differences that nothing escapes to"),
-        (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 1, 0xFFFFFFFF), "cut short"),
+        (head(0, 1, (1, 0, 0xFFFFFFFF)), "truncated"),
+        (head(0, 1, (1, 0, 1)) + b"ab", "1 escaped differences in a form without escapes"),
+        (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 1, 0xFFFFFFFF), "truncated"),
         (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 9, 1) + b"a", "unknown method 9"),
         (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 0, 1) + b"a", "raw plane has 1 bytes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refuses_heads_that_do_not_fit(stored: bytes, message: str) -> None:
+def test_rejects_invalid_heads(stored: bytes, message: str) -> None:
     base = np.zeros(2100, np.uint16)
     with pytest.raises(ColdDamaged, match=message):
         decode_chunk(memoryview(stored), base, DType.BF16, base)
 
 
-def test_refuses_another_number_of_escapes() -> None:
+def test_rejects_another_number_of_escapes() -> None:
     base = np.zeros(16, np.uint16)
     plane = struct.pack("<BI", 0, 16) + bytes([0x80, 0x80, *bytes(14)])
     stored = head(0, 1, (1, 3, 1)) + plane + b"\1\2"
-    with pytest.raises(ColdDamaged, match="2 escape codes of 1 differences"):
+    with pytest.raises(ColdDamaged, match="2 escape codes for 1 differences"):
         decode_chunk(memoryview(stored), base, DType.BF16, base)
 
 

@@ -63,7 +63,7 @@ def test_an_adapter_of_a_high_rank_is_predicted_by_as_many_factors() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 8, 16])
-def test_few_elements_tell_where_factors_are_worth_a_search(rank: int) -> None:
+def test_a_sample_shows_whether_a_fit_is_promising(rank: int) -> None:
     base, tensor = merged(rank, 1e-3)
     wide = (base.astype(np.uint32) << 16).view(np.float32)
     noise = np.random.default_rng(5).standard_normal(len(base), np.float32) * np.float32(1e-3)
@@ -89,7 +89,7 @@ def test_a_base_may_be_read_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encode_chunk(tensor, predicted, DType.BF16, SMALL)) < len(base) / 2
 
 
-def test_what_is_no_matrix_cannot_be_fitted() -> None:
+def test_only_matrices_can_be_fitted() -> None:
     assert can_fit(_ROWS * _COLUMNS, DType.BF16, _COLUMNS)
     assert not can_fit(_ROWS * _COLUMNS, DType.BF16, 0)
     assert not can_fit(_ROWS * _COLUMNS, DType.I16, _COLUMNS)
@@ -120,7 +120,7 @@ def test_other_floats_are_predicted_too(dtype: DType) -> None:
     assert fit(after, before, dtype, _COLUMNS) is not None
 
 
-def test_infinities_and_what_is_no_number_do_not_stop_a_fit() -> None:
+def test_infinities_and_nans_do_not_stop_a_fit() -> None:
     base, tensor = merged(1, 1e-3)
     base[5], tensor[77], tensor[78] = 0x7F80, 0x7FC0, 0xFF80
     assert stored(tensor, base)[2] >= 1

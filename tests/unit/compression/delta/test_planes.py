@@ -74,7 +74,7 @@ def test_classes_have_codes_of_their_own(form: Form) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.4, 2, 30, 3000])
-def test_bits_are_told_well(spread: float) -> None:
+def test_estimates_the_encoded_bits(spread: float) -> None:
     stream = normal(1 << 16, spread)
     ((_, form),) = choose(stream, [len(stream)])
     segment = encode(stream, [len(stream)], form, (Coder.HUFFMAN,))

@@ -103,7 +103,7 @@ def test_rejects_options_without_a_type(folder: Path, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"quant_type": "fp8"}, "cannot quantize to 'fp8': Ollama takes it for int8"),
+        ({"quant_type": "fp8"}, "cannot quantize to 'fp8': in Ollama it means int8"),
         ({"quant_type": "int4", "group_size": 16}, "int4 cannot have groups of 16"),
         ({"quant_type": "nvfp4", "group_size": 32}, "nvfp4 cannot have groups of 32"),
         ({"quant_type": "int4", "overrides": ("x=",)}, "x="),
