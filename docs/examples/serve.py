@@ -3,8 +3,8 @@
     pip install 'tensor-blobstore[torch]' transformers starlette uvicorn
     python docs/examples/serve.py llama-3.2:1b llama-3.2:1b-tuned --port 8000
 
-The first model is loaded before the port is opened; ``PUT /model`` swaps to another of those named.
-docs/serving/example.md tells what can be asked.
+The first model is loaded before the port is opened; ``PUT /model`` swaps to another one of the names.
+docs/serving/example.md describes the requests.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 MAX_BODY = 1 << 20
-MAX_TOKENS = 4096  # of a prompt and its continuation; fewer if the model is made for fewer
+MAX_TOKENS = 4096  # of prompt and continuation; fewer if the model supports fewer
 MAX_CONNECTIONS = 64
-THREADS = 2  # that generate; other requests wait for them
-GRACE = 10  # seconds that requests may take to end when the server shall end
+THREADS = 2  # for generation; other requests wait
+GRACE = 10  # seconds for requests to finish when the server stops
 COMPLETION = {"model": "", "prompt": "", "max_tokens": 16, "stream": False}
 STATUSES: dict[Any, int] = {
-    HTTPException: 500,  # each brings its own
-    ClientDisconnect: 499,  # nobody reads it
+    HTTPException: 500,  # each has its own status
+    ClientDisconnect: 499,  # the client is gone
     NotFound: 404,
     UsageError: 400,
     StoreError: 503,
     BlobstoreError: 422,  # the model is damaged, or cannot be built
     MemoryError: 503,
-    RuntimeError: 503,  # of torch, which has no memory
+    RuntimeError: 503,  # raised by torch when it is out of memory
 }
 
 
 class Serving(NamedTuple):
-    """A model in use. With the last request that holds it, it goes, and its maps with it."""
+    """A model in use. It is freed, with its maps, after the last request that uses it."""
 
     name: str
     model: Any
@@ -68,18 +68,18 @@ class Serving(NamedTuple):
 
 
 def load(name: str, options: argparse.Namespace) -> Serving:
-    """Load a model, and its blobs into memory, so that no request waits for the disk."""
+    """Load a model, including its blobs, so that no request waits for the disk."""
     started = time.perf_counter()
     store = LocalStore(options.store)
     how = {"device": options.device, "verify": options.verify, "prefetch": "read"}
     model = from_store(name, store=store, **how)
     serving = Serving(name, model, tokenizer_from_store(name, store), time.perf_counter() - started)
-    gc.collect()  # what transformers' first imports leave behind would hold the model for long
+    gc.collect()  # cycles from transformers' first imports would keep the model alive
     return serving
 
 
 class Completion:
-    """What follows a prompt; it is generated in a thread."""
+    """The continuation of a prompt, generated in a thread."""
 
     def __init__(self, serving: Serving, asked: dict[str, Any]) -> None:
         self.serving = serving
@@ -94,7 +94,7 @@ class Completion:
             raise HTTPException(400, detail)
 
     def generate(self, streamer: transformers.AsyncTextIteratorStreamer) -> None:
-        """Generate until the model ends it, the limit does, or nobody wants it any more."""
+        """Generate until the model stops, the limit is reached, or the client disconnects."""
         prompt = self.prompt.to(self.serving.model.device)
         try:
             generated = self.serving.model.generate(
@@ -113,7 +113,7 @@ class Completion:
         return torch.full(ids.shape[:1], self.is_unwanted.is_set(), device=ids.device)
 
     def answer(self, text: str, *, is_last: bool = True) -> dict[str, Any]:
-        """Return a text, or a piece of it, as OpenAI's server would."""
+        """Return a text, or a piece of it, in the format of OpenAI."""
         reason = "length" if len(self.tokens) == self.max_tokens else "stop"
         choice = {"index": 0, "text": text, "finish_reason": reason if is_last else None}
         answer = {"object": "text_completion", "model": self.serving.name, "choices": [choice]}
@@ -122,7 +122,7 @@ class Completion:
 
 
 class Server:
-    """The model that is served now, and the answers to requests."""
+    """The current model, and the request handlers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -138,7 +138,7 @@ class Server:
     async def complete(self, request: Request) -> Response:
         """Answer ``POST /v1/completions``."""
         asked = await decoded(request, COMPLETION)
-        serving = self.serving  # for this request, whatever is swapped meanwhile
+        serving = self.serving  # kept for this request, even if a swap follows
         if asked["model"] and str(Reference.parse(asked["model"])) != serving.name:
             raise HTTPException(404, f"the model served now is {serving.name}")
         self.requests[serving.name] += 1
@@ -158,7 +158,7 @@ class Server:
         yield f"data: {json.dumps(completion.answer(''))}\n\ndata: [DONE]\n\n"
 
     async def pieces(self, completion: Completion) -> AsyncIterator[str]:
-        """Yield the text as it comes. Whoever stops listening stops the thread."""
+        """Yield the text as it is generated. Closing the iterator stops the thread."""
         serving, loop = completion.serving, asyncio.get_running_loop()
         streamer = transformers.AsyncTextIteratorStreamer(
             serving.tokenizer, skip_prompt=True, skip_special_tokens=True
@@ -167,16 +167,16 @@ class Server:
         try:
             async for piece in streamer:
                 yield piece
-            await work  # raises what was raised there
+            await work  # raises the errors of the thread
         finally:
             completion.is_unwanted.set()
             work.cancel()
             self.tokens[serving.name] += len(completion.tokens)
             if serving is not self.serving:
-                loop.call_later(1, gc.collect)  # a cut-off request holds it in its traceback
+                loop.call_later(1, gc.collect)  # the traceback of a cut-off request keeps the model
 
     async def swap(self, request: Request) -> Response:
-        """Answer ``PUT /model``: load a model while the other answers, then change at once."""
+        """Answer ``PUT /model``: load a model while the current one answers, then switch."""
         name = str(Reference.parse((await decoded(request, {"name": ""}))["name"]))
         if name not in self.names:
             raise HTTPException(404, f"{name} is not among {', '.join(self.names)}")
@@ -199,7 +199,7 @@ class Server:
         return JSONResponse({"status": "ok", "model": self.serving.name})
 
     async def metrics(self, _: Request) -> Response:
-        """Answer ``GET /metrics``, in the text form of Prometheus."""
+        """Answer ``GET /metrics``, in the text format of Prometheus."""
         current, model = self.serving.name, self.serving.model
         families: dict[str, Mapping[str, float]] = {
             "load_seconds": self.load_seconds,
@@ -228,13 +228,13 @@ class Server:
 
 
 def refused(code: int, _: Request, error: Exception) -> Response:
-    """Answer with one line that says what is wrong."""
+    """Answer with an error of one line."""
     code, line = getattr(error, "status_code", code), getattr(error, "detail", error)
     return JSONResponse({"error": {"message": str(line), "code": code}}, code)
 
 
 async def decoded(request: Request, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON object of a request, its fields checked and filled in."""
+    """Return the JSON object of a request, with its fields checked and defaults added."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -242,7 +242,7 @@ async def decoded(request: Request, defaults: dict[str, Any]) -> dict[str, Any]:
             raise HTTPException(413, f"a request has at most {MAX_BODY} bytes")
     try:
         asked = json.loads(body)
-        json.dumps(asked, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps(asked, ensure_ascii=False).encode()  # rejects lone surrogates
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the request is not JSON: {error}") from None
     kinds = {name: type(value) for name, value in defaults.items()}
@@ -253,7 +253,7 @@ async def decoded(request: Request, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def private_memory() -> int:
-    """Return the bytes that this process shares with none; mapped blobs are not among them."""
+    """Return the size of the memory that only this process uses, without mapped blobs."""
     status = Path("/proc/self/status")
     found = status.exists() and re.search(r"RssAnon:\s+(\d+)", status.read_text(encoding="ascii"))
     return int(found[1]) * 1024 if found else 0
@@ -265,8 +265,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="a model; the first is loaded")
     parser.add_argument("--store", metavar="DIR", help="folder of the store")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
-    parser.add_argument("--device", default="cpu", help="of torch, such as cuda")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
+    parser.add_argument("--device", default="cpu", help="a torch device, such as cuda")
     parser.add_argument("--verify", choices=("size", "digest"), default="size")
     options = parser.parse_args()
     if options.port not in range(1 << 16):
