@@ -37,7 +37,7 @@ class CatalogEntry:
 
 
 def read_catalog(store: LocalStore) -> Iterator[CatalogEntry]:
-    """Yield an entry for every name of a store, sorted; names that are removed meanwhile are skipped.
+    """Yield an entry for every name of a store, sorted; names that another process removes are skipped.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.

@@ -78,7 +78,7 @@ class Ingest:
         self._active = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        self._room = threading.BoundedSemaphore(_MAX_UNSYNCED)
+        self._slots = threading.BoundedSemaphore(_MAX_UNSYNCED)
         self._pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="blobstore-sync")
 
     def __enter__(self) -> Self:
@@ -220,7 +220,7 @@ class Ingest:
 
     def _sync_later(self, descriptor: int) -> None:
         """Sync and close a file on another thread."""
-        self._room.acquire()
+        self._slots.acquire()
         synced = self._pool.submit(self._sync, descriptor)
         with self._changed:
             self._syncing.append(synced)
@@ -230,7 +230,7 @@ class Ingest:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-            self._room.release()
+            self._slots.release()
 
 
 class WorkerIngest(Ingest):

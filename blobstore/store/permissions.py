@@ -28,7 +28,7 @@ def folder_warnings(store: LocalStore) -> Iterator[str]:
     ):
         status = _status(folder)
         if status is not None and status.st_mode & stat.S_IWOTH:
-            yield f"every user may write to {quote(folder)}; take that away with chmod o-w"
+            yield f"every user may write to {quote(folder)}; remove that permission with chmod o-w"
 
 
 def name_concerns(store: LocalStore, references: Iterable[Reference]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def quarantine_copy(store: BlobReader, data: bytes) -> Path:
 
 
 def _quarantine(store: BlobReader, damaged: str, digest: Digest) -> Path:
-    """Give a file a second name in quarantine, durably, and return it; the caller replaces the first.
+    """Link a file into quarantine, durably, and return the link; the caller replaces the original.
 
     Without hard links the file loses its first name.
     """

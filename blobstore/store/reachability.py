@@ -1,7 +1,7 @@
 """The blobs that the manifests of a store reference; a manifest is read again only when it has changed.
 
-Callers that delete blobs must hold the exclusive lock while they use this, so that no manifest is published
-meanwhile.
+Callers that delete blobs must hold the exclusive lock while they use this, so that no manifest is published at
+the same time.
 """
 
 from __future__ import annotations

@@ -77,7 +77,15 @@ def test_an_error_can_be_copied_and_pickled(
     assert str(error) == "message"
 
 
-def test_what_python_has_a_class_for_can_be_caught_as_that() -> None:
+@pytest.mark.parametrize("kind", CLASSES)
+def test_advice_ends_the_text_and_stays_apart_from_the_message(kind: type[BlobstoreError]) -> None:
+    error = kind("too short", advice="repair it").at("'x'")
+    assert str(error) == "'x': too short; repair it"
+    assert (error.message, error.advice) == ("'x': too short", "repair it")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_errors_with_a_builtin_counterpart_can_be_caught_as_it() -> None:
     assert issubclass(UsageError, ValueError)
     assert issubclass(TensorNotFound, KeyError)
     assert issubclass(errors.UnsupportedDType, TypeError)

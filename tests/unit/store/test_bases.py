@@ -25,7 +25,7 @@ CHILD = layer("x", tuned(10, 1))
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A store with ``child``, coded by ``base``, which is hot, cold and has a second name."""
+    """A store with ``child``, a delta against ``base``, which is hot, cold and has a second link."""
     store = LocalStore(tmp_path / "store", lock_timeout=0.05)
     put(store, "base", {"x": 1})
     add_blobs(store, "child", {"x": CHILD})
@@ -158,7 +158,7 @@ def test_a_file_is_whole_until_it_changes(store: LocalStore, base: Descriptor, f
     assert not bases.is_whole(base.digest, base.size, after)
 
 
-def test_nothing_is_whole_that_is_no_file(store: LocalStore, base: Descriptor) -> None:
+def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Descriptor) -> None:
     thaw_models(["base"], store=store)
     path = paths(store, base)["hot"]
     Path(path).rename(path + "-real")
@@ -182,7 +182,7 @@ def test_nothing_is_whole_that_is_no_file(store: LocalStore, base: Descriptor) -
         ("damaged", "damaged", (False, False)),
     ],
 )
-def test_tells_which_forms_are_whole(
+def test_returns_which_forms_are_intact(
     tmp_path: Path, hot: str | None, cold: str | None, expected: tuple[bool, bool]
 ) -> None:
     store = LocalStore(tmp_path / "store")

@@ -90,7 +90,7 @@ def link(path: Path) -> None:
 
 @every_reader
 @pytest.mark.parametrize("make", [link, Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_no_blob(
+def test_a_blob_must_be_a_regular_file(
     store: LocalStore, path: Path, reader: Callable[..., object], make: Callable[[Path], None]
 ) -> None:
     path.unlink()
@@ -149,7 +149,7 @@ def test_an_empty_blob_has_a_digest(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"not a header", bytes(100), b"\xff" * 50])
-def test_a_blob_that_is_no_safetensors_file_is_damaged(store: LocalStore, data: bytes) -> None:
+def test_a_tensor_blob_that_is_not_safetensors_is_damaged(store: LocalStore, data: bytes) -> None:
     digest = Digest.of(data)
     Path(store.blob_path(digest)).write_bytes(data)
     with pytest.raises(BlobDamaged, match=rf"^blob '.*{digest.hex}': "):

@@ -46,7 +46,7 @@ def test_tells_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
         assert (entry.digest, entry.manifest, entry.blobs) == (None, None, {})
 
 
-def test_passes_over_a_name_that_vanishes(store: LocalStore) -> None:
+def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     store.references = lambda: iter((A, B))  # type: ignore[method-assign]
     store.manifest_path(A).unlink()
 

@@ -42,9 +42,9 @@ def digest(store: LocalStore) -> Digest:
 
 
 def region(store: LocalStore, digest: Digest) -> bytes:
-    room = MappedRegion([len(DATA)])
-    assert list(store.map_blobs([(digest, len(DATA))], [0], room)) == [0]
-    return bytes(memoryview(room.memory)[: len(DATA)])
+    region = MappedRegion([len(DATA)])
+    assert list(store.map_blobs([(digest, len(DATA))], [0], region)) == [0]
+    return bytes(memoryview(region.memory)[: len(DATA)])
 
 
 def into(store: LocalStore, digest: Digest) -> bytes:
@@ -104,7 +104,7 @@ def test_no_byte_behind_the_end_is_made_up(store: LocalStore, digest: Digest) ->
         blob.read_into(len(DATA) - 10, memoryview(bytearray(11)))
 
 
-def test_looks_are_answered_for_cold_blobs(store: LocalStore, digest: Digest) -> None:
+def test_cold_blobs_are_found_and_checked_like_hot_ones(store: LocalStore, digest: Digest) -> None:
     size = len(DATA)
     assert store.exists(digest, size)
     assert store.has(digest)
@@ -138,7 +138,9 @@ def test_the_cold_blob_of_another_is_damage(store: LocalStore, digest: Digest) -
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "empty", "short"])
-def test_what_is_no_cold_blob_is_damage(store: LocalStore, digest: Digest, kind: str) -> None:
+def test_a_file_that_is_not_a_cold_blob_is_damaged(
+    store: LocalStore, digest: Digest, kind: str
+) -> None:
     path = Path(store.cold_path(digest))
     data = path.read_bytes()
     path.unlink()
@@ -186,7 +188,7 @@ def test_all_cold_blobs_are_listed(store: LocalStore, digest: Digest) -> None:
     assert LocalStore(store.root / "none").cold_files() == {}
 
 
-def test_a_disk_of_cold_blobs_that_is_not_mounted_is_no_empty_one(store: LocalStore) -> None:
+def test_a_broken_link_to_the_cold_folder_is_an_error(store: LocalStore) -> None:
     store.folder("cold").rename(store.root / "elsewhere")
     store.folder("cold").symlink_to("nothing")
     with pytest.raises(StoreError, match="cannot list"):
@@ -208,7 +210,7 @@ def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -
         bases.of(digest, status)
 
 
-def test_a_file_s_state_tells_it_from_another(tmp_path: Path) -> None:
+def test_the_state_of_a_file_distinguishes_it_from_others(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert FileState.of(str(path)) is None
     path.write_bytes(b"a")
@@ -223,7 +225,7 @@ def test_a_file_s_state_tells_it_from_another(tmp_path: Path) -> None:
     assert FileState.of(str(path)) is None
 
 
-def test_files_without_a_name_are_made_where_there_is_no_memfd(
+def test_cold_blobs_are_decoded_into_temporary_files_without_memfd(
     store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")

@@ -56,44 +56,44 @@ def test_the_map_outlives_the_descriptor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "end"), [(0, 1), (1, 5000), (4096, 8192), (4095, 8193), (100_000, len(DATA)), (0, 0)]
 )
-def test_what_is_read_is_taken_from_there(
+def test_bytes_that_were_read_are_taken_from_the_buffer(
     path: Path, begin: int, end: int, is_direct: bool
 ) -> None:
     file = ColdFile(str(path))
     if is_direct:
         dropped(path)
         file.pass_cache()
-    room = memory(buffer_size(end - begin))
-    source = file.read(begin, end, room)
+    buffer = memory(buffer_size(end - begin))
+    source = file.read(begin, end, buffer)
     assert len(source) == len(DATA)
     assert source[begin:end] == DATA[begin:end]
-    room[:] = bytes(len(room))
+    buffer[:] = bytes(len(buffer))
     assert bytes(source[begin:end]) == bytes(end - begin)
     around = slice(max(begin - 5000, 0), end + 5000)
     assert source[around] == DATA[around]
 
 
-def test_all_is_read_where_there_is_room(path: Path) -> None:
+def test_a_file_that_fits_is_read_completely(path: Path) -> None:
     file = ColdFile(str(path))
-    room = memory(buffer_size(len(DATA)))
-    assert file.fits(room)
-    assert not file.fits(room[:-1])
-    source = file.read_ends(room)
+    buffer = memory(buffer_size(len(DATA)))
+    assert file.fits(buffer)
+    assert not file.fits(buffer[:-1])
+    source = file.read_ends(buffer)
     assert source[:] == DATA
-    room[:] = bytes(len(room))
+    buffer[:] = bytes(len(buffer))
     assert bytes(source[:]) == bytes(len(DATA))
 
 
 @pytest.mark.parametrize("size", [len(DATA), 20 * mmap.PAGESIZE, 10_000])
-def test_the_ends_are_read_where_there_is_none(path: Path, size: int) -> None:
+def test_only_the_ends_of_a_large_file_are_read(path: Path, size: int) -> None:
     os.truncate(path, size)
     file = ColdFile(str(path))
-    room = memory(18 * mmap.PAGESIZE)
-    source = file.read_ends(room[: buffer_size(size) - 1] if size == 10_000 else room)
+    buffer = memory(18 * mmap.PAGESIZE)
+    source = file.read_ends(buffer[: buffer_size(size) - 1] if size == 10_000 else buffer)
     assert source[:] == DATA[:size]
     assert source[:8] == DATA[:8]
     assert source[-9000:] == DATA[:size][-9000:]
-    room[:] = bytes(len(room))
+    buffer[:] = bytes(len(buffer))
     assert bytes(source[:8]) == bytes(8)
     assert bytes(source[-5000:]) == bytes(5000)
 
@@ -140,7 +140,7 @@ def test_a_file_that_became_shorter_is_damaged(path: Path) -> None:
         file.read(4097, 5001, memory(buffer_size(5000)))
 
 
-def test_what_is_no_file_is_told(path: Path, tmp_path: Path) -> None:
+def test_anything_but_a_regular_file_is_an_error(path: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(path)
     for wrong in (link, tmp_path):

@@ -63,7 +63,7 @@ def test_an_empty_blob_is_a_blob(store: LocalStore) -> None:
     assert blobs(store) == {Digest.of(b"").file_name: b""}
 
 
-def test_what_is_present_is_not_written_again(store: LocalStore) -> None:
+def test_a_present_blob_is_not_written_again(store: LocalStore) -> None:
     digest = put(store, b"abc")
     before = os.stat(store.blob_path(digest))
     with store.ingest() as ingest:
@@ -76,7 +76,7 @@ def test_what_is_present_is_not_written_again(store: LocalStore) -> None:
     assert len(blobs(store)) == 2
 
 
-def test_what_is_present_is_only_read(store: LocalStore) -> None:
+def test_a_present_blob_is_only_read(store: LocalStore) -> None:
     put(store, b"abc")
 
     def read() -> Iterator[bytes]:
@@ -128,7 +128,7 @@ def test_an_error_leaves_nothing(store: LocalStore, error: type[BaseException]) 
     assert blobs(store) == {}
 
 
-def test_other_imports_files_are_left_alone(store: LocalStore) -> None:
+def test_the_files_of_other_imports_are_kept(store: LocalStore) -> None:
     with store.ingest() as other:
         other.add(5, lambda: [b"other"])
         with store.ingest() as ingest:
@@ -215,7 +215,7 @@ def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
     begun, stop = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
-    def endless() -> Iterator[bytes]:
+    def never_ending() -> Iterator[bytes]:
         while True:
             yield b"x"
             begun.set()
@@ -223,7 +223,7 @@ def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
 
     def work() -> None:
         try:
-            ingest.add(3, endless)
+            ingest.add(3, never_ending)
         except BlobstoreError as error:
             errors.append(error)
 
@@ -348,7 +348,7 @@ def test_processes_may_put_the_same_blobs_at_once(store: LocalStore) -> None:
     assert temporary(store) == []
 
 
-def test_what_is_found_is_held_until_the_end(store: LocalStore) -> None:
+def test_a_found_blob_is_leased_until_the_import_ends(store: LocalStore) -> None:
     with store.ingest() as ingest:
         added = ingest.add(4, lambda: [b"blob"])
         ingest.publish()

@@ -19,7 +19,7 @@ def test_lies_as_ollama_s_folder_does() -> None:
     )
 
 
-def test_what_is_ours_is_apart() -> None:
+def test_private_folders_are_separate_from_ollama_s() -> None:
     for path in (LAYOUT.temporary, LAYOUT.headers):
         assert path.is_relative_to("/s/.blobstore")
         assert not path.is_relative_to(LAYOUT.blobs)

@@ -184,7 +184,7 @@ def test_a_manifest_is_for_its_owner_to_write(tmp_path: Path, umask: int) -> Non
     assert stat.S_IMODE(mode) == 0o644 & ~umask
 
 
-def test_nothing_foreign_is_beside_blobs_and_manifests(store: LocalStore) -> None:
+def test_ollama_s_folders_hold_nothing_of_ours(store: LocalStore) -> None:
     publish(store)
     assert sorted(path.name for path in store.root.iterdir()) == [
         ".blobstore",
@@ -195,7 +195,7 @@ def test_nothing_foreign_is_beside_blobs_and_manifests(store: LocalStore) -> Non
     assert files == [store.manifest_path(NAME)]
 
 
-def test_a_name_is_not_given_to_what_is_not_whole(store: LocalStore) -> None:
+def test_a_manifest_with_missing_or_damaged_blobs_gets_no_name(store: LocalStore) -> None:
     old = publish(store)
     missing = Descriptor(media_type="x", digest=Digest.of(b"none"), size=4)
     with pytest.raises(BlobMissing):
@@ -270,7 +270,7 @@ def test_only_a_file_is_a_manifest(store: LocalStore, make: Callable[[Path], Non
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
-def test_a_name_that_is_no_file_is_listed_and_damaged(
+def test_a_manifest_that_is_not_a_regular_file_is_listed_and_damaged(
     store: LocalStore, make: Callable[[Path], None]
 ) -> None:
     publish(store)
@@ -282,7 +282,7 @@ def test_a_name_that_is_no_file_is_listed_and_damaged(
         store.resolve(NAME)
 
 
-def test_a_folder_that_vanishes_meanwhile_is_no_error(
+def test_a_folder_that_vanishes_while_it_is_listed_is_skipped(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(store)
@@ -299,7 +299,7 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(
     assert list(store.references()) == [NAME]
 
 
-def test_what_spells_no_name_is_passed_over(store: LocalStore) -> None:
+def test_files_that_spell_no_name_are_skipped(store: LocalStore) -> None:
     publish(store)
     folder = store.manifest_path(NAME).parent
     (folder / ".DS_Store").touch()
@@ -375,7 +375,7 @@ def publish_again(store: LocalStore) -> None:
     store.publish(Reference.parse("other"), store.resolve(NAME))
 
 
-def test_an_unreadable_manifest_is_no_damage() -> None:
+def test_an_unreadable_manifest_is_a_store_error() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
         publish(store)
@@ -411,7 +411,9 @@ def test_the_index_is_a_cache(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_an_index_that_is_no_file_is_none(store: LocalStore, make: Callable[[Path], None]) -> None:
+def test_an_index_that_is_not_a_regular_file_is_ignored(
+    store: LocalStore, make: Callable[[Path], None]
+) -> None:
     key = Digest.of(b"key")
     store.folder("headers").mkdir(parents=True)
     make(store.folder("headers") / key.hex)
@@ -422,7 +424,7 @@ def test_an_index_that_is_no_file_is_none(store: LocalStore, make: Callable[[Pat
         assert len(list(store.folder("headers").iterdir())) == 1
 
 
-def test_an_index_that_cannot_be_written_is_no_error() -> None:
+def test_an_index_that_cannot_be_written_is_not_an_error() -> None:
     with sandbox.common_folder() as folder:
         folder.chmod(0o555)
         store = LocalStore(folder)
@@ -473,7 +475,7 @@ def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None
         assert store.resolve(NAME) == new
 
 
-def test_who_has_an_old_manifest_open_reads_it_to_its_end(store: LocalStore) -> None:
+def test_an_open_manifest_survives_its_replacement(store: LocalStore) -> None:
     old = publish(store)
     with store.manifest_path(NAME).open("rb") as stream:
         store.publish(NAME, Manifest(config=put(store, b"other"), layers=()))

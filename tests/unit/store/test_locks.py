@@ -81,7 +81,7 @@ def other(
         ("lease", "exclusive", True),
     ],
 )
-def test_who_is_alone_is_alone(
+def test_exclusive_locks_exclude_all_others(
     store: LocalStore,
     others: list[subprocess.Popen[str]],
     theirs: str,
@@ -124,7 +124,7 @@ def test_threads_of_one_process_exclude_each_other_too(store: LocalStore) -> Non
         store.exclusive_lock().__enter__()
 
 
-def test_a_lease_lists_what_it_holds(store: LocalStore) -> None:
+def test_a_lease_lists_the_blobs_that_it_holds(store: LocalStore) -> None:
     with store.lease() as lease:
         lease.hold([A])
         lease.hold([A, B])
@@ -135,7 +135,7 @@ def test_a_lease_lists_what_it_holds(store: LocalStore) -> None:
     assert list(store.folder("leases").iterdir()) == []
 
 
-def test_leases_of_the_dead_are_told_from_those_of_the_living(
+def test_leases_of_dead_processes_are_distinguished_from_living_ones(
     store: LocalStore, others: list[subprocess.Popen[str]]
 ) -> None:
     dead, living = (other(others, store, "lease") for _ in range(2))
@@ -171,7 +171,7 @@ def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
         assert not store.read_leases().digests & {A, B, C}
 
 
-def test_a_link_is_no_lease(store: LocalStore, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> None:
     store.folder("leases").mkdir(parents=True)
     (store.folder("leases") / "1-a").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic"):
@@ -247,7 +247,7 @@ def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
         assert store.read_leases().digests == {A}
 
 
-def test_a_lease_waits_for_who_looks_whether_it_is_locked(
+def test_a_lease_waits_for_a_process_that_tests_its_lock(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really_lock = fcntl.flock

@@ -31,11 +31,11 @@ def test_an_absent_store_is_of_no_concern(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "blobs", "manifests"])
-def test_tells_of_a_folder_that_everybody_may_write_to(store: LocalStore, folder: str) -> None:
+def test_warns_of_a_folder_that_every_user_may_write_to(store: LocalStore, folder: str) -> None:
     path = store.root / folder
     path.chmod(0o1777)
     (found,) = folder_warnings(store)
-    assert found == f"every user may write to '{path}'; take that away with chmod o-w"
+    assert found == f"every user may write to '{path}'; remove that permission with chmod o-w"
 
 
 def test_a_folder_of_a_group_is_of_no_concern(store: LocalStore) -> None:
@@ -44,7 +44,7 @@ def test_a_folder_of_a_group_is_of_no_concern(store: LocalStore) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_tells_of_a_name_that_another_user_gave(store: LocalStore) -> None:
+def test_warns_of_a_name_that_another_user_published(store: LocalStore) -> None:
     os.chown(store.manifest_path(A), NOBODY, NOBODY)
     (found,) = name_concerns(store, [A])
     assert found.startswith(f"'a:latest' was put into the store by another user (number {NOBODY})")

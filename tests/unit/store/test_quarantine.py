@@ -38,7 +38,7 @@ def ready(layout: Layout) -> Path:
     return path
 
 
-def test_a_damaged_file_is_put_aside_and_keeps_its_inode(layout: Layout) -> None:
+def test_a_quarantined_file_keeps_its_inode(layout: Layout) -> None:
     blob(layout).write_bytes(b"wrong")
     inode = blob(layout).stat().st_ino
 
@@ -72,7 +72,9 @@ def test_a_second_copy_gets_another_name(layout: Layout, monkeypatch: pytest.Mon
     assert [aside.read_bytes() for aside in asides if aside is not None] == [b"1", b"2", b"3"]
 
 
-def test_what_a_broken_off_repair_put_aside_is_not_put_aside_twice(layout: Layout) -> None:
+def test_a_file_that_an_interrupted_repair_quarantined_is_not_quarantined_twice(
+    layout: Layout,
+) -> None:
     blob(layout).write_bytes(b"wrong")
     layout.quarantine.mkdir()
     before = layout.quarantine / f"{DIGEST.file_name}.20260101T000000Z"
@@ -94,7 +96,7 @@ def make_link(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [make_folder, make_link, os.mkfifo], ids=lambda make: make.__name__
 )
-def test_what_is_no_file_is_put_aside_as_it_is(
+def test_links_and_folders_are_quarantined_unchanged(
     make: Callable[[Path], object], layout: Layout
 ) -> None:
     make(blob(layout))

@@ -52,7 +52,7 @@ def has(store: LocalStore, digest: Digest = DIGEST, size: int = SIZE) -> bool:
     return VerifiedBlobs(store).has(digest, size)
 
 
-def test_remembers_what_was_found_whole(store: LocalStore) -> None:
+def test_remembers_intact_blobs(store: LocalStore) -> None:
     assert not has(store)
     note(store)
     assert has(store)
@@ -177,7 +177,7 @@ def test_a_blob_that_could_not_be_read_is_as_it_was(store: LocalStore) -> None:
         lambda data: data.replace(b"verified blobs 1", b"verified blobs 0"),
     ],
 )
-def test_garbage_is_not_believed_and_written_anew(
+def test_a_malformed_cache_is_ignored_and_rewritten(
     store: LocalStore, damage: Callable[[bytes], bytes]
 ) -> None:
     note(store)
@@ -200,7 +200,7 @@ def test_garbage_is_not_believed_and_written_anew(
         "é 1 2 3 4 5\n",
     ],
 )
-def test_nonsense_with_a_right_seal_is_not_believed(store: LocalStore, text: str) -> None:
+def test_malformed_lines_with_a_correct_checksum_are_ignored(store: LocalStore, text: str) -> None:
     note(store)
     whole = cache_of(store).read_bytes()
     data = text.encode()
@@ -210,7 +210,7 @@ def test_nonsense_with_a_right_seal_is_not_believed(store: LocalStore, text: str
     assert cache_of(store).read_bytes() == whole
 
 
-def test_what_others_may_write_is_not_believed(store: LocalStore) -> None:
+def test_a_cache_that_others_may_write_is_ignored(store: LocalStore) -> None:
     for mode, believed in [(0o600, True), (0o644, True), (0o620, False), (0o602, False)]:
         note(store)
         cache_of(store).chmod(mode)
@@ -218,7 +218,7 @@ def test_what_others_may_write_is_not_believed(store: LocalStore) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_belongs_to_another_user_is_not_believed(store: LocalStore) -> None:
+def test_a_cache_of_another_user_is_ignored(store: LocalStore) -> None:
     note(store)
     os.chown(cache_of(store), sandbox.NOBODY, -1)
     assert not has(store)
@@ -260,7 +260,7 @@ def test_the_oldest_entries_go_first(store: LocalStore, monkeypatch: pytest.Monk
     assert [has(store, digest) for digest in found] == [False, False, True, True]
 
 
-def test_what_another_process_has_noted_meanwhile_is_kept(store: LocalStore) -> None:
+def test_entries_that_another_process_has_written_are_kept(store: LocalStore) -> None:
     path_of(store, OTHER).write_bytes(DATA)
     blobs = VerifiedBlobs(store)
     note(store, OTHER)
@@ -271,7 +271,7 @@ def test_what_another_process_has_noted_meanwhile_is_kept(store: LocalStore) -> 
     assert has(store, OTHER)
 
 
-def test_a_store_that_cannot_be_written_is_no_error(store: LocalStore) -> None:
+def test_a_store_that_cannot_be_written_is_not_an_error(store: LocalStore) -> None:
     def run() -> bool:
         note(store)
         return has(store)
@@ -284,7 +284,7 @@ def test_a_store_that_cannot_be_written_is_no_error(store: LocalStore) -> None:
     assert cache_of(store).read_bytes() == whole
 
 
-def test_the_store_itself_is_not_made_anew(tmp_path: Path) -> None:
+def test_the_store_itself_is_not_created_again(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "gone")
     note(store)
     assert not store.root.exists()

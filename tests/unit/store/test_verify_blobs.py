@@ -111,7 +111,7 @@ def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: Lo
     assert done[-1] == sum(blob.size for blob in blobs)
 
 
-def test_what_is_found_is_noted(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_recorded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     blobs = put(store, b"whole", b"changed")
     list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store)))
@@ -122,7 +122,7 @@ def test_what_is_found_is_noted(store: LocalStore, monkeypatch: pytest.MonkeyPat
     assert found == blobs[1]
 
 
-def test_what_was_found_is_kept_when_the_work_is_broken_off(
+def test_results_are_kept_when_the_check_is_interrupted(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
@@ -148,7 +148,7 @@ def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_breaking_off_waits_for_nobody_who_waits_for_the_rate(store: LocalStore) -> None:
+def test_interrupting_does_not_wait_for_the_rate_limit(store: LocalStore) -> None:
     blobs = put(store, b"gone", b"slow" * 1000, b"slower" * 1000)
     Path(store.blob_path(blobs[0].digest)).unlink()
     verified = VerifiedBlobs(store)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import StoreError
+from blobstore.store.scan import digest_of, is_folder, list_names, scan_folder, walk_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LISTINGS = [list_names, scan_folder, lambda folder: list(walk_files(folder))]
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_folder_that_does_not_exist_is_empty(
+    tmp_path: Path, listing: Callable[[Path], list[object]]
+) -> None:
+    assert listing(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_broken_link_and_a_file_are_not_empty_folders(
+    tmp_path: Path, listing: Callable[[Path], list[object]]
+) -> None:
+    (tmp_path / "link").symlink_to("unmounted")
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(StoreError, match=f"cannot list '{tmp_path / name}'"):
+            listing(tmp_path / name)
+
+
+def test_listings_are_sorted_by_name(tmp_path: Path) -> None:
+    for name in ("b", "c", "a"):
+        (tmp_path / name).touch()
+    assert list_names(tmp_path) == ["a", "b", "c"]
+    assert [entry.name for entry in scan_folder(tmp_path)] == ["a", "b", "c"]
+
+
+def test_walking_finds_everything_but_folders_and_follows_no_links(tmp_path: Path) -> None:
+    for name in ("in/deep", "out"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
+    os.mkfifo(tmp_path / "in" / "pipe")
+    found = [entry.path for entry in walk_files(tmp_path, {str(tmp_path / "out")})]
+    assert found == [str(tmp_path / "in" / name) for name in ("deep/file", "link", "pipe")]
+
+
+def test_links_to_folders_are_folders(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "broken").symlink_to("none")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    names = ("link", "broken", "loop", "file", "none")
+    assert [is_folder(str(tmp_path / name)) for name in names] == [True, False, False, False, False]
+
+
+def test_names_of_blobs_spell_digests() -> None:
+    digest = Digest.of(b"")
+    assert digest_of(digest.file_name) == digest
+    for name in ("sha256-0", f"{digest.file_name}-partial", str(digest).upper(), ""):
+        assert digest_of(name) is None
