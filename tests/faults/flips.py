@@ -58,7 +58,7 @@ class _Place:
 def run(effort: Effort) -> list[Outcome]:
     """Flip ``effort.count`` bits, one at a time."""
     blobs, manifests = Outcome("bit flipped in a blob"), Outcome("bit flipped in a manifest")
-    frozen = Outcome("bit flipped in a cold blob, or what it is coded by")
+    frozen = Outcome("bit flipped in a cold blob, or in its base")
     chance = random.Random(effort.seed)
     with workspace() as folder:
         store = folder / "store"
@@ -118,9 +118,9 @@ def _freeze(store: Path, models: Sequence[Known]) -> dict[Path, str]:
         digest = Digest.parse(layer["digest"])
         if shelf.has_cold(digest):
             files[Path(shelf.cold_path(digest))] = layer["name"]
-            coded_by = shelf.open_cold(digest).base
-            if coded_by is not None:
-                files[Path(shelf.base_path(coded_by))] = layer["name"]
+            base_digest = shelf.open_cold(digest).base
+            if base_digest is not None:
+                files[Path(shelf.base_path(base_digest))] = layer["name"]
     assert any(path.parent.name == "bases" for path in files)
     return files
 

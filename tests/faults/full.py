@@ -43,7 +43,7 @@ class _Case:
         self.need = self.scene.guest.size * 3 // 2
 
     def forget_guest(self) -> None:
-        """Let the next create begin anew."""
+        """Remove the guest model, so that the next create starts from nothing."""
         forget(self.scene.store, self.scene.guest)
         self.scene.must("gc", "--older-than", "0s")
 
@@ -86,11 +86,11 @@ def _full_disk(folder: Path, effort: Effort, outcome: Outcome) -> None:
             case.forget_guest()
             with _filled(disk, free):
                 ended = case.create()
-                _give_back(case, outcome, f"with {free} bytes free")
+                _free_space(case, outcome, f"with {free} bytes free")
             case.judge(outcome, ended, f"create with {free} bytes free")
 
 
-def _give_back(case: _Case, outcome: Outcome, how: str) -> None:
+def _free_space(case: _Case, outcome: Outcome, how: str) -> None:
     """Check that garbage is collected, and names are removed, where nothing can be written."""
     scene = case.scene
     where = ("--store", scene.store)
@@ -120,7 +120,7 @@ def _no_inodes(folder: Path, effort: Effort, outcome: Outcome) -> None:
             disks.remount(disk, f"nr_inodes={state.f_files - state.f_ffree + free}")
             ended = case.create()
             disks.remount(disk, f"nr_inodes={state.f_files}")
-            case.judge(outcome, ended, f"create with room for {free} files")
+            case.judge(outcome, ended, f"create with {free} inodes free")
 
 
 def _file_size(folder: Path, effort: Effort, outcome: Outcome) -> None:
@@ -267,7 +267,7 @@ def _filled(disk: Path, free: int) -> Iterator[None]:
 
 CASES: dict[str, Callable[[Path, Effort, Outcome], None]] = {
     "disk full during create, then gc": _full_disk,
-    "no room for more files during create": _no_inodes,
+    "no inodes left during create": _no_inodes,
     "limit of file size during create": _file_size,
     "limit of descriptors during create": _descriptors,
     "read-only file system": _read_only,

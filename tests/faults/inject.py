@@ -59,7 +59,7 @@ FAULTS = {
 _CHANGES = re.compile(r"O_CREAT|O_WRONLY|O_RDWR")
 _CACHE = re.compile(r"/\.blobstore/(headers|verified-|\.\d+-\w+\.tmp)")
 _RETRYING = {"freeze", "thaw"}
-"""Commands that make a file again for which there was no room, when they have given some back."""
+"""Commands that retry a file that did not fit, after they have freed some space."""
 _MUST_FAIL = {
     *("fsync", "fdatasync", "write", "pwrite64", "rename", "renameat", "renameat2"),
     *("ftruncate", "flock", "openat"),
@@ -115,7 +115,7 @@ class _Sweep:
         self._row("EIO").notes.append(f"{self._operation.name}: {tried} of {len(faults)} faults")
 
     def _faults(self) -> list[Fault]:
-        """Return all faults; what the command does without one tells how many there are."""
+        """Return all faults; a run of the command without faults shows how many there are."""
         row = self._row("EIO")
         ended = self._command(None)
         if ended.code:

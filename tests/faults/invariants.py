@@ -219,7 +219,7 @@ def _check_creation(root: Path, spare: Known, found: Findings) -> None:
 
 
 def forget(root: Path, *models: Known) -> None:
-    """Take names away as another program would: their files alone."""
+    """Remove names as another program would: only the files of their manifests."""
     for model in models:
         root.joinpath("manifests", *model.reference.parts).unlink(missing_ok=True)
 

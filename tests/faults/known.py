@@ -61,11 +61,11 @@ class Known:
 
 
 def write_models(folder: Path, count: int, *, size: int = 24_000) -> list[Known]:
-    """Write models to folders: a third of the tensors is in all, one in its neighbour, the rest its own.
+    """Write models to folders. All share a third of the tensors, neighbours share one more.
 
-    But those are so like the neighbour's that they are best coded by them.
+    The rest are so similar to the neighbour's that deltas against those are the smallest form.
 
-    ``size`` is about the bytes of the largest tensors, half of which coding saves.
+    ``size`` is about the bytes of the largest tensors, half of which compression saves.
     """
     return [_write(folder / f"m{number}", number, size) for number in range(count)]
 
@@ -113,7 +113,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def has_command(name: str) -> bool:
-    """Tell whether the command line knows a command."""
+    """Return whether the command line has a command."""
     try:
         return command(name, "--help")[0] == 0
     except (BlobstoreError, ImportError):

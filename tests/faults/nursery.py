@@ -62,7 +62,7 @@ def _start(request: dict[str, Any], living: dict[int, float]) -> int:
     began = time.monotonic()
     pid = os.fork()
     if pid:
-        # Both do it, so that it is done whoever comes first.
+        # Parent and child both do it, so it is done whichever runs first.
         os.setpgid(pid, pid)
         living[pid] = began
         return pid

@@ -210,7 +210,7 @@ def _before_thaw(scene: Scene) -> list[object]:
 
 
 def _some(scene: Scene, everyone: list[str]) -> list[str]:
-    """Return all names, or one: then a base stays hot, or becomes so under what is coded by it."""
+    """Return all names, or one: then a base stays or becomes hot while its deltas are cold."""
     return everyone if scene.chance.random() < 0.4 else [scene.chance.choice(everyone)]
 
 

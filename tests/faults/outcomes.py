@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tests.faults.invariants import Findings
 
 _KEPT = 50
-"""Violations of a row that are told in full."""
+"""Violations per row that are reported in full."""
 
 
 class _Every:
-    """What holds all that is asked for."""
+    """A container that contains everything."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -34,20 +34,20 @@ class Outcome:
     names_lost: int = 0
     bytes_lost: int = 0
     others: int = 0
-    """Violations beside lost names and bytes."""
+    """Violations other than lost names and bytes."""
     violations: list[str] = field(default_factory=list)
-    """Each with what is needed to see it again."""
+    """Each with the data that reproduces it."""
     skipped: str = ""
     """Why it was not injected at all."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
-        """Tell whether nothing was lost and nothing else was wrong."""
+        """Return whether there was no violation."""
         return not self.violations
 
     def add(self, found: Findings, how: str) -> None:
-        """Count what was found after a fault that ``how`` tells."""
+        """Count the findings after a fault, which ``how`` describes."""
         self.names_lost += len(found.names_lost)
         self.bytes_lost += found.bytes_lost
         self.others += len(found.others)
@@ -80,7 +80,7 @@ class Effort:
 
     @property
     def is_spent(self) -> bool:
-        """Tell whether the time is over."""
+        """Return whether the time is over."""
         return time.monotonic() - self._began > self.seconds
 
     def share(self, parts: int, count: int | None = None) -> Effort:

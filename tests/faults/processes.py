@@ -26,7 +26,7 @@ LIMIT = 120.0
 """Seconds after which a command that has not ended hangs, however busy the machine."""
 
 _DAMAGED = Damaged.exit_code
-_ROOM = 256 * 2**20
+_MIN_FREE = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Ended:
 
     @property
     def is_killed(self) -> bool:
-        """Tell whether the signal was quicker than the command."""
+        """Return whether the signal came before the command ended."""
         return self.code == -signal.SIGKILL
 
     @property
@@ -198,8 +198,8 @@ def place_in_memory() -> str | None:
         state = os.statvfs(place)
     except OSError:
         return None
-    has_room = state.f_bavail * state.f_frsize > _ROOM and os.access(place, os.W_OK)
-    return place if has_room else None
+    has_space = state.f_bavail * state.f_frsize > _MIN_FREE and os.access(place, os.W_OK)
+    return place if has_space else None
 
 
 @functools.cache

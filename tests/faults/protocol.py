@@ -67,7 +67,7 @@ class StoreProtocol(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Check the store as after any fault, and remove it."""
         try:
-            self._mend()
+            self._repair()
             for lease, _ in self.held:
                 lease.close()
             self.held.clear()
@@ -199,12 +199,12 @@ class StoreProtocol(RuleBasedStateMachine):
     @precondition(lambda self: self.damaged)
     @rule()
     def repair(self) -> None:
-        """Write all anew that is damaged; the damaged files are put aside."""
-        self._mend()
+        """Repair all damaged files, which go to quarantine."""
+        self._repair()
 
     @invariant()
     def every_name_is_whole(self) -> None:
-        """Check that the store says what the dictionary does."""
+        """Check that the store holds the models of the dictionary."""
         global _steps  # noqa: PLW0603 - hypothesis makes and drops machines as it likes
         _steps += 1
         store = LocalStore(self.root)
@@ -215,7 +215,7 @@ class StoreProtocol(RuleBasedStateMachine):
             for name, known in self.names.items():
                 assert check_model(store, known, name) == []
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         if not self.damaged:
             return
         for name, known in self.names.items():
@@ -286,7 +286,7 @@ def run(effort: Effort) -> list[Outcome]:
             seed = chance.randrange(2**32)
             try:
                 check_protocol(min(effort.count, _BATCH), seed)
-            except Exception as error:  # noqa: BLE001 - whatever it was, it is told
+            except Exception as error:  # noqa: BLE001 - every error is reported
                 notes = "\n".join(getattr(error, "__notes__", ()))
                 outcome.violate(f"seed {seed}: {error!r}\n{notes}")
     outcome.injected = _steps

@@ -10,7 +10,7 @@ from tests.faults.outcomes import Effort, Outcome, table
 from tests.faults.processes import ROOT
 
 
-def test_the_table_tells_what_was_lost() -> None:
+def test_the_table_shows_losses() -> None:
     lost = Outcome("cut", injected=1200, names_lost=1, bytes_lost=2048, others=3)
     skipped = Outcome("trace", skipped="strace is not installed")
     assert table([lost, skipped]).splitlines()[2:] == [

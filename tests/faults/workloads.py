@@ -1,6 +1,6 @@
-"""What children do beside single commands: work on a store until they are ended, telling what they did.
+"""Programs of child processes: they work on a store until they are killed, and report each step.
 
-Each line is written before the next step begins, so that whoever reads them knows what was acknowledged.
+Each line is written before the next step begins, so the reader knows which steps were acknowledged.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def churn(sources: str, store: str, seed: str) -> None:
             _do(["rm", name], f"rm {name}", store)
             there.discard(name)
         elif there and chance.random() < 0.5:
-            # One by one bases stay hot, or become hot under what is coded by them.
+            # One at a time, bases stay or become hot while their deltas are cold.
             chosen = chance.sample(sorted(there), chance.choice((1, len(there))))
             _do([chance.choice(("freeze", "thaw")), *chosen], "another form", store)
         else:
@@ -84,18 +84,18 @@ def churn(sources: str, store: str, seed: str) -> None:
 
 
 def _do(arguments: list[str], what: str, store: str) -> None:
-    _tell(what)
+    _report(what)
     code, _, errors = command(*arguments, "--store", store)
-    _tell(f"done {code} {json.dumps(errors[-300:])}")
+    _report(f"done {code} {json.dumps(errors[-300:])}")
 
 
-def _tell(what: str) -> None:
+def _report(what: str) -> None:
     sys.stdout.write(" ".join(what.splitlines()) + "\n")
     sys.stdout.flush()
 
 
 def mingle(sources: str, store: str, seed: str, seconds: str) -> None:
-    """Do everything at random beside others that do the same; tell each thing that must not be.
+    """Run random commands next to other processes that do the same; report every violation.
 
     The models of even numbers are there throughout. Those of odd numbers come and go. ``swapped`` is
     there throughout too, and is one model or another.
@@ -109,7 +109,7 @@ def mingle(sources: str, store: str, seed: str, seconds: str) -> None:
     while time.monotonic() < deadline:
         chance.choices(ways, [way.weight for way in ways])[0].do()
         done += 1
-    _tell(f"done {done}")
+    _report(f"done {done}")
 
 
 class _Way(NamedTuple):
@@ -171,7 +171,7 @@ class _Crowd:
     def _remove(self) -> None:
         code, _, errors = self._run("rm", self._chance.choice(self._passing).name)
         if code not in {0, _NOT_FOUND}:
-            _tell(f"rm exits with {code}: {errors[-500:]}")
+            _report(f"rm exits with {code}: {errors[-500:]}")
 
     def _forget(self) -> None:
         forget(self._root, self._chance.choice(self._passing))
@@ -184,10 +184,10 @@ class _Crowd:
             with blobstore.open(SWAPPED, store=LocalStore(self._root)) as opened:
                 found = [model.differences(opened) for model in self._models]
         except BlobstoreError as error:
-            _tell(f"open of {SWAPPED}: {type(error).__name__}: {error}")
+            _report(f"open of {SWAPPED}: {type(error).__name__}: {error}")
             return
         if all(found):
-            _tell(f"open of {SWAPPED}: it is none of the models: {found[0]}")
+            _report(f"open of {SWAPPED}: it matches no model: {found[0]}")
 
     def _load_passing(self) -> None:
         # Who removes a name lets it be collected, also while another opens it.
@@ -205,13 +205,13 @@ class _Crowd:
                 raise
             problems = [f"{type(error).__name__}: {error}"]
         for problem in problems:
-            _tell(f"open of {model.name} with verify={level}: {problem}")
+            _report(f"open of {model.name} with verify={level}: {problem}")
 
     def _command(self, *arguments: object) -> None:
         code, output, errors = self._run(*arguments)
         if code:
             told = f"{output[-300:]} {errors[-300:]}"
-            _tell(f"{' '.join(map(str, arguments))} exits with {code}: {told}")
+            _report(f"{' '.join(map(str, arguments))} exits with {code}: {told}")
 
     def _run(self, *arguments: object) -> tuple[int, str, str]:
         return command(*arguments, "--store", self._root)
