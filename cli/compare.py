@@ -1,4 +1,4 @@
-"""``blobstore compare``: how far the tensors of a model are from those of another."""
+"""``blobstore compare``: measure the errors of a model's tensors against a base."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def command(
     out. Blobs are
     checked for their size only; "blobstore verify" reads and hashes them.
 
-    In JSON an infinite number is the text "Infinity" or "-Infinity", and one that cannot be told is
-    null. A group or tensor that has an error where the base has only zeros is infinitely wrong.
+    In JSON, an infinite number is the text "Infinity" or "-Infinity", and an unknown one is null. The
+    relative error of a group or tensor is infinite if the base has only zeros there.
     """
     from blobstore.operations.compare.compare import compare_models
 
@@ -121,16 +121,16 @@ def _free_target(file: str) -> Path:
     """Return the real path of a file that can be written or replaced.
 
     Raises:
-        BlobstoreError: something else is there.
+        BlobstoreError: the path is not that of a regular file, or has no parent folder.
     """
     try:
         target = Path(os.path.realpath(file))
         is_other = not file or (os.path.lexists(target) and not target.is_file())
         has_folder = target.parent.is_dir()
     except (OSError, ValueError) as error:
-        raise BlobstoreError(f"cannot look at {quote(file)}: {error}") from error
+        raise BlobstoreError(f"cannot access {quote(file)}: {error}") from error
     if is_other:
-        raise BlobstoreError(f"{quote(file)} is not a regular file; name a new file for the page")
+        raise BlobstoreError(f"{quote(file)} is not a regular file; choose a new file for the page")
     if not has_folder:
         raise BlobstoreError(
             f"cannot write {quote(file)}: there is no folder {quote(target.parent)}"
@@ -174,7 +174,7 @@ def _cells(tensor: TensorError) -> tuple[str, ...]:
 def _totals(compared: Comparison) -> Iterator[str]:
     count = len(compared.tensors)
     differing = len(compared.differing)
-    bits = f"{number(compared.bits_per_weight)} bits a weight, {number(compared.base_bits_per_weight)} in the base"
+    bits = f"{number(compared.bits_per_weight)} bits per weight, {number(compared.base_bits_per_weight)} in the base"
     if differing:
         yield (
             f"{differing:,} of {render.count_of(count, 'tensor')} differ: relative error "

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _DIFFERENT = 1
 
 
-@click.command("diff", short_help="Show what differs in two models.")
+@click.command("diff", short_help="Show the differences between two models.")
 @click.argument("ours", metavar="A", callback=parse_name)
 @click.argument("theirs", metavar="B", callback=parse_name)
-@click.option("--all", "shows_all", is_flag=True, help="List also what is the same.")
+@click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
 @store_option
 @jobs_option
 @json_option
@@ -49,12 +49,12 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Show which tensors and files differ in the models A and B, and which only one has.
+    """Show which tensors and files differ between the models A and B, or are in only one of them.
 
-    Tensors are matched by the names that they had in their source, however experts are stored, and
-    are the same if type, shape and bytes are; "blobstore compare" tells how far numbers are apart.
-    Blobs that both have are not read; of others only the size is checked, for "blobstore verify"
-    hashes them. The exit code is 0 if nothing differs and 1 if something does.
+    Tensors are matched by the names that they had in their source, however experts are stored. They
+    are equal if type, shape and bytes are; "blobstore compare" measures how much values differ. Shared
+    blobs are not read. Other blobs are checked for their size only; "blobstore verify" hashes them.
+    The exit code is 0 if nothing differs and 1 if something does.
     """
     from blobstore.operations.compare.diff import diff_models
 

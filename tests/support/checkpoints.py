@@ -310,7 +310,7 @@ def refusal(reader: Reader, data: bytes, subtree: str | None = ".") -> str:
 
 
 def tensors(reader: Reader, data: bytes, subtree: str | None = ".") -> dict[str, list[object]]:
-    """Return the tensors of a file that is no attack, or none that succeeds."""
+    """Return the tensors of a file that is not an attack, or of one that fails."""
     outcome = reader.take(data, subtree)
     assert not outcome.error
     assert not outcome.refusal

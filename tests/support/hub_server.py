@@ -1,6 +1,6 @@
-"""A server on loopback that speaks the part of the Hub's HTTP API that its client uses.
+"""A loopback server with the part of the Hub's HTTP API that the client uses.
 
-It serves folders as repositories, counts what it is asked, and can be told to misbehave.
+It serves folders as repositories, counts requests, and can be configured to misbehave.
 """
 
 from __future__ import annotations

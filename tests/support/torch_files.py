@@ -131,7 +131,7 @@ def rewritten(
     change: Callable[[str, bytes], bytes | None] = lambda _, content: content,
     **options: Any,
 ) -> Path:
-    """Write a zip checkpoint anew with an ordinary archiver; None leaves an entry out."""
+    """Rewrite a zip checkpoint with an ordinary archiver. None leaves an entry out."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", **options) as archive:

@@ -95,7 +95,7 @@ def test_prints_a_table_and_totals(models: LocalStore) -> None:
     assert lines[-1] == (
         f"4 of 5 tensors differ: relative error {compared.relative_error:.3g}, SNR "
         f"{compared.snr_db:.1f} dB, largest error {compared.max_abs_error:.3g}; "
-        f"{compared.bits_per_weight:.3g} bits a weight, 32 in the base"
+        f"{compared.bits_per_weight:.3g} bits per weight, 32 in the base"
     )
 
 
@@ -103,7 +103,7 @@ def test_says_that_models_are_equal(models: LocalStore) -> None:
     result = run("compare", "base", "base")
 
     assert result.stdout.splitlines()[-1] == (
-        "5 tensors, all equal; 32 bits a weight, 32 in the base"
+        "5 tensors, all equal; 32 bits per weight, 32 in the base"
     )
 
 
