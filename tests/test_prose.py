@@ -15,22 +15,16 @@ NOT_OURS = ("tests/data", "tests/vectors")
 # What is still to be rewritten. Nothing is ever added here.
 PENDING: tuple[str, ...] = (
     "README.md",
-    "blobstore/compression/",
     "blobstore/operations/maintenance/",
-    "blobstore/quantization/",
-    "blobstore/safetensors/",
     "cli/",
     "docs/",
     "manifests/",
     "tests/benchmarks/",
     "tests/support/",
     "tests/unit/cli/",
-    "tests/unit/compression/",
     "tests/unit/manifests/",
     "tests/unit/operations/freeze/",
     "tests/unit/operations/maintenance/",
-    "tests/unit/quantization/",
-    "tests/unit/safetensors/",
     "tests/unit/test_init.py",
 )
 

@@ -47,7 +47,7 @@ _FIELDS: Final = {
 
 
 class Factors(NamedTuple):
-    """What is added to a base of ``rows`` by ``columns``: ``sum(2**e * outer(l, r))``."""
+    """The update of a base of ``rows`` by ``columns``: ``sum(2**e * outer(l, r))``."""
 
     exponents: tuple[int, ...]
     left: Array
@@ -62,7 +62,7 @@ class Factors(NamedTuple):
 
 
 def can_predict(dtype: DType) -> bool:
-    """Tell whether elements of ``dtype`` are numbers that :func:`predict` can add to."""
+    """Return whether low-rank factors can predict elements of ``dtype``."""
     return dtype in _FIELDS
 
 
@@ -79,7 +79,7 @@ def unpack(stored: memoryview, elements: int) -> Factors:
     """Return the factors of a tensor of ``elements`` elements.
 
     Raises:
-        ColdDamaged: they are cut short, fit no such tensor, or their product would not be exact.
+        ColdDamaged: they are truncated, do not fit the tensor, or their product is not exact.
     """
     try:
         rank, rows, columns = _HEAD.unpack_from(stored)
@@ -120,7 +120,7 @@ def _check(factors: Factors) -> None:
 
 
 class LowRankPredictor:
-    """Factors made ready to predict chunks of one tensor, in any thread."""
+    """Predicts chunks of one tensor from a base and low-rank factors. Threads may share it."""
 
     def __init__(self, factors: Factors, dtype: DType) -> None:
         powers = np.ldexp(np.float32(1), np.array(factors.exponents))[:, None]
@@ -129,19 +129,19 @@ class LowRankPredictor:
         self._dtype = dtype
 
     def predict(self, base: Array, first: int) -> Array:
-        """Return what elements from the one numbered ``first`` on are predicted to be.
+        """Return the predicted elements from number ``first`` on.
 
-        The result is the thread's until it asks again.
+        The result is valid until this thread's next call.
 
         Args:
             base: elements of the base, as unsigned integers.
-            first: the number of the first in the tensor.
+            first: index in the tensor of the first element.
         """
         columns = self._right.shape[1]
         start, end = first // columns, -(-(first + len(base)) // columns)
         added = scratch("delta added", (end - start) * columns * 4).view(np.float32)
         rows = added.reshape(end - start, columns)
-        if len(self._right) == 1:  # which BLAS is slow at
+        if len(self._right) == 1:  # BLAS is slow for rank 1
             np.multiply(self._left[start:end], self._right, out=rows)
         else:
             self._multiply(start, end, rows)
@@ -194,7 +194,7 @@ _ADD: Final = {DType.BF16: _add_bf16, DType.F16: _add_f16, DType.F32: _add_f32}
 
 
 def quantized(left: Array, right: Array, limit: int) -> Factors | None:
-    """Return factors near ``left @ right``, or nothing if there are none.
+    """Return integer factors that approximate ``left @ right``, or None if there are none.
 
     Args:
         left: rows by terms.
@@ -225,5 +225,5 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
 
 
 def _reach(rank: int, limit: int) -> int:
-    """Return how many powers of two the terms may lie apart."""
+    """Return the maximum distance between the exponents of the terms."""
     return ((_EXACT - 1) // (rank * limit * limit)).bit_length() - 1

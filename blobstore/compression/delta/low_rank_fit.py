@@ -1,10 +1,10 @@
-"""Which factors predict a tensor from its base best, for what they cost.
+"""Finds the low-rank factors that predict a tensor from its base best for their size.
 
-The rows of the difference are read in blocks, several times: memory does not grow with the tensor but
-by some hundred bytes a row and a column. Products are made of tiles that are too small for BLAS to wake
-other threads, for ours are busy; so what is found does not depend on how many processors there are. On
-another kind of processor sums may be rounded otherwise, and the factors differ a little: both are right,
-and what is decoded is the same everywhere.
+The rows of the difference are read in blocks, several times, so memory grows only by some hundred bytes
+per row and per column. Products are computed in tiles that are too small for BLAS to start other threads,
+because our own threads are busy. So the result does not depend on the number of processors. Other types
+of processors may round sums differently and find slightly different factors; both are valid, and decode
+identically everywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MORE_RANKS: Final = (64,)
 _LEAST_STEP: Final = 8
 """How many times more energy than the mean of all others the last direction has where there are."""
 _MARGIN: Final = 8
-"""Directions that are followed beside those wanted, so that these are found well."""
+"""Additional directions of the power iteration, for the accuracy of the wanted ones."""
 _ROUNDS: Final = 2
 _PER_DOUBLING: Final = 0.01
 """The part of its bytes that a tensor must save for products that take twice the time."""
@@ -58,7 +58,7 @@ _LEAST_ENERGY: Final = 1e-13
 _TESTED_BLOCKS: Final = 8
 _TESTED_ROWS: Final = 8
 _TESTED_COLUMNS: Final = 1 << 10
-"""Rows in each of some blocks, and columns, that tell whether a difference may be of low rank."""
+"""Rows per block, and columns, of the sample that shows whether a difference has low rank."""
 _LARGE: Final = 1 << 20
 """Elements of a tensor that is worth the time for twice as many rows."""
 _LEAST_RATIO: Final = 10.0
@@ -68,7 +68,7 @@ _LIMITS: Final = (15, 31, 63, 127)
 
 
 def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Factors | None:
-    """Return factors with which ``tensor`` takes less room beside ``base`` than without, if any.
+    """Return factors that save space when ``tensor`` is encoded against ``base``, or None.
 
     Args:
         tensor: elements as :func:`~blobstore.compression.delta.codec.as_elements` gives them, by rows.
@@ -96,16 +96,16 @@ def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Fact
 
 
 def can_fit(elements: int, dtype: DType, columns: int) -> bool:
-    """Tell whether a tensor has a type and sides that factors can be for."""
+    """Return whether factors support the type and shape of a tensor."""
     sides = sorted((elements // max(columns, 1), columns))
     return can_predict(dtype) and sides[0] >= _LEAST_SIDE and sides[1] <= MAX_SIDE
 
 
 def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> bool:
-    """Tell from few elements, in little time, whether :func:`fit` may find factors worth having.
+    """Estimate quickly from a sample whether :func:`fit` may find useful factors.
 
-    So it is where the energy of the difference lies in some directions but for a small part, as where
-    an adapter was merged. Takes what :func:`fit` takes.
+    It may if a few directions have nearly all energy of the difference, as after merging an adapter.
+    The arguments are those of :func:`fit`.
     """
     if not can_fit(len(tensor), dtype, columns):
         return False
@@ -144,7 +144,7 @@ class _Pair(NamedTuple):
         return self.tensor[first:last], self.base(first, last)
 
     def difference(self, begin: int, end: int, step: int = 1) -> Array:
-        """Return what was added to rows, as float32; 0 where that is no number to be reached."""
+        """Return the difference of rows as float32, with 0 for non-finite and very large values."""
         rows = (side.reshape(-1, self.columns)[::step] for side in self.rows_of(begin, end))
         tensor, base = rows
         with np.errstate(all="ignore"):
@@ -153,7 +153,7 @@ class _Pair(NamedTuple):
         return found
 
     def blocks(self, step: int = 1) -> Iterator[Array]:
-        """Yield what was added to all rows, or to every so many."""
+        """Yield the difference of all rows, or of every ``step``-th, in blocks."""
         height = max(_BLOCK_ELEMENTS // self.columns // step, 1) * step
         for begin in range(0, self.rows, height):
             yield self.difference(begin, min(begin + height, self.rows), step)
