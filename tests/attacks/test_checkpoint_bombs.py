@@ -292,14 +292,14 @@ def test_refuses_one_list_copied_100_000_times(
         value = function + b"q\x000" + argument + b"q\x010" + mapping(w=tensor(), x=calls)
         outcome = reader.take(written(pickled(value)))
         assert not outcome.error
-        assert "copied" in outcome.refusal
+        assert "copies its" in outcome.refusal
 
 
 def test_refuses_one_text_encoded_100_000_times(written: Write, reader: Reader) -> None:
     value = text("a" * MIB) + b"q\x000" + text("latin1") + b"q\x010" + named("_codecs", "encode")
     calls = b"](" + b"h\x02h\x00h\x01\x86R" * 100_000 + b"e"
     data = written(pickled(value + b"q\x020" + mapping(w=tensor(), x=calls)))
-    assert "copied" in refusal(reader, data)
+    assert "copies its" in refusal(reader, data)
 
 
 def test_colliding_keys_do_not_hang(written: Write, reader: Reader) -> None:
@@ -390,7 +390,7 @@ def test_refuses_a_module_used_a_million_times(written: Write, reader: Reader) -
     )
     value = named("evil", "M") + b")\x81" + parts + b"bq\x000"
     data = written(pickled(value + mapping(w=tensor(), x=listed(b"h\x00" * MIB))))
-    assert "so often" in refusal(reader, data)
+    assert "shares its parts too often" in refusal(reader, data)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 60])
@@ -421,7 +421,7 @@ def test_refuses_20_000_tensors_spread_over_one_large_storage(
     value = b"}(" + b"".join(text(f"w{index}") + one for index in range(20_000)) + b"u"
     parts = members(pickled(value), {"0": bytes(4 * count)}, method=method)
     parts["byteorder"].content = order
-    assert "would have to be skipped" in refusal(reader, make_zip(list(parts.values())))
+    assert "have to be read" in refusal(reader, make_zip(list(parts.values())))
 
 
 def test_refuses_20_000_tensors_of_two_large_compressed_storages_in_turn(
@@ -434,4 +434,4 @@ def test_refuses_20_000_tensors_of_two_large_compressed_storages_in_turn(
             one = tensor((1,), (1,), of=storage(key, count=count), offset=index * 40)
             value += text(f"w{index}.{key}") + one
     data = deflated_file(pickled(value + b"u"), {"0": bytes(4 * count), "1": bytes(4 * count)})
-    assert "would have to be skipped" in refusal(reader, data)
+    assert "have to be read" in refusal(reader, data)
