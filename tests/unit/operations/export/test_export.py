@@ -970,7 +970,7 @@ def test_rejects_quantized_weights_with_a_config_that_cannot_describe_them(
     store = LocalStore(tmp_path / "store")
     source = write_folder(tmp_path / "model", PACKED, files={"config.json": config})
     create(source, NAME, store=store, quantize="int4")
-    with pytest.raises(BlobstoreError, match=r"'config\.json' is no JSON object.*dequantized"):
+    with pytest.raises(BlobstoreError, match=r"'config\.json' is not a JSON object.*dequantized"):
         export_model(NAME, tmp_path / "out", store=store)
     export_model(NAME, tmp_path / "plain", store=store, dequantize=True)
     assert (tmp_path / "plain" / "config.json").read_bytes() == config
