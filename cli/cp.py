@@ -1,4 +1,4 @@
-"""``blobstore cp``: give a model a second name."""
+"""``blobstore cp``: gives a model a second name."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _force_option = click.option(
 
 
 def naming_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of those that name a model."""
+    """Add the options that cp, mv and tag share."""
     for option in (json_option, wait_option, store_option, _force_option):
         command = option(command)
     return command
 
 
 def show_named(named: Named, done: str, *, as_json: bool) -> None:
-    """Print which name a model got, and whether it was another's."""
+    """Print the new name of a model, and whether it belonged to another model."""
     if as_json:
         render.show_json(
             {
-                "source": str(named.source),
-                "name": str(named.target),
+                "source": named.source,
+                "name": named.target,
                 "digest": str(named.digest),
                 "replaced": named.replaced,
             }
@@ -57,7 +57,7 @@ def show_named(named: Named, done: str, *, as_json: bool) -> None:
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:
-    """Give the model SRC the name DST too. No bytes are copied: both names share all blobs."""
+    """Give the model SRC the additional name DST. Both names share all blobs; no data is copied."""
     from blobstore.operations.maintenance.names import copy_model
 
     with suggesting_names(store, [source]):

@@ -1,4 +1,4 @@
-"""``blobstore du``: where the bytes of a store are."""
+"""``blobstore du``: prints the disk usage of models and of the store."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Order = Literal["name", "size", "unique"]
 
 _HEADINGS = ("NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS")
 _SPACES = {
-    "bases": "blobs that no model has, by which some of models are coded",
-    "unreferenced": 'blobs that no model needs, for "blobstore gc" to free',
-    "foreign": "files among the blobs that are none",
+    "bases": "bases of frozen blobs, in no model themselves",
+    "unreferenced": 'blobs that no model needs; "blobstore gc" frees them',
+    "foreign": "other files in the folder of blobs",
     "temporary": "temporary files",
     "quarantine": "damaged files in quarantine",
     "caches": "caches",
@@ -31,7 +31,7 @@ _SPACES = {
 }
 
 
-@click.command("du", short_help="Show where the bytes of the store are.")
+@click.command("du", short_help="Show the disk usage of models and the store.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
 @click.option(
     "--sort",
@@ -51,11 +51,11 @@ def command(
     order: Order,
     as_json: bool,
 ) -> None:
-    """Show how many bytes the models NAME take, or all models, and the store in all.
+    """Show the disk usage of the models NAME, or of all models, and of the whole store.
 
-    UNIQUE is what no other name needs, so it is free once the name is removed and "blobstore gc" has
-    run; SHARED is the rest. Sizes are those of the files on disk. A blob that is missing or of a wrong
-    size is told, and the exit code is then 4.
+    UNIQUE is the part that no other name needs; it is free once the name is removed and "blobstore
+    gc" has run. SHARED is the rest. Sizes are those of the files on disk. Blobs that are missing or
+    have a wrong size are reported, and the exit code is then 4.
     """
     from blobstore.operations.maintenance.disk_usage import measure_usage
 
@@ -68,16 +68,16 @@ def command(
         render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
     elif not store.root.exists():
         render.show_note(f"there is no store at {store.root} yet")
-    _tell_faults(ctx, usage)
+    _show_faults(ctx, usage)
 
 
-def _tell_faults(ctx: click.Context, usage: StoreUsage) -> None:
+def _show_faults(ctx: click.Context, usage: StoreUsage) -> None:
     for model in usage.models:
         if model.faults:
             more = f"; and {len(model.faults) - 1:,} more of its blobs" * (len(model.faults) > 1)
             render.show_error(f"model {model.reference}: {model.faults[0]}{more}")
     for error in usage.unreadable:
-        render.show_error(f"{error}; what it needs counts as needed by no model")
+        render.show_error(f"{error}; its blobs count as needed by no model")
     if usage.unreadable or any(model.faults for model in usage.models):
         ctx.exit(Damaged.exit_code)
 
@@ -98,10 +98,10 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
     if is_chosen:
         yield (
             f"together {render.human_bytes(usage.together.size)}, of which "
-            f"{render.human_bytes(usage.together_unique.size)} no other model needs"
+            f"no other model needs {render.human_bytes(usage.together_unique.size)}"
         )
     ratio = usage.dedup_ratio
-    saved = f", {ratio:.2f} times as much" if ratio is not None else ""
+    saved = f" ({ratio:.2f} times as much)" if ratio is not None else ""
     yield (
         f"store: {render.count_of(usage.names, 'model')}, "
         f"{render.human_bytes(usage.referenced.size)} in "
@@ -160,7 +160,7 @@ def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
 def _model_json(model: ModelUsage) -> dict[str, Any]:
     is_known = model.error is None
     return {
-        "name": str(model.reference),
+        "name": model.reference,
         "blobs": model.blobs if is_known else None,
         "bytes": model.size if is_known else None,
         "unique_bytes": model.unique if is_known else None,

@@ -1,4 +1,4 @@
-"""``blobstore gc``: give back the space of what no model reaches."""
+"""``blobstore gc``: deletes blobs that no model references."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("gc", short_help="Remove blobs that no model reaches.")
-@click.option("--dry-run", is_flag=True, help="Remove nothing, and tell what would be.")
+@click.command("gc", short_help="Remove blobs that no model references.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
 @click.option(
     "--older-than",
     metavar="TIME",
     default="1h",
     show_default=True,
     callback=parse_duration,
-    help="Keep what was written later than that; 30m, 1h, 2d.",
+    help="Keep files written within TIME, such as 30m, 1h or 2d.",
 )
 @store_option
 @wait_option
 @json_option
 def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) -> None:
-    """Remove blobs that no model reaches, what dead processes left, and empty folders.
+    """Remove blobs that no model references, files of dead processes, and empty folders.
 
-    Other processes may go on meanwhile: what a running create, load or copy uses is kept, however
-    old it is. A manifest that cannot be read stops it, for nobody knows which blobs that one needs.
+    Other processes may continue to work: blobs that a running create, load or copy uses are kept,
+    however old they are. If a manifest cannot be read, gc stops and removes nothing, because it
+    cannot tell which blobs are in use.
     """
     from blobstore.operations.maintenance.gc import collect_garbage
 
@@ -48,14 +49,14 @@ def _as_json(collected: Collected, *, dry_run: bool) -> dict[str, Any]:
         "bytes": collected.size,
         "blobs": [_removed(item) for item in collected.blobs],
         "leftovers": [_removed(item) for item in collected.leftovers],
-        "folders": [str(folder) for folder in collected.folders],
+        "folders": collected.folders,
         "kept": {"blobs": collected.kept, "bytes": collected.kept_size},
         "kept_as_bases": {"blobs": collected.bases, "bytes": collected.bases_size},
     }
 
 
 def _removed(item: Removed) -> dict[str, Any]:
-    return {"path": str(item.path), "bytes": item.size}
+    return {"path": item.path, "bytes": item.size}
 
 
 def _as_text(collected: Collected, *, dry_run: bool) -> str:
@@ -69,14 +70,15 @@ def _as_text(collected: Collected, *, dry_run: bool) -> str:
         f"; kept {render.count_of(collected.kept, 'blob')} in use or too young, "
         f"{render.human_bytes(collected.kept_size)}"
     )
-    lines.append(
+    done = (
         f"{verb} {render.count_of(len(collected.blobs), 'blob')}, "
-        f"{render.human_bytes(collected.size)} in all{kept if collected.kept else ''}"
+        f"{render.human_bytes(collected.size)} in all"
     )
+    lines.append(f"{done if lines else 'nothing to remove'}{kept if collected.kept else ''}")
     if collected.bases:
         blobs = render.count_of(collected.bases, "blob")
         lines.append(
-            f"kept {blobs} of no model, {render.human_bytes(collected.bases_size)}: cold blobs of "
-            'models are coded by them; "blobstore thaw" those models first to free that'
+            f"kept {blobs} of no model, {render.human_bytes(collected.bases_size)}: bases of frozen "
+            'blobs; run "blobstore thaw" on their models first to free that'
         )
     return "\n".join(lines)

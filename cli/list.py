@@ -1,4 +1,4 @@
-"""``blobstore list``: what a store holds."""
+"""``blobstore list``: prints the models of a store."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) -> None:
     """List the models of the store.
 
-    SHARED is what other names of the store use too, so removing one name frees the rest of its
-    size at most. FROZEN is what "blobstore freeze" has coded of it, if of any model. ID is the beginning of the manifest's digest. A manifest that cannot be read is
-    listed with its error, and the exit code is then 4.
+    SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
+    is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
+    the start of the manifest's digest. A manifest that cannot be read is listed with its error, and
+    the exit code is then 4.
     """
     from blobstore.operations.maintenance.list import list_models
 
@@ -87,7 +88,7 @@ def _as_table(models: Sequence[ListedModel]) -> str:
 def _as_json(model: ListedModel) -> dict[str, Any]:
     moment = datetime.fromtimestamp(min(max(model.modified, 0), _LATEST), UTC)
     return {
-        "name": str(model.reference),
+        "name": model.reference,
         "digest": str(model.digest) if model.digest else None,
         "bytes": None if model.error else model.size,
         "shared_bytes": None if model.error else model.shared,

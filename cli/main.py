@@ -1,7 +1,7 @@
-"""The command ``blobstore``: its commands, its errors and its exit codes.
+"""The program ``blobstore``: finds its commands and turns errors into messages and exit codes.
 
-Commands are imported when they are used, and import what they need inside their functions, so that
-``--help`` stays quick. This is the only place where an error becomes a message and an exit code.
+Commands are imported when they are used, and import their operations inside functions, so that
+``--help`` stays fast. This is the only module that turns errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Completion in bash, zsh or fish, for example:
 
 
 class Stopped(BaseException):
-    """A signal asks the process to end; Ctrl-C is one of several.
+    """A signal, such as that of Ctrl-C, asks the process to end.
 
-    No KeyboardInterrupt, which click makes "Aborted!" and exit code 1 wherever we do not catch it.
+    This is not a KeyboardInterrupt, because click turns those into "Aborted!" and exit code 1.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -92,7 +92,7 @@ class _Program(click.Group):
             ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
-        except OSError as error:  # a file that cannot even be closed, for one
+        except OSError as error:  # for example, a file that cannot be closed
             where = f" ({quote(error.filename)})" if error.filename else ""
             message = f"the system failed: {error.strerror or error}{where}"
             _report(BlobstoreError(message), as_json=wants_json(ctx))
@@ -111,9 +111,9 @@ class _Program(click.Group):
 def program() -> None:
     """A content-addressed store for model weights.
 
-    A model is taken apart into one verified blob per tensor; equal tensors are kept once, and
-    programs map them without copying. The store is the folder given with --store, else
-    $BLOBSTORE_HOME, else ~/.blobstore; an Ollama models folder works too.
+    A model is stored as one verified blob per tensor. Equal tensors are stored once, and programs
+    map them into memory without copying. The store is the folder given with --store, or else
+    $BLOBSTORE_HOME, or else ~/.blobstore. A models folder of Ollama works too.
     """
 
 
@@ -124,8 +124,8 @@ def main() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _stop)
     for stream in (sys.stdout, sys.stderr):
-        # What a terminal's encoding lacks is escaped; it is no reason to fail.
-        if isinstance(stream, io.TextIOWrapper):  # None, if the caller closed it
+        # Characters that the terminal cannot encode are escaped; they must not be an error.
+        if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
             stream.reconfigure(errors="backslashreplace")
     try:
         program(prog_name="blobstore")
@@ -136,8 +136,8 @@ def main() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     del frame
-    # Impatience must not cut short the cleaning up that the first request began: the second is
-    # ignored. The third is heeded.
+    # The first request starts the clean-up. The second is ignored, so that an impatient user does
+    # not interrupt that. The third ends the process.
     if next(_stop_requests) != 1:
         raise Stopped(number)
 
@@ -162,7 +162,9 @@ def _report(error: BlobstoreError, *, as_json: bool) -> None:
 
 def _report_json(kind: str, message: str, exit_code: int) -> None:
     value = {"kind": kind, "message": message, "exit_code": exit_code}
-    with contextlib.suppress(BlobstoreError, OutputClosed):  # what is said beside it is enough
+    with contextlib.suppress(
+        BlobstoreError, OutputClosed
+    ):  # the message on standard error is enough
         show_json({"error": value})
 
 
@@ -171,6 +173,6 @@ def _printable_usage_errors() -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        # Final for type checkers only; a new error would lose its way of showing itself.
+        # Final for type checkers only. A new error would lose the context that click prints.
         error.message = printable_lines(error.message)  # type: ignore[misc]
         raise

@@ -1,4 +1,4 @@
-"""``blobstore mv``: give a model another name."""
+"""``blobstore mv``: renames a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("mv", short_help="Give a model another name.")
+@click.command("mv", short_help="Rename a model.")
 @click.argument("source", metavar="SRC", callback=parse_name)
 @click.argument("target", metavar="DST", callback=parse_name)
 @naming_options
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
 ) -> None:
-    """Give the model SRC the name DST instead. A process that is killed in between leaves both."""
+    """Rename the model SRC to DST. If the process is killed in between, both names remain."""
     from blobstore.operations.maintenance.names import rename_model
 
     with suggesting_names(store, [source]):

@@ -1,4 +1,4 @@
-"""What the commands share: options, types of arguments, and names that are nearly right."""
+"""The options and argument types that commands share, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> fl
 
 
 def expect_json(ctx: click.Context, args: Sequence[str]) -> None:
-    """Note whether JSON is asked for, as far as it can be told of arguments not parsed yet."""
+    """Remember whether the arguments, which are not parsed yet, ask for JSON."""
     ctx.meta[_JSON_KEY] = "--json" in args
 
 
 def wants_json(ctx: click.Context) -> bool:
-    """Tell whether the command was asked for JSON, also when it failed."""
+    """Return whether the output must be JSON, even if the command failed."""
     return bool(ctx.meta.get(_JSON_KEY))
 
 
@@ -89,7 +89,7 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
     from blobstore.store.permissions import folder_warnings
 
     if value == "":  # an unset variable of a script must not mean the current folder
-        raise click.BadParameter("the store's folder is empty text", ctx, param)
+        raise click.BadParameter("--store must not be empty", ctx, param)
     store = LocalStore(value)
     store.lock_timeout = ctx.meta.get(_WAIT_KEY, store.lock_timeout)
     for concern in folder_warnings(store):
@@ -119,13 +119,13 @@ wait_option = click.option(
     metavar="SECONDS",
     expose_value=False,
     callback=_wait_for_others,
-    help="How long to wait for other processes that use the store; 60 by default.",
+    help="Seconds to wait for other processes that use the store; 60 by default.",
 )
 json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    is_eager=True,  # known before another argument turns out to be wrong
+    is_eager=True,  # parsed before other arguments, which may be wrong
     callback=_note_json,
     help="Print JSON with exact numbers.",
 )
@@ -134,15 +134,15 @@ jobs_option = click.option(
     "-j",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Threads; as many as processors by default.",
+    help="Number of threads; one per processor by default.",
 )
 
 
 @contextlib.contextmanager
 def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iterator[None]:
-    """Add names of the store that are nearly those asked for to an error that says not found.
+    """Add similar names of the store to the error if a model does not exist.
 
-    Whether other users have given these names is said first.
+    Names that belong to other users are noted first.
     """
     from blobstore.cli.render import show_note
     from blobstore.store.permissions import name_concerns

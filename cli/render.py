@@ -1,4 +1,4 @@
-"""What people and programs see: tables, numbers, JSON and the progress bar.
+"""The output of all commands: tables, numbers, JSON and the progress bar.
 
 Text from files goes through :func:`cell` on its way out. The results of a command are on standard
 output; notes, errors and progress are on standard error.
@@ -41,22 +41,22 @@ _DUMB_TERMINALS = ("dumb", "unknown")
 
 
 class OutputClosed(Exception):
-    """Whoever read standard output has gone, as ``head`` does."""
+    """The reader of standard output has closed it, as ``head`` does."""
 
 
 def show(text: str) -> None:
     """Print a result.
 
     Raises:
-        OutputClosed: nobody reads it any more.
-        BlobstoreError: it cannot be written, to a full disk for example.
+        OutputClosed: the reader has closed standard output.
+        BlobstoreError: standard output cannot be written, for example because a disk is full.
     """
     with _output() as stream:
         stream.write(text if text.endswith("\n") or not text else f"{text}\n")
 
 
 def show_bytes(data: bytes) -> None:
-    """Print bytes exactly, or escaped if a person is looking. Raises as :func:`show`."""
+    """Print bytes exactly, or escaped on a terminal. Raises as :func:`show`."""
     if is_terminal():
         show(printable_lines(data.decode(errors="backslashreplace")))
         return
@@ -66,39 +66,52 @@ def show_bytes(data: bytes) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Print ``value`` as one ASCII JSON document. Raises as :func:`show`."""
-    show(json.dumps(value, indent=2 if is_terminal() else None))
+    """Print ``value`` as one ASCII JSON document. Raises as :func:`show`.
+
+    References and paths are printed as strings. Digests are tuples, so callers convert them.
+    """
+    show(json.dumps(value, indent=2 if is_terminal() else None, default=_json_text))
+
+
+def _json_text(value: object) -> str:
+    from pathlib import PurePath
+
+    from blobstore.manifests.reference import Reference
+
+    if isinstance(value, Reference | PurePath):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def show_note(message: str) -> None:
-    """Tell something beside the result."""
-    _tell(f"note: {escape(message)}")
+    """Print a note on standard error."""
+    _show_line(f"note: {escape(message)}")
 
 
 def show_error(message: str) -> None:
-    """Tell what went wrong."""
-    _tell(f"blobstore: error: {escape(message)}")
+    """Print an error on standard error."""
+    _show_line(f"blobstore: error: {escape(message)}")
 
 
-def _tell(line: str) -> None:
+def _show_line(line: str) -> None:
     try:
         click.echo(line, err=True)
-    except OSError:  # nobody can be told, and the exit code must stay what it is
+    except OSError:  # the message is lost, but the exit code must not change
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def is_terminal() -> bool:
-    """Tell whether a person sees standard output."""
+    """Return whether standard output is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def cell(text: object) -> str:
-    """Return text from a file as it may be shown: escaped, and shortened if it is very long."""
+    """Return text from a file for a table: escaped, and shortened if it is very long."""
     return escape(str(text), MAX_SHOWN)
 
 
 def printable_lines(text: str) -> str:
-    """Return text of several lines escaped, but for its line feeds."""
+    """Return text with everything escaped except line feeds."""
     return "\n".join(map(escape, text.split("\n")))
 
 
@@ -109,13 +122,13 @@ def table(
     right: Iterable[int] = (),
     alarming: Iterable[int] = (),
 ) -> str:
-    """Return rows in aligned columns, of texts that are printable already.
+    """Return rows as aligned columns. The texts must be escaped already.
 
     Args:
-        headings: of the columns.
-        rows: as many cells each.
+        headings: one per column.
+        rows: one cell per column.
         right: columns of numbers.
-        alarming: rows to be red where there are colours.
+        alarming: rows to print in red if the terminal has colours.
     """
     lines = [headings, *rows]
     widths = [min(_MAX_WIDTH, max(map(len, column))) for column in zip(*lines, strict=True)]
@@ -140,18 +153,18 @@ def human_bytes(count: int) -> str:
 
 
 def human_count(count: int) -> str:
-    """Return a number of things in short: ``768``, ``22.7 M``, ``671 B``."""
+    """Return a count in short form: ``768``, ``22.7 M``, ``671 B``."""
     return _scaled(count, _COUNTS).rstrip()
 
 
 def human_seconds(seconds: float) -> str:
-    """Return how long something took."""
+    """Return a duration: ``0.05 s``, ``2 min 5 s``."""
     minutes, rest = divmod(seconds, 60)
     return f"{int(minutes)} min {int(rest)} s" if minutes else f"{rest:.2f} s"
 
 
 def human_age(moment: float) -> str:
-    """Return how long ago a moment was, in seconds since the epoch."""
+    """Return how long ago a moment was, given in seconds since the epoch."""
     age = time.time() - moment
     for length, unit in _AGES:
         if age >= length:
@@ -166,7 +179,7 @@ def count_of(count: int, noun: str) -> str:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """Show on standard error how far work has come; give None where nobody would see it."""
+    """Show a progress bar on standard error. Yields None if that is not a terminal."""
     terminal = os.environ.get("TERM", "") not in _DUMB_TERMINALS
     if sys.stderr is None or not sys.stderr.isatty() or not terminal:
         yield None
@@ -190,7 +203,7 @@ def progress_bar() -> Iterator[Progress | None]:
         DownloadColumn(table_column=fixed()),
         TransferSpeedColumn(table_column=fixed()),
         TimeRemainingColumn(table_column=fixed()),
-        # What is left of the line, whatever the name's length.
+        # The rest of the line, however long the name is.
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
     )
     console = Console(stderr=True)
@@ -200,7 +213,7 @@ def progress_bar() -> Iterator[Progress | None]:
 
         def advance(what: str, done: int, total: int) -> None:
             nonlocal last_total
-            if total != last_total:  # another kind of work, with a speed of its own
+            if total != last_total:  # a new phase, which has its own speed
                 bar.reset(task, total=total)
                 last_total = total
             text = escape(what, _BAR_NAME) if done < total else "finishing"
@@ -230,7 +243,7 @@ def _output() -> Iterator[Any]:
         yield sys.stdout
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter flushes at its end and would fail again.
+        # The interpreter flushes on exit and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise OutputClosed from None

@@ -1,4 +1,4 @@
-"""``blobstore repair``: write damaged and missing blobs anew."""
+"""``blobstore repair``: rewrites damaged and missing blobs, and prints which."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _ADVICE = (
-    "give --from the source of the model, or the folder of another store, to write anew what is "
-    "damaged or missing"
+    "to rewrite damaged and missing blobs, give --from the source of the model or the folder of "
+    "another store"
 )
 
 
-@click.command("repair", short_help="Write damaged and missing blobs anew.")
+@click.command("repair", short_help="Rewrite damaged and missing blobs.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
 @click.option(
     "--from",
     "source",
     metavar="SOURCE|STORE",
-    help="What a model was created from, or the folder of another store.",
+    help="The source that a model was created from, or the folder of another store.",
 )
 @click.option(
     "--quantize-override",
     "overrides",
     metavar="GLOB=TYPE",
     multiple=True,
-    help="The overrides that the model was created with; all else is found out.",
+    help="The overrides that the model was created with; other settings are detected.",
 )
 @click.option("--weights", metavar="PATTERN", help="As for create.")
 @click.option("--ignore-unindexed", is_flag=True, help="As for create.")
 @click.option("--subtree", metavar="PATH", help="As for create.")
 @click.option("--keep-names", is_flag=True, help="As for create.")
-@click.option("--dry-run", is_flag=True, help="Change nothing; tell what could be written anew.")
+@click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
 @store_option
 @wait_option
 @jobs_option
@@ -73,12 +73,13 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Verify the models NAME, or all, and write anew what is damaged or missing of their blobs.
+    """Verify the models NAME, or all models, and rewrite damaged and missing blobs.
 
-    The bytes come from SOURCE, from which the same blobs are made, or from another STORE. They
-    are used only if their digest is right; what is damaged is put aside in .blobstore/quarantine.
-    Damaged manifests are put back too, from a STORE that has the same model.
-    Without --from, it mends what the store has in another form, hot or cold. The exit code is 4 while anything remains.
+    The bytes come from SOURCE, from which the same blobs are built again, or from another STORE.
+    They are used only if their digest is right. Damaged files are moved to .blobstore/quarantine.
+    Damaged manifests are restored from a STORE that has the same model. Without --from, blobs are
+    repaired from their other form in the store, compressed or not. The exit code is 4 if a fault
+    remains.
     """
     from blobstore.operations.maintenance.repair import repair_models
 
@@ -119,56 +120,56 @@ def _as_json(repaired: Repaired, *, dry_run: bool) -> dict[str, Any]:
         "bytes_read": repaired.verified.bytes_read,
         "seconds": round(repaired.seconds, 3),
         "manifests": [_restored(item) for item in repaired.restored],
-        "repaired": [_mended(item) for item in repaired.mended],
+        "repaired": [_repaired(item) for item in repaired.repaired],
         "faults": [dataclasses.asdict(fault) for fault in repaired.faults],
     }
 
 
-def _mended(item: RepairedBlob) -> dict[str, Any]:
+def _repaired(item: RepairedBlob) -> dict[str, Any]:
     return {
         "blob": str(item.digest),
         "bytes": item.size,
         "layer": item.layer,
-        "quarantined": None if item.aside is None else str(item.aside),
+        "quarantined": item.quarantined,
     }
 
 
 def _restored(item: Restored) -> dict[str, Any]:
     return {
-        "model": str(item.reference),
-        "quarantined": None if item.aside is None else str(item.aside),
+        "model": item.reference,
+        "quarantined": item.quarantined,
     }
 
 
 def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
-    verb = "would write anew" if dry_run else "wrote anew"
+    verb = "would rewrite" if dry_run else "rewrote"
     lines = [
-        f"{verb} the manifest of model {render.cell(item.reference)}{_put_aside(item.aside)}"
+        f"{verb} the manifest of model {render.cell(item.reference)}{_place_of(item.quarantined)}"
         for item in repaired.restored
     ]
-    lines += [_mended_line(verb, item) for item in repaired.mended]
+    lines += [_repaired_line(verb, item) for item in repaired.repaired]
     lines += map(fault_line, repaired.faults)
-    counts = {"manifest": len(repaired.restored), "blob": len(repaired.mended)}
+    counts = {"manifest": len(repaired.restored), "blob": len(repaired.repaired)}
     what = " and ".join(render.count_of(number, kind) for kind, number in counts.items() if number)
     count, left = sum(counts.values()), len(repaired.faults)
     done = f"{verb} {what}; " if count else ""
     state = (
         f"{render.count_of(left, 'fault')} left"
         if left
-        else "all would be whole"
+        else "all would be intact"
         if count and dry_run
-        else "all is whole"
+        else "ok"
     )
     models = render.count_of(repaired.verified.models, "model")
     lines.append(f"{done}{state}: {models}, {render.human_seconds(repaired.seconds)}")
     return "\n".join(lines)
 
 
-def _mended_line(verb: str, item: RepairedBlob) -> str:
+def _repaired_line(verb: str, item: RepairedBlob) -> str:
     size = render.human_bytes(item.size)
     where = f"layer {render.cell(item.layer)}, blob {item.digest} ({size})"
-    return f"{verb} {where}{_put_aside(item.aside)}"
+    return f"{verb} {where}{_place_of(item.quarantined)}"
 
 
-def _put_aside(aside: Path | None) -> str:
-    return f"; what was there is {quote(aside)}" if aside is not None else ""
+def _place_of(quarantined: Path | None) -> str:
+    return f"; the damaged file is now {quote(quarantined)}" if quarantined is not None else ""

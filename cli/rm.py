@@ -1,4 +1,4 @@
-"""``blobstore rm``: take names away."""
+"""``blobstore rm``: removes model names."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 _NAMED = 3
-"""Of how many models a line tells the names."""
+"""The most models that a line lists by name."""
 
 
-@click.command("rm", short_help="Take names of models away.")
+@click.command("rm", short_help="Remove model names.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
-@click.option("--dry-run", is_flag=True, help="Remove nothing, and tell what would be.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
 @store_option
 @wait_option
 @json_option
 def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
-    """Take the names NAME away, all of them or none, and tell what "blobstore gc" would then free.
+    """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
-    No blob is removed. A name goes also if its manifest cannot be read.
+    No blob is removed. A name is removed even if its manifest cannot be read.
     """
     from blobstore.operations.maintenance.names import remove_models
 
@@ -46,10 +46,10 @@ def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_j
         render.show(_as_text(removed, dry_run=dry_run))
     for entry in removed.names:
         if entry.error is not None:
-            render.show_note(f"nobody knows which blobs {entry.reference} needed: {entry.error}")
+            render.show_note(f"the blobs of {entry.reference} are unknown: {entry.error}")
     for entry in removed.unreadable:
         render.show_note(
-            f'"blobstore gc" frees nothing before {entry.reference} is repaired or removed: '
+            f'"blobstore gc" removes nothing until {entry.reference} is repaired or removed: '
             f"{entry.error}"
         )
 
@@ -59,7 +59,7 @@ def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
         "dry_run": dry_run,
         "removed": [
             {
-                "name": str(entry.reference),
+                "name": entry.reference,
                 "digest": str(entry.digest) if entry.digest else None,
                 "error": str(entry.error) if entry.error else None,
             }
@@ -69,9 +69,9 @@ def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
         "kept_as_bases": {
             "blobs": removed.bases,
             "bytes": removed.bases_size,
-            "by": [str(reference) for reference in removed.coded],
+            "by": removed.coded,
         },
-        "unreadable": [str(entry.reference) for entry in removed.unreadable],
+        "unreadable": [entry.reference for entry in removed.unreadable],
     }
 
 
@@ -85,17 +85,16 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
             f"{render.human_bytes(removed.size)}: {blobs} that no other model needs"
         )
     else:
-        lines.append(
-            f'that {"would leave" if dry_run else "leaves"} nothing for "blobstore gc" to free'
-        )
+        lines.append(f'"blobstore gc" {"would have" if dry_run else "has"} nothing to free')
     if removed.bases:
         blobs = render.count_of(removed.bases, "blob")
         names = ", ".join(str(render.cell(name)) for name in removed.coded[:_NAMED])
         more = len(removed.coded) - _NAMED
         lines.append(
             f"{render.human_bytes(removed.bases_size)} in {blobs} "
-            f"{'would be' if dry_run else 'is'} needed still: cold blobs of "
-            f"{names or 'no model, which go first,'}{f' and {more} more' if more > 0 else ''} are coded "
-            'by that; "blobstore thaw" such models to free it'
+            f"{'would still be' if dry_run else 'is still'} needed as bases of frozen blobs of "
+            f"{names or 'no model, which gc removes first'}"
+            f"{f' and {more} more' if more > 0 else ''}; "
+            'run "blobstore thaw" on such models to free it'
         )
     return "\n".join(lines)

@@ -204,7 +204,7 @@ def _bits(size: int, elements: int) -> str:
 
 def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[str, Any]:
     return {
-        "name": str(model.reference),
+        "name": model.reference,
         "format": model.format,
         "architecture": model.architecture or None,
         "model_type": model.model_type or None,

@@ -1,4 +1,4 @@
-"""``blobstore tag``: give a model another tag of its name."""
+"""``blobstore tag``: gives a model another tag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("tag")
 @naming_options
 def command(name: Reference, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
-    """Give the model NAME the tag TAG too, as "blobstore cp" does with a whole name."""
+    """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names."""
     from blobstore.operations.maintenance.names import copy_model
 
     with suggesting_names(store, [name]):

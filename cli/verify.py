@@ -1,4 +1,4 @@
-"""``blobstore verify``: read everything again and check it."""
+"""``blobstore verify``: prints the faults that the operation ``verify`` finds in models."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.store.local import LocalStore
 
-_ADVICE = "'blobstore repair NAME --from SOURCE' writes damaged and missing blobs anew"
+_ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
 
 
 def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes a second that ``50MB/s`` or ``50MB`` spell; a callback of click."""
+    """Return the bytes per second that ``50MB/s`` or ``50MB`` spell; a callback of click."""
     if value is None:
         return None
     rate = parse_size(ctx, param, value.strip().removesuffix("/s"))
     if rate < 1:
-        raise click.BadParameter(f"{quote(value)} is no rate above 0", ctx, param)
+        raise click.BadParameter(f"rate must be greater than 0, got {quote(value)}", ctx, param)
     return rate
 
 
-@click.command("verify", short_help="Hash and check again what models are made of.")
+@click.command("verify", short_help="Hash all blobs of models and check them.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
-@click.option("--quick", is_flag=True, help="Look at sizes and headers only; hash nothing.")
+@click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
     "--watch-rate",
     "rate",
     metavar="RATE",
     callback=parse_rate,
-    help="Read no faster than that, such as 50MB/s.",
+    help="Read at most RATE bytes per second, such as 50MB/s.",
 )
 @store_option
 @jobs_option
@@ -60,10 +60,10 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Hash and parse again all that the models NAME are made of; without a NAME, all models.
+    """Hash and parse every blob of the models NAME, or of all models.
 
-    Every fault is one line: model, layer, tensor and what is wrong. The exit code is then 4. A model
-    that is removed meanwhile is no fault.
+    Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
+    removed during the run is not a fault.
     """
     from blobstore.operations.maintenance.verify import verify_models
 
@@ -113,7 +113,7 @@ def _as_text(verified: Verified, *, quick: bool) -> str:
 
 
 def fault_line(fault: Fault) -> str:
-    """Return a fault as a line for people."""
+    """Return a fault as one line of text."""
     where = [f"model {render.cell(fault.reference)}"]
     if fault.layer:
         where.append(f"layer {render.cell(fault.layer)}")

@@ -1,6 +1,6 @@
-"""Workflow: where the bytes of a store are, by model and in all. Files are looked at, none is read.
+"""The operation ``du``: the disk usage of models and of the whole store.
 
-What counts is the size of a file as it is on disk, not as a manifest has it.
+Sizes are those of the files on disk, not those in manifests. No blob is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Space(NamedTuple):
-    """Files, and their bytes in all."""
+    """A number of files and their total bytes."""
 
     files: int = 0
     size: int = 0
@@ -34,61 +34,61 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUsage:
-    """A name of the store and the bytes of its blobs, config included, each blob once."""
+    """The disk usage of a model. Each blob counts once; the config is included."""
 
     reference: Reference
     blobs: int
-    """Blobs that its manifest lists."""
+    """Blobs in the manifest."""
     size: int
-    """Bytes of those that are there."""
+    """Bytes of the blobs that exist."""
     unique: int
-    """Bytes of those that no other name needs: what is given back once the name is removed."""
+    """Bytes of the blobs that no other name needs; they are freed once the name is removed."""
     faults: tuple[BlobstoreError, ...]
-    """Blobs that are missing, of another size than the manifest says, or no files."""
+    """Errors of blobs that are missing, have a wrong size, or are not regular files."""
     error: BlobstoreError | None
     """Why the manifest cannot be read."""
 
     @property
     def shared(self) -> int:
-        """Bytes of its blobs that other names need too."""
+        """Bytes of the blobs that other names need too."""
         return self.size - self.unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUsage:
-    """Where the bytes of a store are. Every file counts in one of the spaces."""
+    """The disk usage of a store. Every file counts in exactly one space."""
 
     models: tuple[ModelUsage, ...]
-    """Those that were asked for."""
+    """The requested models."""
     together: Space
-    """The blobs of these models, each once."""
+    """The blobs of the requested models, each once."""
     together_unique: Space
-    """Those of them that no other name needs."""
+    """The blobs among these that no other name needs."""
     cold: Space
-    """Blobs that are coded, whether they are there as files too; they count in the spaces above."""
+    """Cold blobs, including those with a hot form. They also count in the other spaces."""
     saved: int
-    """Bytes that those take less than they would as files, of blobs that are cold only."""
+    """Bytes that compression saves, counted for blobs that are only cold."""
     names: int
     """Names in the whole store."""
     unreadable: tuple[BlobstoreError, ...]
-    """What is wrong with manifests of the whole store; what they need counts as unreferenced."""
+    """Errors of manifests of the whole store. Their blobs count as unreferenced."""
     referenced: Space
-    """Blobs that manifests reach."""
+    """Blobs that manifests reference."""
     without_sharing: int
-    """Bytes that they would take if every name had its own."""
+    """Bytes that the referenced blobs would take if every name had its own copy."""
     bases: Space
-    """Blobs that no manifest reaches, and by which some are coded that one does."""
+    """Unreferenced blobs that are bases of referenced ones."""
     unreferenced: Space
-    """Other blobs that no manifest reaches: garbage, if no process is about to use them."""
+    """Other unreferenced blobs: garbage, unless a process is about to use them."""
     foreign: Space
-    """Files among the blobs that are none, such as unfinished downloads of Ollama's."""
+    """Files in the folder of blobs that are not blobs, such as unfinished downloads of Ollama."""
     manifests: Space
     temporary: Space
-    """Files without a name, of processes that live or have died."""
+    """Temporary files of running and dead processes."""
     quarantine: Space
-    """Damaged files that were put aside."""
+    """Damaged files that were replaced."""
     caches: Space
-    """Header index, notes and leases."""
+    """The header index, verification results and leases."""
 
     @property
     def size(self) -> int:
@@ -99,49 +99,47 @@ class StoreUsage:
 
     @property
     def dedup_ratio(self) -> float | None:
-        """How many times the space would be needed without sharing; None if there is nothing."""
+        """The ratio of the size without sharing to the size; None if there are no blobs."""
         return self.without_sharing / self.referenced.size if self.referenced.size else None
 
     @property
     def hot(self) -> int:
-        """Bytes of blobs that are files of their own."""
+        """Bytes of hot blobs."""
         every = self.referenced.size + self.bases.size + self.unreferenced.size
         return every - self.cold.size
 
     @property
     def saved_share(self) -> float | None:
-        """What part of the bytes of all blobs coding saves; None if there are none."""
+        """The share of the bytes of all blobs that compression saves; None if there are no blobs."""
         total = self.hot + self.cold.size + self.saved
         return self.saved / total if total else None
 
 
 def measure_usage(
-    references: Sequence[str | Reference] = (), *, store: LocalStore | None = None
+    references: Sequence[str | Reference] = (),
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
 ) -> StoreUsage:
-    """Return where the bytes of a store are.
+    """Return the disk usage of models and of the whole store.
 
     Args:
-        references: the models to tell about one by one; none means all of the store.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        references: the models to list; none means all of the store.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
     Raises:
-        ModelNotFound: a model that was asked for does not exist.
+        ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.
     """
-    store = store or LocalStore()
-    asked = dict.fromkeys(_parsed(reference) for reference in references)
-    read_entries(store, asked)  # says which of them are not there
+    store = LocalStore.of(store)
+    asked = dict.fromkeys(map(Reference.of, references))
+    read_entries(store, asked)  # fails if one of them does not exist
     entries = {entry.reference: entry for entry in read_catalog(store)}
     chosen = [entries[name] for name in asked or entries if name in entries]
     return _Measuring(store, list(entries.values())).result(chosen)
 
 
-def _parsed(reference: str | Reference) -> Reference:
-    return Reference.parse(reference) if isinstance(reference, str) else reference
-
-
 class _Measuring:
-    """What is on disk, and who needs it."""
+    """Measures the files of a store, and counts which models need them."""
 
     def __init__(self, store: LocalStore, entries: Sequence[CatalogEntry]) -> None:
         self._store = store
@@ -158,20 +156,20 @@ class _Measuring:
         self._cold = {digest: found.st_size for digest, found in store.cold_files().items()}
         for entry, status in _files(store.folder("bases")):
             digest = digest_of(entry.name)
-            if digest is not None and digest not in self._sizes:  # else it is the same file
+            if digest is not None and digest not in self._sizes:  # otherwise it is the same file
                 self._cold[digest] = self._cold.get(digest, 0) + status.st_size
         self._saved = 0
         self._bases: set[Digest] = set()
         for digest in self._cold:
-            self._look_at(digest)
+            self._add_cold(digest)
         for digest, size in self._cold.items():
             self._sizes[digest] = self._sizes.get(digest, 0) + size
 
-    def _look_at(self, digest: Digest) -> None:
-        """Note what a cold blob saves, and what it needs."""
+    def _add_cold(self, digest: Digest) -> None:
+        """Add what a cold blob saves, and its base."""
         try:
             blob = self._store.open_cold(digest)
-        except BlobstoreError:  # told of a model that needs it
+        except BlobstoreError:  # reported with the model that needs it
             return
         if digest not in self._sizes:
             self._saved += blob.size - self._cold[digest]
@@ -247,7 +245,7 @@ def _space_of(folder: Path, without: Collection[Path] = ()) -> Space:
 def _files(
     folder: Path, without: Collection[Path] = ()
 ) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the files below a folder; those that are removed meanwhile are skipped."""
+    """Yield the files below a folder; files that vanish are skipped."""
     for entry in walk_files(folder, set(map(str, without))):
         try:
             yield entry, entry.stat(follow_symlinks=False)

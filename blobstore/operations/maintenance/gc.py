@@ -1,12 +1,12 @@
-"""Workflow: giving back the space of what no model reaches.
+"""The operation ``gc``: deletes blobs that no manifest references, and files of dead processes.
 
-Manifests are read without a lock first, which takes the time that it takes. Then, with the store's lock
-to itself and a batch at a time, leases are read, manifests that have changed are read again, and what
-is still garbage is removed. Leases come before manifests: who has ended a lease by then had given its
-blobs a manifest before. It is linear in blobs and layers.
+First, all manifests are read without a lock. Then blobs are removed in batches, each under the store's
+exclusive lock: leases are read, manifests that have changed are read again, and blobs that are still
+garbage are removed. Leases are read before manifests: a process that has released its lease has already
+published the manifest that references its blobs. The work is linear in blobs and layers.
 
-A blob by which a cold one is coded is needed as long as that is kept, also if no manifest reaches it. Cold
-blobs that have such a base go first, so that there is never one without it.
+The base of a delta-encoded blob is kept as long as that blob, even if no manifest references the base.
+Delta-encoded blobs are removed before their bases, so that no delta ever lacks its base.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 GRACE: Final = 3600.0
-"""Seconds for which a blob is kept by default after it was written: others have no leases."""
+"""The default age in seconds from which blobs are removed; other programs hold no leases."""
 _BATCH = 1000
-"""Files that are removed before others may have the lock."""
+"""Files that are removed before the lock is released for other processes."""
 _PREFIX = Digest("").file_name
 
 
@@ -49,51 +49,54 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a collection found."""
+    """The result of :func:`collect_garbage`."""
 
     blobs: tuple[Removed, ...]
-    """Blobs that no manifest reaches, hot and cold ones."""
+    """Blobs that no manifest references, hot and cold."""
     leftovers: tuple[Removed, ...]
-    """What dead processes left: files without a name, leases; and caches of removed models."""
+    """Temporary files and leases of dead processes, and caches of removed models."""
     folders: tuple[Path, ...]
-    """Empty folders of names, below the root."""
+    """Empty folders of manifests, below the root."""
     kept: int
-    """Blobs that no manifest reaches, but are too young, or leased."""
+    """Blobs that no manifest references, but that are leased or too young."""
     kept_size: int
     """Bytes of these."""
     bases: int = 0
-    """Blobs that no manifest reaches, but cold blobs are coded by them."""
+    """Blobs that no manifest references, but that are bases of delta-encoded blobs."""
     bases_size: int = 0
     """Bytes of these."""
 
     @property
     def size(self) -> int:
-        """Bytes that were given back, or would be."""
+        """Bytes that were freed, or would be."""
         return sum(item.size for item in (*self.blobs, *self.leftovers))
 
 
 def collect_garbage(
-    store: LocalStore | None = None, *, older_than: float = GRACE, dry_run: bool = False
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    *,
+    older_than: float = GRACE,
+    dry_run: bool = False,
 ) -> Collected:
-    """Remove blobs that no manifest reaches, what dead processes left, and empty folders.
+    """Remove blobs that no manifest references, files of dead processes, and empty folders.
 
-    What a running import, copy or load has leased is never removed.
+    Blobs that a running import, copy or load has leased are never removed.
 
     Args:
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        older_than: seconds since a blob was written, before which it is kept.
-        dry_run: remove nothing, and tell what would be.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        older_than: keep blobs that were written within this many seconds.
+        dry_run: remove nothing; report what would be removed.
 
     Raises:
-        InvalidManifest: a file in the place of manifests is none, or was changed since it was
-            written, so that nobody knows which blobs it needs. Nothing is removed then.
-        StoreBusy: others have kept the store's lock all the time.
+        InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown. Nothing is
+            removed.
+        StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written.
         UsageError: ``older_than`` is negative.
     """
     if not older_than >= 0:
         raise UsageError(f"older_than must be 0 seconds or more, got {older_than}")
-    store = store or LocalStore()
+    store = LocalStore.of(store)
     store.check_root()
     if not store.root.exists():
         return Collected(blobs=(), leftovers=(), folders=(), kept=0, kept_size=0)
@@ -102,20 +105,20 @@ def collect_garbage(
 
 
 class _Needed(NamedTuple):
-    """The digits of digests that are needed, as they are: joined, they would be copied for each batch."""
+    """The hex digests of needed blobs, in separate sets: a union would be copied for each batch."""
 
     reached: set[str]
     leased: set[str]
     bases: set[str]
-    """What others are coded by, needed or too young."""
+    """Bases of delta-encoded blobs that are needed or too young."""
 
-    def has(self, digits: str) -> bool:
-        """Tell whether a blob is needed."""
-        return self.names(digits) or digits in self.bases
+    def has(self, hex_digest: str) -> bool:
+        """Return whether a blob is needed."""
+        return self.has_itself(hex_digest) or hex_digest in self.bases
 
-    def names(self, digits: str) -> bool:
-        """Tell whether a blob is needed by itself, and not for what is coded by it."""
-        return digits in self.reached or digits in self.leased
+    def has_itself(self, hex_digest: str) -> bool:
+        """Return whether a blob is needed for itself, and not only as a base."""
+        return hex_digest in self.reached or hex_digest in self.leased
 
 
 class _Collection:
@@ -127,16 +130,16 @@ class _Collection:
         self._kept: list[int] = []
         self._kept_bases: list[int] = []
         self._gone: set[str] = set()
-        """Cold blobs that would have been removed, were it not dry."""
+        """Cold blobs that a dry run would have removed."""
         self._keeps_bases = False
-        """Whether a blob is missing, which may be coded by any of those that serve for that."""
+        """Whether a needed blob is missing. Any base may be its base, so all bases are kept."""
 
     def run(self) -> Collected:
         self._marks.update()
         self._keeps_bases = self._is_any_missing()
         deltas, others = self._unreached()
         blobs = [*self._sweep(deltas), *self._sweep(others)]
-        with self._alone():
+        with self._lock():
             leftovers = [*self._leftovers()]
             folders = [*self._empty_folders()]
         return Collected(
@@ -150,14 +153,14 @@ class _Collection:
         )
 
     def _is_any_missing(self) -> bool:
-        """Tell whether a blob that is needed is not there, as where a disk is not mounted."""
+        """Return whether a referenced blob is missing, for example because a disk is not mounted."""
         if not list_names(self._store.folder("bases")):
-            return False  # and if so, no base would be lost
+            return False  # there are no bases to lose
         there = {*list_names(self._store.folder("blobs")), *list_names(self._store.folder("cold"))}
         return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
 
     def _unreached(self) -> tuple[list[Path], list[Path]]:
-        """Return the files of blobs that no manifest reaches: those coded by others, and the rest."""
+        """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
         reached = self._marks.reached()
         deltas = self._store.cold_bases()
         found: tuple[list[Path], list[Path]] = ([], [])
@@ -165,19 +168,18 @@ class _Collection:
             for name in list_names(folder):
                 if name.removeprefix(_PREFIX) not in reached:
                     digest = digest_of(name)
-                    if digest is not None:  # a foreign file is not ours to remove
+                    if digest is not None:  # not a blob
                         is_delta = folder == self._store.folder("cold") and digest in deltas
                         found[not is_delta].append(folder / name)
         return found
 
     def _needed(self, leased: Iterable[Digest]) -> _Needed:
-        """Return the blobs that are needed."""
         needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
         needed.bases.update([base.hex for base in self._needed_bases(needed)])
         return needed
 
     def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
-        """Yield the blobs by which others are coded that are there, be they needed or too young."""
+        """Yield the bases of all delta-encoded blobs that stay."""
         if self._keeps_bases:
             for name in list_names(self._store.folder("bases")):
                 digest = digest_of(name)
@@ -185,8 +187,8 @@ class _Collection:
                     yield digest
         for digest, status in self._store.cold_files().items():
             if digest.file_name not in self._gone:
-                # What is hot too does without its base, a base has none, and the rest is no loss.
-                must_be_known = needed.names(digest.hex) and not self._store.has_hot(digest)
+                # An unreadable base matters only if the blob is needed and has no hot form.
+                must_be_known = needed.has_itself(digest.hex) and not self._store.has_hot(digest)
                 base = self._store.base_of(digest, status, must_be_known=must_be_known)
                 if base is not None:
                     yield base
@@ -194,21 +196,21 @@ class _Collection:
     def _sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
-            with self._alone():
+            with self._lock():
                 leased = self._store.read_leases().digests
                 self._marks.update()
                 needed = self._needed(leased)
                 lost = self._marks.lost()
                 for path in batch:
-                    digits = path.name.removeprefix(_PREFIX)
-                    is_needed = needed.has(digits) or bool(lost and _promise_of(path) in lost)
-                    is_base = digits in needed.bases
+                    hex_digest = path.name.removeprefix(_PREFIX)
+                    is_needed = needed.has(hex_digest) or bool(lost and _promise_of(path) in lost)
+                    is_base = hex_digest in needed.bases
                     yield from self._remove_blob(path, is_needed=is_needed, is_base=is_base)
                 if not self._is_dry:
                     for folder in dict.fromkeys(path.parent for path in batch):
                         sync_folder(folder)
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
+    def _lock(self) -> contextlib.AbstractContextManager[None]:
         return self._store.reading_lock() if self._is_dry else self._store.exclusive_lock()
 
     def _remove_blob(self, path: Path, *, is_needed: bool, is_base: bool) -> Iterator[Removed]:
@@ -226,7 +228,7 @@ class _Collection:
             yield self._remove(path, status.st_size)
 
     def _leftovers(self) -> Iterator[Removed]:
-        """Remove what only living processes need. No name is being published meanwhile."""
+        """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         leased = self._store.read_leases()
         self._marks.update()
         temporary = [
@@ -249,7 +251,7 @@ class _Collection:
             entry for entry in scan_folder(self._store.folder("bases")) if entry.name not in bases
         ]
         for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches, *pins))):
-            with contextlib.suppress(FileNotFoundError):  # who writes a cache holds no lock
+            with contextlib.suppress(FileNotFoundError):  # caches are written without the lock
                 yield self._remove(path, path.lstat().st_size)
 
     def _is_old(self, entry: os.DirEntry[str]) -> bool:
@@ -265,7 +267,7 @@ class _Collection:
             if full or files or folder == str(self._store.folder("manifests")):
                 continue
             empty.add(folder)
-            with contextlib.suppress(OSError):  # Ollama has just put something there
+            with contextlib.suppress(OSError):  # Ollama has just written something there
                 if not self._is_dry:
                     Path(folder).rmdir()
                 yield Path(folder).relative_to(self._store.root)
@@ -277,7 +279,7 @@ class _Collection:
 
 
 def _promise_of(path: Path) -> str | None:
-    """Return what a blob says of a model's layers, if it is a config that does."""
+    """Return the digest of the layer list that a config blob holds; None for other blobs."""
     try:
         return promise(read_regular(path, MAX_CONFIG_SIZE))
     except (BlobstoreError, OSError):
@@ -285,5 +287,5 @@ def _promise_of(path: Path) -> str | None:
 
 
 def _age(status: os.stat_result) -> float:
-    # A clock that was set back makes files of the future: they are as young as can be.
+    # If the clock was set back, a file may be from the future: its age is 0.
     return max(0.0, time.time() - status.st_mtime)

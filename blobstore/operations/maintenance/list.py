@@ -1,4 +1,4 @@
-"""Workflow: what a store holds. Manifests are read, of blobs only the names."""
+"""The operation ``list``: the models of a store. It reads manifests, and only the names of blobs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Set as AbstractSet
 
     from blobstore.core.digest import Digest
@@ -20,32 +21,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedModel:
-    """A name of the store, and what its manifest says. Sizes count a blob of the model once."""
+    """A model of the store. Sizes count each blob of the model once."""
 
     reference: Reference
     modified: float
     """When the manifest was written, in seconds since the epoch."""
     digest: Digest | None = None
-    """Of the manifest's bytes; None where there is an error."""
+    """The digest of the manifest's bytes; None if there is an error."""
     size: int = 0
     """Bytes of the model's blobs, config included."""
     shared: int = 0
-    """Bytes of those blobs that other names of the store use too."""
+    """Bytes of the blobs that other names use too."""
     frozen: int = 0
-    """Bytes of those blobs that are cold only, as they were before."""
+    """Bytes of the blobs that are only cold, before compression."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
 
-def list_models(store: LocalStore | None = None) -> tuple[ListedModel, ...]:
-    """Return every model of a store by name, Ollama's own models too; none for an absent store.
+def list_models(
+    store: LocalStore | str | os.PathLike[str] | None = None,
+) -> tuple[ListedModel, ...]:
+    """Return all models of a store, sorted by name. Returns none if the store does not exist.
 
     A manifest that cannot be read is listed with its error.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    store = store or LocalStore()
+    store = LocalStore.of(store)
     entries = list(read_catalog(store))
     uses = Counter(digest for entry in entries for digest in entry.blobs)
     frozen = store.frozen()

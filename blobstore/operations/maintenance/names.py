@@ -1,9 +1,9 @@
-"""Workflow: names given, changed and taken away. No byte of a blob moves.
+"""The operations ``cp``, ``mv`` and ``rm``: copy, rename and remove model names. No blob is copied.
 
-Whoever copies or renames looks whether the new name is free and takes it in one step, and whoever takes
-a name away must not do so while somebody counts on it. So all of it happens with the store's lock alone,
-which takes as long as looking at a model's blobs: what has been found then cannot be collected before
-the new name holds it, and no lease is needed. A new name is durable before the old one goes.
+All changes are made under the store's exclusive lock, which is held only while the sizes of a model's
+blobs are checked. So a name cannot be taken between the check and the change, and blobs cannot be
+collected before the new name references them; no lease is needed. A new name is durable before the old
+one is removed.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A model that got a name."""
+    """A model that was given a name."""
 
     source: Reference
     target: Reference
     digest: Digest
-    """Of the manifest's bytes."""
+    """The digest of the manifest's bytes."""
     replaced: bool
-    """Whether the name was another model's before."""
+    """Whether the name belonged to another model before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedModels:
-    """Names that were taken away, or would be, and what that leaves behind."""
+    """Names that were removed, or would be, and the blobs that this leaves behind."""
 
     names: tuple[CatalogEntry, ...]
     blobs: int
     """Blobs in the store that no other name needs."""
     size: int
-    """Bytes of these: what a collection gives back."""
+    """Bytes of these blobs, which a garbage collection frees."""
     bases: int
-    """Blobs that no other name needs, but cold blobs of other names are coded by them: they stay."""
+    """Blobs that no other name references, but that are bases of other names' blobs: they stay."""
     bases_size: int
     coded: tuple[Reference, ...]
-    """Those other names."""
+    """The names whose blobs are delta-encoded against these bases."""
     unreadable: tuple[CatalogEntry, ...]
-    """Names that are left and whose manifest cannot be read; they keep garbage from being collected."""
+    """Remaining names whose manifest cannot be read; they prevent a garbage collection."""
 
 
 def copy_model(
     source: str | Reference,
     target: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Named:
     """Give a model a second name, durably. The manifest is copied byte for byte.
@@ -74,58 +74,58 @@ def copy_model(
     Args:
         source: the model's name.
         target: the name to give it.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: take the name from another model that has it.
 
     Raises:
         ModelNotFound: the store has no such model.
-        InvalidManifest, BlobMissing, BlobDamaged: the model is not whole, judged by sizes.
-        NameTaken: another model has the name.
-        NameConflict: a name of the store differs from it in case only.
-        StoreBusy: others have kept the store's lock all the time.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is not intact, judged by sizes.
+        NameTaken: the name belongs to another model.
+        NameConflict: another name of the store differs only in case.
+        StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be written.
         UsageError: both are the same name.
     """
-    return _rename(source, target, store or LocalStore(), force=force, keeps_source=True)
+    return _rename(source, target, LocalStore.of(store), force=force, keeps_source=True)
 
 
 def rename_model(
     source: str | Reference,
     target: str | Reference,
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Named:
-    """Give a model another name. Args and raises as :func:`copy_model`.
+    """Rename a model. Args and raises as :func:`copy_model`.
 
-    A process that is killed in between leaves both names.
+    If the process is killed in between, both names remain.
     """
-    return _rename(source, target, store or LocalStore(), force=force, keeps_source=False)
+    return _rename(source, target, LocalStore.of(store), force=force, keeps_source=False)
 
 
 def remove_models(
     references: Sequence[str | Reference],
     *,
-    store: LocalStore | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None,
     dry_run: bool = False,
 ) -> RemovedModels:
-    """Take names away, durably; blobs stay until they are collected. All of the names, or none.
+    """Remove names durably: all of them, or none. Blobs stay until they are collected.
 
-    A name goes also if its manifest cannot be read.
+    A name is removed even if its manifest cannot be read.
 
     Args:
         references: the names.
-        store: by default the store of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        dry_run: remove nothing, and tell what would be left behind.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        dry_run: remove nothing; report what would be left behind.
 
     Raises:
-        ModelNotFound: the store has no such name; nothing is removed.
-        InvalidManifest: a folder is in the place of a manifest; nothing is removed.
-        StoreBusy: others have kept the store's lock all the time.
+        ModelNotFound: a name does not exist; nothing is removed.
+        InvalidManifest: a manifest is a folder; nothing is removed.
+        StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written.
     """
-    store = store or LocalStore()
-    names = [_parsed(reference) for reference in references]
+    store = LocalStore.of(store)
+    names = list(map(Reference.of, references))
     entries = _removable(store, names)
     left = _left_behind(store, entries)
     if entries and not dry_run:
@@ -136,13 +136,6 @@ def remove_models(
     return left
 
 
-def _parsed(reference: str | Reference) -> Reference:
-    return Reference.parse(reference) if isinstance(reference, str) else reference
-
-
-# Giving
-
-
 def _rename(
     source: str | Reference,
     target: str | Reference,
@@ -151,40 +144,29 @@ def _rename(
     force: bool,
     keeps_source: bool,
 ) -> Named:
-    source, target = _parsed(source), _parsed(target)
+    source, target = Reference.of(source), Reference.of(target)
     if source == target:
         raise UsageError(f"{quote(source)} and {quote(target)} are the same name")
-    store.read_manifest(source)  # before a lock is made where nothing is
+    store.read_manifest(source)  # fails before a lock is created in a store that does not exist
     with store.writing(), store.exclusive_lock():
         data = store.read_manifest(source)
-        manifest = _checked(store, source, data)
-        _check_case(source, target, keeps_source=keeps_source)
+        try:
+            manifest = Manifest.from_bytes(data)
+        except InvalidManifest as error:
+            raise error.at(quote(store.manifest_path(source))) from None
+        if not keeps_source and source.full.casefold() == target.full.casefold():
+            raise NameConflict(
+                f"{quote(source)} and {quote(target)} differ only in case; rename the model to a "
+                "third name first"
+            )
         is_taken = store.is_taken(target, data)
         if is_taken and not force:
             raise NameTaken(f"another model has the name {quote(target)}; replace it with --force")
-        # Also where the name has these bytes already, for who wrote them may not have synced them.
+        # Even if the name has this manifest already: its writer may not have synced it.
         store.place(target, data, manifest.blobs)
         if not keeps_source:
             store.remove(source)
     return Named(source=source, target=target, digest=Digest.of(data), replaced=is_taken)
-
-
-def _checked(store: LocalStore, reference: Reference, data: bytes) -> Manifest:
-    try:
-        return Manifest.from_bytes(data)
-    except InvalidManifest as error:
-        raise error.at(quote(store.manifest_path(reference))) from None
-
-
-def _check_case(source: Reference, target: Reference, *, keeps_source: bool) -> None:
-    if not keeps_source and source.full.casefold() == target.full.casefold():
-        raise NameConflict(
-            f"{quote(source)} and {quote(target)} differ only in case; give the model a third "
-            "name first, and then the second"
-        )
-
-
-# Taking away
 
 
 def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
@@ -196,14 +178,14 @@ def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Catal
 
 
 def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
-    """Return what would be garbage without some names."""
+    """Return what would be garbage without these names."""
     garbage = {digest for entry in entries for digest in entry.blobs}
     gone = {entry.reference for entry in entries}
     others = [other for other in read_catalog(store) if other.reference not in gone]
     for other in others:
         garbage -= other.blobs.keys()
     cold = store.cold_files()
-    # What is cold and left is coded by them.
+    # Only cold blobs that stay need their bases.
     left = {digest: status for digest, status in cold.items() if digest not in garbage}
     coded = store.cold_bases(left) if garbage else {}
     coded = {digest: base for digest, base in coded.items() if base in garbage}
@@ -224,7 +206,7 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
 
 
 def _size(store: LocalStore, digest: Digest) -> int | None:
-    """Return the bytes that a blob takes, hot and cold; None if it is missing."""
+    """Return the size of a blob's hot and cold files; None if both are missing."""
     sizes = []
     for path in (store.blob_path(digest), store.cold_path(digest)):
         with contextlib.suppress(OSError):

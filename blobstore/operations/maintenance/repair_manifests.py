@@ -1,8 +1,8 @@
-"""Damaged manifests put back, from another store that has the same models.
+"""Restores damaged manifests from another store that has the same models.
 
-Only a manifest that its config proves is taken. That it is of the same model is told by the damaged one,
-of which a half is left at least: the digest of the config, or the list of layers that the config holds
-the digest of.
+Only a manifest that its config confirms is used. It is of the same model if the damaged manifest still
+contains one of its two halves: the digest of the config, or the list of layers, whose digest the config
+holds.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 class Restored(NamedTuple):
-    """A manifest that was put back, or would be."""
+    """A manifest that was restored, or would be."""
 
     reference: Reference
     manifest: Manifest
-    aside: Path | None
-    """Where the damaged file is now; None where nothing was changed."""
+    quarantined: Path | None
+    """The new place of the damaged file; None if nothing was changed."""
 
 
 def restore_manifests(
     store: LocalStore, other: LocalStore, references: Iterable[Reference], *, is_dry: bool
 ) -> Iterator[Restored]:
-    """Put back those of the manifests that are damaged and that another store has whole.
+    """Restore the damaged manifests that another store has intact.
 
     Raises:
-        StoreBusy: others have kept the store's lock all the time.
-        StoreError: a store cannot be read, or the store not be written.
+        StoreBusy: the store's lock could not be acquired in time.
+        StoreError: one of the stores cannot be read, or ``store`` cannot be written.
     """
     for reference in references:
         damaged = _damaged(store, reference)
-        whole = None if damaged is None else _whole(other, reference, damaged)
-        if damaged is None or whole is None:
+        intact = None if damaged is None else _find_intact(other, reference, damaged)
+        if damaged is None or intact is None:
             continue
-        manifest = Manifest.from_bytes(whole)
+        manifest = Manifest.from_bytes(intact)
         if is_dry:
             yield Restored(reference, manifest, None)
             continue
@@ -56,15 +56,15 @@ def restore_manifests(
             if _damaged(store, reference) != damaged:
                 continue
             path = store.manifest_path(reference)
-            aside = quarantine_copy(store, damaged)
-            # Whatever is wrong with the blobs: they are mended when it is known which they are. And
-            # whatever other names there are: this one has been among them.
-            write_file(path, [whole], mode=0o644, temporary=store.folder("temporary"))
-        yield Restored(reference, manifest, aside)
+            quarantined = quarantine_copy(store, damaged)
+            # Blobs are not checked: they are repaired once the manifest lists them. Other names are
+            # not checked either: this one existed before.
+            write_file(path, [intact], mode=0o644, temporary=store.folder("temporary"))
+        yield Restored(reference, manifest, quarantined)
 
 
 def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
-    """Return the bytes of a manifest that is not proven; None if it is, or not there to be read."""
+    """Return the bytes of a manifest that its config does not confirm; None if it is intact or unreadable."""
     try:
         data = store.read_manifest(reference)
     except BlobstoreError:
@@ -75,10 +75,11 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
     return data
 
 
-def _whole(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | None:
-    """Return the manifest of the same model, by preference the one of the same name.
+def _find_intact(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | None:
+    """Return the intact manifest of the same model, preferably the one with the same name.
 
-    None if there is none, or if ``damaged`` is that one: then only its config is damaged.
+    Returns None if the other store has no such manifest, or if ``damaged`` equals it: then only the
+    config blob is damaged.
     """
     for name in chain([reference], other.references()):
         with contextlib.suppress(BlobstoreError, OSError):
@@ -88,6 +89,6 @@ def _whole(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | N
             halves += [listed(manifest.layers)] if manifest.layers else []  # "[]" may be anywhere
             is_same = any(half in damaged for half in halves)
             if is_same and check_layers(data, config):
-                is_whole = data.removesuffix(b"\n") == damaged.removesuffix(b"\n")
-                return None if is_whole else data
+                is_equal = data.removesuffix(b"\n") == damaged.removesuffix(b"\n")
+                return None if is_equal else data
     return None

@@ -1,13 +1,14 @@
-"""Where the bytes of a blob can be had again: made anew from a model's source, or in another store.
+"""The places from which ``repair`` gets blobs: the model's source, another store, or other forms.
 
-How a model was made from its source is in no manifest. So it is planned in every way that
-``create`` has, and what would have the name and the size of a wanted blob is a candidate. Plans cost
-next to nothing; the bytes of a candidate do, but few have name and size of a blob and are another.
-Nothing here is believed: whoever takes the bytes compares their digest.
+A manifest does not say how its model was created. So a source is planned in every way that ``create``
+supports, and a planned blob with the name and size of a wanted blob is a candidate. Plans cost next to
+nothing. Building the bytes of a candidate is expensive, but few candidates are wrong. Candidates are
+not trusted: the caller compares the digest of their bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +25,6 @@ from blobstore.operations.create.files import config_json, file_layers, stacks_l
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
-from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -33,80 +33,57 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.create.blobs import BlobPlan
     from blobstore.operations.create.plan import ModelPlan
-    from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.base import TensorSource
 
 Wanted = Mapping["BlobId", "Descriptor"]
 
 
 class Candidate(NamedTuple):
-    """Bytes that may be a blob's."""
+    """Bytes that may be those of a blob."""
 
     blob: Descriptor
     buffers: Callable[[], Iterable[Buffer]]
-    """Gives them; raises :class:`BlobstoreError` where they cannot be read."""
+    """Returns the bytes; raises :class:`BlobstoreError` if they cannot be read."""
 
 
 class BlobProvider(Protocol):
-    """What blobs can be had from again."""
+    """Finds candidates for blobs."""
 
-    def rounds(
-        self, wanted: Wanted, lists: Collection[Digest] = ()
-    ) -> Iterator[Sequence[Candidate]]:
-        """Yield candidates for what is wanted; who takes a round takes off ``wanted`` what it had.
-
-        Args:
-            wanted: the blobs.
-            lists: the digests of the lists of layers of the models whose configs are wanted.
+    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+        """Yield candidates in rounds. The caller removes repaired blobs from ``wanted`` in between.
 
         Raises:
-            BlobstoreError: there can be no candidates at all.
+            BlobstoreError: the provider can have no candidates at all.
         """
 
-    def close(self) -> None:
-        """Close its files."""
 
-
-class StoreOrigin:
+class OtherStore:
     """Another store, which may have the same blobs."""
 
     def __init__(self, store: LocalStore) -> None:
         self.store = store
 
-    def rounds(
-        self, wanted: Wanted, lists: Collection[Digest] = ()
-    ) -> Iterator[Sequence[Candidate]]:
-        """Yield what the store has of all; see :class:`BlobProvider`."""
-        del lists
-        yield [self._candidate(blob) for blob in wanted.values() if self._has(blob)]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _has(self, blob: Descriptor) -> bool:
-        try:
-            return self.store.exists(blob.digest, blob.size)
-        except BlobstoreError:  # not whole there either
-            return False
-
-    def _candidate(self, blob: Descriptor) -> Candidate:
-        return Candidate(blob, lambda: self.store.read_pieces(blob.digest, blob.size))
+    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+        """Yield one round with the blobs that the store has; see :class:`BlobProvider`."""
+        found = []
+        for blob in wanted.values():
+            with contextlib.suppress(BlobstoreError):  # damaged there too
+                if self.store.exists(blob.digest, blob.size):
+                    pieces = partial(self.store.read_pieces, blob.digest, blob.size)
+                    found.append(Candidate(blob, pieces))
+        yield found
 
 
-class OwnOrigin:
-    """The other forms of the store's own blobs, for those that are damaged in one form only."""
+class OtherForms:
+    """The other forms of the store's own blobs, for blobs that are damaged in one form only."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
 
-    def rounds(
-        self, wanted: Wanted, lists: Collection[Digest] = ()
-    ) -> Iterator[Sequence[Candidate]]:
-        """Yield what there is of all; see :class:`BlobProvider`."""
-        del lists
+    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+        """Yield first the cold blobs, then the linked bases; see :class:`BlobProvider`."""
         store = self._store
         for has, pieces in (
             (store.has_cold, self._decoded),
@@ -116,57 +93,58 @@ class OwnOrigin:
             yield [Candidate(blob, partial(pieces, blob.digest, blob.size)) for blob in there]
 
     def has_any(self, wanted: Wanted) -> bool:
-        """Tell whether there is another form of any."""
+        """Return whether any of the blobs has another form."""
         return any(
             self._store.has_cold(blob.digest) or self._store.has_base_link(blob.digest)
             for blob in wanted.values()
         )
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def _decoded(self, digest: Digest, size: int) -> Iterator[Buffer]:
         return self._store.open_cold(digest, size).pieces()
 
 
-class SourceOrigin:
-    """The source that a model was created from, or one with the same tensors."""
+class RebuiltBlobs:
+    """Blobs built again from the source that a model was created from, or one with equal tensors."""
 
-    def __init__(self, source: TensorSource, overrides: Sequence[str] = ()) -> None:
-        """Take an open source; ``overrides`` are those that the model was quantized with."""
+    def __init__(
+        self, source: TensorSource, overrides: Sequence[str] = (), lists: Collection[Digest] = ()
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            source: an open source.
+            overrides: the overrides that the model was quantized with.
+            lists: the digests of the layer lists of models whose config blobs are wanted.
+        """
         self._source = source
+        self._lists = lists
         self._overrides = tuple(overrides)
         self._converter = Converter(source.read)
 
-    def rounds(
-        self, wanted: Wanted, lists: Collection[Digest] = ()
-    ) -> Iterator[Sequence[Candidate]]:
-        """Yield what each way of creating a model makes that is new; see :class:`BlobProvider`.
+    def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
+        """Yield one round per way to create a model, without repeats; see :class:`BlobProvider`.
 
         Raises:
-            UnsupportedSource: a model can be made of the source in no way.
-            UsageError: an override fits no tensor, or cannot be.
+            UnsupportedSource: no model can be created from the source.
+            UsageError: an override is invalid or fits no tensor.
         """
         tried: set[tuple[str, Digest]] = set()
         files = [layer.data for layer in file_layers(self._source)]
         for planned in self._plans():
             made = [layer.data for layer in stacks_layer(planned.blobs)]
             made += [
-                config_json(self._source, planned.quant_type, layers) for layers in (*lists, None)
+                config_json(self._source, planned.quant_type, layers)
+                for layers in (*self._lists, None)
             ]
             yield [*_small((*files, *made), wanted), *self._large(planned, wanted, tried)]
             files = []
             if not wanted:
                 return
 
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
     def _plans(self) -> Iterator[ModelPlan]:
-        """Yield the plans there are, the likeliest first."""
+        """Yield all plans, the most likely first."""
         yield from self._planned([QuantizeOptions()], must_be=True)
-        # Without overrides, what is quantized already or too odd is simply not to be quantized.
+        # Without overrides, a source that cannot be quantized is no error.
         yield from self._planned(_quantizing(self._overrides), must_be=bool(self._overrides))
 
     def _planned(
@@ -195,38 +173,27 @@ class SourceOrigin:
             by_name[blob.name].append(blob)
         for made in planned.blobs:
             for blob in by_name.get(made.name, ()):
-                # The header tells types and group sizes, so it tells how the bytes are made.
+                # Equal headers mean equal types and group sizes, and so equal bytes.
                 attempt = (str(blob.digest), Digest.of(made.header))
                 if blob.size == made.size and attempt not in tried:
                     tried.add(attempt)
-                    yield Candidate(blob, self._making(made))
-
-    def _making(self, made: BlobPlan) -> Callable[[], Iterator[Buffer]]:
-        return lambda: made.buffers(self._converter.convert)
+                    yield Candidate(blob, partial(made.buffers, self._converter.convert))
 
 
-def open_origin(
-    source: str | os.PathLike[str],
-    store: LocalStore,
-    overrides: Sequence[str],
-    options: SourceOptions,
-    progress: Progress | None,
-) -> tuple[BlobProvider, Sequence[str]]:
-    """Return what blobs are to be had from, and what a person should know of it.
+def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> LocalStore | None:
+    """Return the store at ``source``; None if ``source`` is not the folder of a store.
 
     Raises:
-        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all.
-        UsageError: it is the store itself.
+        UsageError: ``source`` is ``store`` itself.
     """
     path = Path(source)
-    if all((path / part).is_dir() for part in ("blobs", "manifests")):
-        if store.root.exists() and path.samefile(store.root):
-            raise UsageError(
-                f"{quote(source)} is the store itself, which cannot be repaired from itself"
-            )
-        return StoreOrigin(LocalStore(path)), ()
-    opened = open_source(source, options, progress=progress)
-    return SourceOrigin(opened, overrides), opened.notices
+    if not all((path / part).is_dir() for part in ("blobs", "manifests")):
+        return None
+    if store.root.exists() and path.samefile(store.root):
+        raise UsageError(
+            f"{quote(source)} is the store itself, which cannot be repaired from itself"
+        )
+    return LocalStore(path)
 
 
 def _small(contents: Iterable[bytes], wanted: Wanted) -> Iterator[Candidate]:
@@ -237,7 +204,7 @@ def _small(contents: Iterable[bytes], wanted: Wanted) -> Iterator[Candidate]:
 
 
 def _quantizing(overrides: Sequence[str]) -> tuple[QuantizeOptions, ...]:
-    """Return all ways to quantize."""
+    """Return every way to quantize a source."""
     return tuple(
         QuantizeOptions(quant_type=item.name, group_size=size, policy=policy, overrides=overrides)
         for policy in POLICIES

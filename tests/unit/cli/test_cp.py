@@ -46,13 +46,6 @@ def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
-def test_names_that_are_nearly_right_are_told(stored: LocalStore, command: str) -> None:
-    result = run(command, "dens", "x")
-    assert result.exit_code == 3
-    assert "did you mean 'dense'?" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["cp", "mv"])
 def test_waits_as_long_as_told(stored: LocalStore, command: str) -> None:
     with stored.shared_lock():
         found = run_json(command, "dense", "x", "--wait", "0", exit_code=1)

@@ -43,9 +43,9 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
     assert rows[0].split() == ["copy:latest", *cells]
     assert rows[1].split() == ["dense:latest", *cells]
     assert rows[2] == (
-        f"store: 2 models, 1.6 kB in {blobs} blobs; without sharing 3.1 kB, 2.00 times as much"
+        f"store: 2 models, 1.6 kB in {blobs} blobs; without sharing 3.1 kB (2.00 times as much)"
     )
-    assert 'blobs that no model needs, for "blobstore gc" to free' in rows[3]
+    assert 'blobs that no model needs; "blobstore gc" frees them' in rows[3]
     assert "  2 B in 1 file: temporary files" in rows
     assert rows[-1].endswith(" in all")
 
@@ -92,7 +92,7 @@ def test_tells_of_the_models_that_were_asked_for(
     result = run("du", "dense")
     lines = result.stdout.splitlines()
     assert lines[1].startswith("dense:latest")
-    assert lines[2].startswith("together 1.9 kB, of which 1.6 kB no other model needs")
+    assert lines[2].startswith("together 1.9 kB, of which no other model needs 1.6 kB")
     assert lines[3].startswith("store: 2 models")
     result = run("du", "dens")
     assert result.exit_code == 3
@@ -130,7 +130,7 @@ def test_a_manifest_that_cannot_be_read_is_told(stored: LocalStore) -> None:
     result = run("du")
     assert result.exit_code == 4
     assert result.stdout.splitlines()[1].split() == ["dense:latest", "UNREADABLE", "-", "-", "-"]
-    assert "what it needs counts as needed by no model" in result.stderr
+    assert "its blobs count as needed by no model" in result.stderr
     assert "\x1b" not in result.output
     found = run_json("du", exit_code=4)
     assert found["models"][0]["bytes"] is None

@@ -130,13 +130,6 @@ def test_damage_is_reported_with_exit_code_4(pair: LocalStore) -> None:
     assert run_json("freeze", "a", exit_code=4)["faults"]
 
 
-def test_suggests_the_name_of_an_existing_model(pair: LocalStore) -> None:
-    put(pair, "model", {"x": 1})
-    result = run("freeze", "modle")
-    assert result.exit_code == 3
-    assert "did you mean 'model'?" in result.stderr
-
-
 def test_other_commands_work_on_frozen_models(pair: LocalStore, tmp_path: Path) -> None:
     before = {
         what: run(*what).stdout for what in (("show", "a", "--manifest"), ("compare", "a", "b"))

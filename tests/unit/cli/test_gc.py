@@ -52,7 +52,7 @@ def test_a_dry_run_says_what_would_be_removed(emptied: LocalStore) -> None:
 
 
 def test_nothing_to_remove_is_said(stored: LocalStore) -> None:
-    assert run("gc", "--older-than=0s").stdout == "removed 0 blobs, 0 B in all\n"
+    assert run("gc", "--older-than=0s").stdout == "nothing to remove\n"
 
 
 @pytest.mark.parametrize("time", ["1", "1w", "-1h", "h", "1e5s", "1h30m", "", "nan s"])

@@ -82,10 +82,3 @@ def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) 
 
     assert run("link", "dense", tmp_path / "farm").exit_code == 1
     assert [path.name for path in (tmp_path / "farm").iterdir()] == ["mine"]
-
-
-def test_suggests_a_name_that_exists(stored: LocalStore, tmp_path: Path) -> None:
-    result = run("link", "dnese", tmp_path / "farm")
-
-    assert result.exit_code == 3
-    assert "dense" in result.stderr

@@ -198,13 +198,6 @@ def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     assert done.stderr.rstrip().endswith(b"ZeroDivisionError: division by zero")
 
 
-def test_names_that_are_nearly_right_are_suggested(stored: LocalStore) -> None:
-    for command in (["show", "desne"], ["verify", "dense", "desne"], ["export", "desne", "out"]):
-        result = run(*command)
-        assert result.exit_code == 3
-        assert result.stderr.endswith("; did you mean 'dense'?\n")
-
-
 def test_nothing_far_off_is_suggested(stored: LocalStore) -> None:
     assert "did you mean" not in run("show", "qwen").stderr
 

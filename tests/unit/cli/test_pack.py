@@ -62,13 +62,6 @@ def test_the_last_argument_is_the_file(family: LocalStore, tmp_path: Path) -> No
     assert run("pack", tmp_path / "x.bsar").exit_code == 2
 
 
-def test_suggests_a_similar_name(family: LocalStore, tmp_path: Path) -> None:
-    result = run("pack", "tune", tmp_path / "x.bsar")
-    assert result.exit_code == 3
-    assert "did you mean 'tuned'?" in result.stderr
-    assert list(tmp_path.glob("*.bsar")) == []
-
-
 def test_exits_with_4_if_a_model_is_damaged(family: LocalStore, tmp_path: Path) -> None:
     flip(family.blob_path(layers(family, "tuned")["l1"].digest))
     result = run("pack", "tuned", tmp_path / "x.bsar")

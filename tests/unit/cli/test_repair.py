@@ -29,14 +29,14 @@ def test_writes_anew_what_is_damaged(stored: LocalStore, dense: Path) -> None:
     lines = sorted(result.stdout.splitlines())
     (aside,) = stored.folder("quarantine").iterdir()
     digest = path.name.replace("-", ":")
-    assert lines[0].startswith("wrote anew 2 blobs; all is whole: 1 model, ")
-    assert lines[1].startswith("wrote anew layer merges.txt, blob sha256:")
+    assert lines[0].startswith("rewrote 2 blobs; ok: 1 model, ")
+    assert lines[1].startswith("rewrote layer merges.txt, blob sha256:")
     assert lines[1].endswith("(4 B)")
     assert lines[2] == (
-        f"wrote anew layer {PLAIN}, blob {digest} ({size} B); what was there is '{aside}'"
+        f"rewrote layer {PLAIN}, blob {digest} ({size} B); the damaged file is now '{aside}'"
     )
     assert run("verify").exit_code == 0
-    assert run("repair", "--from", dense).stdout.startswith("all is whole: 1 model, ")
+    assert run("repair", "--from", dense).stdout.startswith("ok: 1 model, ")
 
 
 def test_prints_json(stored: LocalStore, dense: Path) -> None:
@@ -77,7 +77,10 @@ def test_without_a_source_tells_how(stored: LocalStore) -> None:
     result = run("repair")
     assert result.exit_code == 4
     assert f"layer {PLAIN}, tensor {PLAIN}: blob " in result.stdout
-    assert "note: give --from the source of the model" in result.stderr
+    assert (
+        "note: to rewrite damaged and missing blobs, give --from the source of the model"
+        in result.stderr
+    )
 
 
 def test_without_damage_there_is_nothing_to_tell(stored: LocalStore) -> None:
@@ -92,8 +95,8 @@ def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
     wrong = path.read_bytes()
     result = run("repair", "--from", dense, "--dry-run")
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"would write anew layer {PLAIN}, blob ")
-    assert "would write anew 1 blob; all would be whole: 1 model" in result.stdout
+    assert result.stdout.startswith(f"would rewrite layer {PLAIN}, blob ")
+    assert "would rewrite 1 blob; all would be intact: 1 model" in result.stdout
     assert path.read_bytes() == wrong
     assert run_json("repair", "--from", dense, "--dry-run")["dry_run"] is True
 
@@ -118,7 +121,7 @@ def test_puts_back_a_damaged_manifest_from_another_store(
     flip(Path(stored.blob_path(stored.parse(Reference.parse("dense"))[1].layers[0].digest)))
     told = run("repair", "--from", other, "--dry-run")
     assert told.exit_code == 0
-    assert "would write anew 1 manifest and 1 blob; all would be whole: 1 model, " in told.stdout
+    assert "would rewrite 1 manifest and 1 blob; all would be intact: 1 model, " in told.stdout
 
     result = run("repair", "--from", dense)  # which has no manifests
     assert result.exit_code == 4
@@ -128,8 +131,8 @@ def test_puts_back_a_damaged_manifest_from_another_store(
     assert result.exit_code == 0
     (aside,) = stored.folder("quarantine").glob(f"{Digest.of(wrong).file_name}.*")
     assert result.stdout.startswith(
-        f"wrote anew the manifest of model dense:latest; what was there is '{aside}'\n"
-        "wrote anew 1 manifest; all is whole: 1 model, "
+        f"rewrote the manifest of model dense:latest; the damaged file is now '{aside}'\n"
+        "rewrote 1 manifest; ok: 1 model, "
     )
     assert run("verify").exit_code == 0
 
@@ -170,7 +173,7 @@ def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) 
 def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
     result = run("repair", "dens", "--from", dense)
     assert result.exit_code == 3
-    assert "a manifest that is gone cannot be repaired" in result.stderr
+    assert "a missing manifest cannot be repaired" in result.stderr
     assert "did you mean 'dense'?" in result.stderr
 
 

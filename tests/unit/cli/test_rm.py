@@ -22,7 +22,7 @@ def test_removes_names_and_tells_what_gc_frees(stored: LocalStore) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         "removed dense:latest",
-        'that leaves nothing for "blobstore gc" to free',
+        '"blobstore gc" has nothing to free',
     ]
     assert listed(stored) == ["copy:latest"]
     blobs = [path.stat().st_size for path in stored.folder("blobs").iterdir()]
@@ -51,7 +51,7 @@ def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
     assert listed(stored) == ["dense:latest"]
     run("cp", "dense", "copy")
     result = run("rm", "dense", "--dry-run")
-    assert 'that would leave nothing for "blobstore gc" to free' in result.stdout
+    assert '"blobstore gc" would have nothing to free' in result.stdout
 
 
 def test_all_or_none_and_near_names(stored: LocalStore) -> None:
@@ -74,7 +74,7 @@ def test_a_manifest_that_cannot_be_read_is_removed_with_a_note(stored: LocalStor
     result = run("rm", "dense")
     assert result.exit_code == 0
     assert result.stdout.startswith("removed dense:latest\n")
-    assert "note: nobody knows which blobs dense:latest needed: '/" in result.stderr
+    assert "note: the blobs of dense:latest are unknown: '/" in result.stderr
     assert "\x1b" not in result.stderr
     assert listed(stored) == []
 
@@ -84,7 +84,7 @@ def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
     stored.manifest_path(DENSE).write_bytes(b"{")
     result = run("rm", "other")
     assert result.exit_code == 0
-    assert 'note: "blobstore gc" frees nothing before dense:latest is repaired' in result.stderr
+    assert 'note: "blobstore gc" removes nothing until dense:latest is repaired' in result.stderr
     assert result.stderr.count("\n") == 1
 
 

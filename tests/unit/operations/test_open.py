@@ -26,7 +26,6 @@ from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
     InvalidManifest,
-    ModelNotFound,
     TensorNotFound,
     UnsupportedDType,
     UsageError,
@@ -463,11 +462,6 @@ def test_a_claimed_size_reserves_no_memory(tmp_path: Path, size: int) -> None:
     for framework in ("numpy", "torch"):
         with pytest.raises(BlobDamaged, match=f"m:latest: layer 'b': .*expected {size}"):
             blobstore.open("m", store=store, framework=framework)  # type: ignore[arg-type]
-
-
-def test_an_unknown_model_is_not_found(store: LocalStore) -> None:
-    with pytest.raises(ModelNotFound, match="no model 'none:latest'"):
-        blobstore.open("none", store=store)
 
 
 def test_a_broken_manifest_is_reported(store: LocalStore) -> None:

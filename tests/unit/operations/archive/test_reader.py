@@ -7,7 +7,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,18 +19,11 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import ArchiveTable, Kind
-from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.reader import ArchiveReader, label_blobs, open_archive
 from blobstore.store.local import LocalStore
 from tests.readers.archives import read_archive
 from tests.support.archives import Parts, archive, packed_family, raw
-from tests.support.store_suite import NAMES, ModelReaderSuite
 from tests.support.zip_files import opened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blobstore.store.protocols import ModelReader
 
 BASE, TUNED = Reference.parse("base"), Reference.parse("tuned")
 VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "archive.json").read_text())
@@ -257,17 +250,6 @@ def test_does_not_decode_parts_of_altered_members(tmp_path: Path, family: bytes)
                 open_archive(path) as reader,
             ):
                 reader.read_into(member.digest, member.size, 0, memoryview(bytearray(1)))
-
-
-class TestContract(ModelReaderSuite):
-    """The archive of a store is a place to read its models from."""
-
-    @pytest.fixture
-    def reader(self, origin: LocalStore, tmp_path: Path) -> Iterator[ModelReader]:
-        path = tmp_path / "origin.bsar"
-        pack_models(NAMES, path, store=origin)
-        with open_archive(path) as archive:
-            yield archive
 
 
 # Models

@@ -16,7 +16,6 @@ from blobstore.errors import (
     NameTaken,
     NotFound,
     StoreError,
-    UsageError,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive import unpack
@@ -302,10 +301,6 @@ def test_progress_ends_at_the_total(
 
 
 def test_rejects_invalid_arguments(path: Path, store: LocalStore) -> None:
-    with pytest.raises(UsageError, match="jobs must be at least 1"):
-        unpack_archive(path, store=store, jobs=0)
-    with pytest.raises(UsageError, match="jobs must be at least 1"):
-        check_archive(path, jobs=0)
     with pytest.raises(ModelNotFound, match="no model 'other:latest' in the archive"):
         unpack_archive(path, ["base", "other"], store=store)
     with pytest.raises(NotFound, match="there is no archive"):

@@ -14,7 +14,6 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     UnsupportedDType,
-    UsageError,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, _measure, compare_models
@@ -336,12 +335,6 @@ def test_reports_a_missing_or_truncated_blob(store: LocalStore) -> None:
     path.unlink()
     with pytest.raises(BlobMissing, match="model b:latest: layer 'x': "):
         compare_models("a", "b", store=store)
-
-
-@pytest.mark.parametrize("jobs", [0, -1])
-def test_rejects_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
-    with pytest.raises(UsageError, match=f"got {jobs}"):
-        compare_models("a", "b", store=store, jobs=jobs)
 
 
 def test_an_interrupt_stops_its_threads(store: LocalStore) -> None:

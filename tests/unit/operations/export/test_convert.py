@@ -127,8 +127,3 @@ def test_writes_the_same_file_with_any_number_of_threads(tmp_path: Path, jobs: i
     found = load_file(tmp_path / "out.safetensors")
     assert set(found) == {*tensors, *TENSORS}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_rejects_fewer_than_one_job(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="got 0"):
-        convert_checkpoint(tmp_path / "x.pt", tmp_path / "out.safetensors", jobs=0)

@@ -22,7 +22,6 @@ from blobstore.errors import (
     BlobstoreError,
     InvalidHeader,
     InvalidManifest,
-    ModelNotFound,
     UsageError,
 )
 from blobstore.manifests import media_types
@@ -30,7 +29,6 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.export.link import link_model
 from blobstore.operations.export.writer import _BlobReader
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import numpy as reference
@@ -500,11 +498,6 @@ def test_says_when_the_folder_cannot_be_written(
 
 
 # What is refused
-
-
-def test_rejects_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound):
-        export_model(NAME, tmp_path / "out", store=store)
 
 
 def test_rejects_a_shard_size_below_one(dense: Path, store: LocalStore, tmp_path: Path) -> None:
@@ -1013,10 +1006,3 @@ def test_uses_at_most_as_many_threads_as_jobs(
     assert 1 <= len(threads) <= jobs
     files = (tmp_path / "out" / "model.safetensors", dense / "model.safetensors")
     assert raw_tensors(files[0]) == raw_tensors(files[1])
-
-
-@pytest.mark.parametrize("write", [export_model, link_model])
-def test_rejects_fewer_than_one_job(write: Any, store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="got 0"):
-        write(NAME, tmp_path / "out", store=store, jobs=0)
-    assert not (tmp_path / "out").exists()

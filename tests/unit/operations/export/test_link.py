@@ -16,7 +16,6 @@ from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
     InvalidManifest,
-    ModelNotFound,
     StoreError,
 )
 from blobstore.manifests import media_types
@@ -490,11 +489,6 @@ def test_damage_is_found_in_what_is_copied(store: LocalStore, tmp_path: Path) ->
 
 
 # What is refused
-
-
-def test_rejects_a_model_that_does_not_exist(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound):
-        link_model(NAME, tmp_path / "farm", store=store)
 
 
 def test_rejects_a_model_with_a_missing_blob(

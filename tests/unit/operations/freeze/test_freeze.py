@@ -402,7 +402,6 @@ def test_progress_reaches_the_total(store: LocalStore) -> None:
     ("options", "message"),
     [
         ({"level": "tiny"}, "level must be fast or small"),
-        ({"jobs": 0}, "jobs must be at least 1"),
         ({"references": ()}, "name the models"),
     ],
 )
@@ -707,7 +706,7 @@ def test_repairs_a_base_from_its_second_link(family: LocalStore) -> None:
     digest = layers(family, "base")["x"].digest
     flip(family.blob_path(digest))  # a new file
     repaired = repair_models(store=family)
-    assert [mended.digest for mended in repaired.mended] == [digest]
+    assert [blob.digest for blob in repaired.repaired] == [digest]
     assert repaired.faults == ()
     assert Path(family.base_path(digest)).samefile(family.blob_path(digest))
     assert_child_intact(family)
@@ -750,10 +749,10 @@ def test_verify_finds_and_repair_repairs_a_damaged_base_without_a_model(
     assert len(found.faults) == (1 if has_other else 2)
     repaired = repair_models(source=source, store=family)
     if source is None and not has_other:
-        assert repaired.mended == ()
+        assert repaired.repaired == ()
         assert repaired.faults == verify_models(store=family).faults
         return
-    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert [blob.digest for blob in repaired.repaired] == [item.digest]
     assert repaired.faults == ()
     assert verify_models(store=family).faults == ()
     assert_child_intact(family)

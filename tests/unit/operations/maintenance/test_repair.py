@@ -80,7 +80,7 @@ def left_over(store: LocalStore) -> list[Path]:
 
 
 def layers(repaired: Repaired) -> set[str]:
-    return {item.layer for item in repaired.mended}
+    return {item.layer for item in repaired.repaired}
 
 
 # Each damage of each kind of blob
@@ -108,14 +108,14 @@ def test_mends_every_damage(
     repaired = repair_models([NAME], other if from_store else folder, store=store)
 
     assert repaired.faults == ()
-    (item,) = repaired.mended
+    (item,) = repaired.repaired
     assert (item.digest, item.size) == (Digest.of(right), len(right))
     assert path.read_bytes() == right
     assert not path.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o444
     assert is_whole(store)
     assert left_over(store) == []
-    assert quarantined(store) == ([] if wrong is None else [item.aside])
+    assert quarantined(store) == ([] if wrong is None else [item.quarantined])
     if wrong is not None and not quarantined(store)[0].is_symlink():
         assert quarantined(store)[0].read_bytes() == wrong
 
@@ -136,7 +136,7 @@ def test_mends_a_whole_model_however_it_was_made(
     repaired = repair_models(source=folder, store=store)
 
     assert repaired.faults == ()
-    assert len(repaired.mended) == len(paths)
+    assert len(repaired.repaired) == len(paths)
     assert [path.read_bytes() for path in paths] == right
 
 
@@ -170,7 +170,7 @@ def test_mends_only_the_models_that_are_named(
     create(write_folder(tmp_path / "b", {"w": np.zeros(3, np.uint8)}), "b", store=store)
     flip(blob_path(store, PLAIN))
     repaired = repair_models([Reference.parse("b")], folder, store=store)
-    assert (repaired.mended, repaired.faults) == ((), ())
+    assert (repaired.repaired, repaired.faults) == ((), ())
     assert not is_whole(store)
 
 
@@ -189,7 +189,7 @@ def test_does_nothing_to_a_whole_store(store: LocalStore, folder: Path) -> None:
 
     before = states()
     repaired = repair_models(source=folder, store=store)
-    assert (repaired.mended, repaired.faults) == ((), ())
+    assert (repaired.repaired, repaired.faults) == ((), ())
     assert states() == before
     assert not store.folder("quarantine").exists()
 
@@ -210,7 +210,7 @@ def test_mends_again_what_is_damaged_again(store: LocalStore, folder: Path) -> N
     for damage in (flip, truncate):
         damage(path)
         wrong.append(path.read_bytes())
-        assert len(repair_models(source=folder, store=store).mended) == 1
+        assert len(repair_models(source=folder, store=store).repaired) == 1
     assert sorted(item.read_bytes() for item in quarantined(store)) == sorted(wrong)
 
 
@@ -220,7 +220,7 @@ def test_mends_again_what_is_damaged_again(store: LocalStore, folder: Path) -> N
 def test_without_a_source_only_verifies(store: LocalStore) -> None:
     flip(blob_path(store, PLAIN))
     repaired = repair_models(store=store)
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     assert repaired.faults == repaired.verified.faults == verify_models(store=store).faults
     assert quarantined(store) == []
 
@@ -236,7 +236,7 @@ def test_a_dry_run_tells_and_changes_nothing(
     repaired = repair_models(source=folder, store=store, dry_run=True)
 
     assert layers(repaired) == {EXPERTS}
-    assert [item.aside for item in repaired.mended] == [None]
+    assert [item.quarantined for item in repaired.repaired] == [None]
     assert [fault.layer for fault in repaired.faults] == ["merges.txt"]
     assert {path: path.read_bytes() for path in store.folder("blobs").iterdir()} == before
     assert quarantined(store) == left_over(store) == []
@@ -268,12 +268,12 @@ def test_tells_what_a_source_that_differs_cannot_mend(
 
     assert layers(repaired) == {"scalar"}
     why = {fault.layer: fault.message for fault in repaired.faults}
-    assert why[PLAIN].endswith(f"'{other}' gives other bytes for it")
+    assert why[PLAIN].endswith(f"the data rebuilt from '{other}' does not match its digest")
     assert why["mask"].endswith(f"nothing in '{other}' has its name and size")
     assert why["merges.txt"].endswith(f"nothing in '{other}' has its name and size")
     assert len(why) == 3
     assert blob_path(store, PLAIN).read_bytes() == wrong
-    assert [item.aside for item in repaired.mended] == quarantined(store)
+    assert [item.quarantined for item in repaired.repaired] == quarantined(store)
     assert left_over(store) == []
 
     assert repair_models(source=folder, store=store).faults == ()
@@ -336,8 +336,8 @@ def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
 
     monkeypatch.setattr(LocalStore, "read_pieces", endless)
     repaired = repair_models(source=other.root, store=store)
-    assert repaired.mended == ()
-    assert "gives other bytes" in repaired.faults[0].message
+    assert repaired.repaired == ()
+    assert "does not match its digest" in repaired.faults[0].message
 
 
 def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path) -> None:
@@ -349,14 +349,14 @@ def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path)
     assert layers(repaired) == {PLAIN}
     (fault,) = repaired.faults
     assert fault.reference == "broken:latest"
-    assert "a manifest can be had only from another store" in fault.message
+    assert "only another store that has the model can restore a manifest" in fault.message
 
 
 def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path: Path) -> None:
     other = LocalStore(shutil.copytree(store.root, tmp_path / "other"))
     store.manifest_path(NAME).write_bytes(b"")
     (fault,) = repair_models(source=other.root, store=store).faults
-    assert f"; '{other.root}' has none that is surely the same; " in fault.message
+    assert f"; '{other.root}' has no manifest that is certainly the same; " in fault.message
 
 
 @pytest.mark.parametrize(("old", "new"), [(PLAIN.encode(), b"x" * len(PLAIN)), (b'e":2', b'e":3')])
@@ -373,14 +373,14 @@ def test_a_dry_run_tells_what_the_manifest_would_mend(
 
 
 def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match="a manifest that is gone cannot be repaired"):
+    with pytest.raises(ModelNotFound, match="a missing manifest cannot be repaired"):
         repair_models([Reference.parse("gone")], folder, store=store)
 
 
 def test_a_blob_that_is_as_its_digest_says_is_left(store: LocalStore, folder: Path) -> None:
     add_blobs(store, "odd", {"x": b"no header"})
     repaired = repair_models(source=folder, store=store)
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     (fault,) = repaired.faults
     assert fault.layer == "x"
 
@@ -395,7 +395,7 @@ def test_a_size_that_manifests_dispute_harms_no_blob(store: LocalStore, folder: 
     path.write_bytes(wrong)
 
     repaired = repair_models(source=folder, store=store)
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     assert {fault.reference for fault in repaired.faults} == {"wrong:latest"}
 
     flip(blob_path(store, PLAIN))
@@ -567,7 +567,7 @@ def test_a_blob_that_another_repair_has_mended_is_left(
 
     repaired = repair_models(source=folder, store=store)
 
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     assert blob_path(store, PLAIN).stat().st_ino == inode
     assert len(quarantined(store)) == 1
     assert left_over(store) == []
@@ -593,7 +593,7 @@ def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
 
     monkeypatch.setattr(LocalStore, "check_digest", racing)
     repaired = repair_models(source=folder, store=store)
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     assert repaired.faults == ()
     assert quarantined(store) == []
     assert path.read_bytes() == right

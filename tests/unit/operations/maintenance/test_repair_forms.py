@@ -61,10 +61,10 @@ def test_a_damaged_file_is_told_whatever_is_cold(store: LocalStore, item: Descri
 def test_a_damaged_file_is_mended_by_its_cold_form(store: LocalStore, item: Descriptor) -> None:
     flip(store.blob_path(item.digest))
     would = repair_models(store=store, dry_run=True)
-    assert [mended.digest for mended in would.mended] == [item.digest]
+    assert [blob.digest for blob in would.repaired] == [item.digest]
     assert verify_models(store=store).faults
     repaired = repair_models(store=store)
-    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert [mended.digest for mended in repaired.repaired] == [item.digest]
     assert repaired.faults == ()
     assert quarantined(store) == 1
     assert_whole(store)
@@ -76,7 +76,7 @@ def test_a_damaged_cold_form_goes_where_the_file_is_whole(
 ) -> None:
     flip(store.cold_path(item.digest))
     repaired = repair_models(store=store)
-    assert [mended.digest for mended in repaired.mended] == [item.digest]
+    assert [mended.digest for mended in repaired.repaired] == [item.digest]
     assert repaired.faults == ()
     assert quarantined(store) == 1
     assert_whole(store)
@@ -90,7 +90,7 @@ def test_what_is_damaged_in_both_forms_stays_and_is_told(
     flip(store.cold_path(item.digest))
     before = verify_models(store=store).faults
     repaired = repair_models(store=store)
-    assert repaired.mended == ()
+    assert repaired.repaired == ()
     assert repaired.faults == before != ()
     assert quarantined(store) == 0
 

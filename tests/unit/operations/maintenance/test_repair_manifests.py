@@ -76,9 +76,9 @@ def test_a_damaged_manifest_is_put_back(
     (found,) = restored(*stores)
     assert (found.reference, found.manifest) == (NAME, other.resolve(NAME))
     assert store.read_manifest(NAME) == whole
-    assert found.aside is not None
-    assert list(store.folder("quarantine").iterdir()) == [found.aside]
-    assert found.aside.read_bytes() == wrong
+    assert found.quarantined is not None
+    assert list(store.folder("quarantine").iterdir()) == [found.quarantined]
+    assert found.quarantined.read_bytes() == wrong
     assert restored(*stores) == ()
 
 
@@ -226,7 +226,7 @@ def test_a_dry_run_changes_nothing(stores: tuple[LocalStore, LocalStore]) -> Non
     store = stores[0]
     wrong = change(store, b"image.tensor", b"image.tenror")
     (found,) = restored(*stores, is_dry=True)
-    assert found.aside is None
+    assert found.quarantined is None
     assert store.read_manifest(NAME) == wrong
     assert not store.folder("quarantine").exists()
 

@@ -12,7 +12,7 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.maintenance.repair_sources import SourceOrigin, StoreOrigin
+from blobstore.operations.maintenance.repair_sources import OtherStore, RebuiltBlobs
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import (
@@ -24,7 +24,7 @@ from tests.support.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.maintenance.repair_sources import BlobProvider
@@ -52,12 +52,10 @@ def layer_lists(store: LocalStore) -> list[Digest]:
     return [layers_digest(store.resolve(Reference.parse("m")).layers)]
 
 
-def had(
-    origin: BlobProvider, wanted: dict[BlobId, Descriptor], lists: Sequence[Digest] = ()
-) -> Mapping[BlobId, int]:
-    """Take off what an origin has of all that is wanted; return how many candidates each took."""
+def had(provider: BlobProvider, wanted: dict[BlobId, Descriptor]) -> Mapping[BlobId, int]:
+    """Remove the blobs that a provider has from ``wanted``; return the candidates of each blob."""
     tries: dict[BlobId, int] = {}
-    for candidates in origin.rounds(wanted, lists):
+    for candidates in provider.rounds(wanted):
         for blob, buffers in candidates:
             tries[blob.id] = tries.get(blob.id, 0) + 1
             digester = Digester()
@@ -65,7 +63,6 @@ def had(
                 digester.update(piece)
             if digester.digest() == blob.digest:
                 wanted.pop(blob.id, None)
-    origin.close()
     return tries
 
 
@@ -75,7 +72,7 @@ def test_a_source_has_every_blob_of_its_model(
 ) -> None:
     folder = made(dense_tensors() | moe_tensors(), store, tmp_path, experts=experts)
     wanted = all_blobs(store)
-    tries = had(SourceOrigin(open_source(folder)), wanted, layer_lists(store))
+    tries = had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), wanted)
     assert not wanted
     assert set(tries.values()) == {1}
 
@@ -98,7 +95,7 @@ def test_finds_out_how_a_model_was_quantized(
 ) -> None:
     folder = made(quantizable_tensors(), store, tmp_path, experts=experts, **options)
     wanted = all_blobs(store)
-    tries = had(SourceOrigin(open_source(folder)), wanted, layer_lists(store))
+    tries = had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), wanted)
     assert not wanted
     assert max(tries.values()) <= 2
 
@@ -107,16 +104,16 @@ def test_overrides_must_be_told(store: LocalStore, tmp_path: Path) -> None:
     overrides = ["*.experts.3.up_proj.weight=none"]
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4", overrides=overrides)
     left = all_blobs(store)
-    had(SourceOrigin(open_source(folder)), left, layer_lists(store))
+    had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), left)
     assert [blob.name for blob in left.values()] == ["model.layers.0.mlp.experts"]
 
-    had(SourceOrigin(open_source(folder), overrides), left)
+    had(RebuiltBlobs(open_source(folder), overrides), left)
     assert not left
 
 
 def test_an_override_that_fits_nothing_is_an_error(store: LocalStore, tmp_path: Path) -> None:
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4")
-    origin = SourceOrigin(open_source(folder), ["nothing=int8"])
+    origin = RebuiltBlobs(open_source(folder), ["nothing=int8"])
     with pytest.raises(UsageError, match="no tensor of the source matches"):
         had(origin, all_blobs(store))
 
@@ -128,7 +125,7 @@ def test_a_source_that_is_quantized_already_is_taken_as_it_is(
     made(tensors, store, tmp_path, quantize="int4")
     export_model(Reference.parse("m"), tmp_path / "exported", store=store)
     left = all_blobs(store)
-    had(SourceOrigin(open_source(tmp_path / "exported")), left, layer_lists(store))
+    had(RebuiltBlobs(open_source(tmp_path / "exported"), lists=layer_lists(store)), left)
     # What export adds to config.json is not taken away again.
     assert [blob.name for blob in left.values()] == ["config.json"]
 
@@ -137,7 +134,7 @@ def test_a_source_that_makes_no_model_is_an_error(store: LocalStore, tmp_path: P
     made(dense_tensors(), store, tmp_path)
     folder = write_folder(tmp_path / "odd", {"x.qweight": dense_tensors()["position_ids"]})
     with pytest.raises(UnsupportedSource, match="GPTQ"):
-        had(SourceOrigin(open_source(folder)), all_blobs(store))
+        had(RebuiltBlobs(open_source(folder)), all_blobs(store))
 
 
 def test_gives_only_candidates_of_the_right_name_and_size(
@@ -152,7 +149,7 @@ def test_gives_only_candidates_of_the_right_name_and_size(
     wanted = {key: blob for key, blob in all_blobs(store).items() if blob.name in {"mask", "empty"}}
     scalar = next(key for key, blob in all_blobs(store).items() if blob.name == "scalar")
     wanted[scalar] = all_blobs(store)[scalar]
-    assert had(SourceOrigin(open_source(folder)), wanted) == {scalar: 1}
+    assert had(RebuiltBlobs(open_source(folder)), wanted) == {scalar: 1}
     assert len(wanted) == 3
 
 
@@ -164,7 +161,7 @@ def test_another_store_has_what_it_has(store: LocalStore, tmp_path: Path) -> Non
     path = Path(store.blob_path(short[0]))
     path.chmod(0o644)
     path.write_bytes(b"")
-    had(StoreOrigin(store), wanted)
+    had(OtherStore(store), wanted)
     assert set(wanted) == {gone, short}
 
 
@@ -173,7 +170,7 @@ def test_what_another_store_loses_meanwhile_cannot_be_read(
 ) -> None:
     made(dense_tensors(), store, tmp_path)
     wanted = all_blobs(store)
-    (candidates,) = StoreOrigin(store).rounds(wanted)
+    (candidates,) = OtherStore(store).rounds(wanted)
     Path(store.blob_path(candidates[0].blob.digest)).unlink()
     with pytest.raises(BlobMissing):
         list(candidates[0].buffers())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobMissing, ModelNotFound
+from blobstore.errors import BlobMissing
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.show import CONFIG_NAME, describe_model
@@ -99,8 +99,3 @@ def test_describes_a_gguf_model_by_its_blobs(store: LocalStore) -> None:
 
     assert (model.format, model.architecture, model.parameters) == ("gguf", "llama", None)
     assert (model.tensors, len(model.blobs)) == ((), 1 + len(manifest.layers))
-
-
-def test_a_model_that_does_not_exist_is_an_error(store: LocalStore) -> None:
-    with pytest.raises(ModelNotFound):
-        describe_model("nobody", store=store)

@@ -179,7 +179,7 @@ def test_names_the_layer_of_a_changed_byte_in_a_group(store: LocalStore) -> None
     flip(blob_of(store, EXPERTS), -1)
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (EXPERTS, "")
-    assert fault.message.endswith("; which of its 36 tensors is damaged cannot be told")
+    assert fault.message.endswith("; it holds 36 tensors, any of which may be damaged")
 
 
 def test_names_the_blob_of_a_fault(store: LocalStore) -> None:
@@ -318,17 +318,6 @@ def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None
     assert [fault.reference for fault in verified.faults] == ["broken:latest", "m:latest"]
     assert "$.schemaVersion" in verified.faults[0].message
     assert verified.models == 2
-
-
-def test_refuses_a_model_that_does_not_exist(store: LocalStore) -> None:
-    with pytest.raises(ModelNotFound):
-        verify_models([NAME, Reference.parse("other")], store=store)
-
-
-@pytest.mark.parametrize("jobs", [0, -1])
-def test_refuses_fewer_than_one_job(jobs: int, store: LocalStore) -> None:
-    with pytest.raises(UsageError, match=f"got {jobs}"):
-        verify_models(store=store, jobs=jobs)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +460,7 @@ def test_a_rate_slows_all_threads_together(
 
 
 def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
-    with pytest.raises(UsageError, match="a rate means nothing"):
+    with pytest.raises(UsageError, match="a rate cannot be combined with a quick check"):
         verify_models(store=store, quick=True, rate=1e6)
     with pytest.raises(UsageError, match="above 0"):
         verify_models(store=store, rate=0)

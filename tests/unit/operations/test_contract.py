@@ -1,0 +1,163 @@
+"""What every operation promises: its arguments, its errors for them, and its progress reports."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from blobstore.errors import ModelNotFound, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import check_archive, unpack_archive
+from blobstore.operations.compare.compare import compare_models
+from blobstore.operations.compare.diff import diff_models
+from blobstore.operations.create.create import create
+from blobstore.operations.export.convert import convert_checkpoint
+from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.disk_usage import measure_usage
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.list import list_models
+from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.operations.maintenance.show import describe_model
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.operations.open import open_model
+from blobstore.store.local import LocalStore
+from tests.support.frozen import put
+from tests.support.models import dense_tensors, write_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# The arguments of each operation. An @ marks a path in the prepared folder.
+ARGUMENTS: dict[Callable[..., Any], tuple[Any, ...]] = {
+    create: ("@source", "new"),
+    open_model: ("model",),
+    describe_model: ("model",),
+    list_models: (),
+    verify_models: (["model"],),
+    repair_models: (["model"], "@source"),
+    measure_usage: (["model"],),
+    collect_garbage: (),
+    copy_model: ("model", "new"),
+    rename_model: ("model", "new"),
+    remove_models: (["model"],),
+    export_model: ("model", "@out"),
+    link_model: ("model", "@out"),
+    convert_checkpoint: ("@source", "@out.safetensors"),
+    compare_models: ("model", "changed"),
+    diff_models: ("model", "changed"),
+    freeze_models: (["hot"],),
+    thaw_models: (["cold"],),
+    pack_models: (["model"], "@out.bsar"),
+    unpack_archive: ("@models.bsar",),
+    check_archive: ("@models.bsar",),
+}
+OPTIONS: dict[Callable[..., Any], dict[str, Any]] = {open_model: {"verify": "digest"}}
+NAMES = ("model", "hot", "cold")
+
+
+def accepting(parameter: str) -> list[Callable[..., Any]]:
+    return [call for call in ARGUMENTS if parameter in inspect.signature(call).parameters]
+
+
+def names_model(call: Callable[..., Any]) -> bool:
+    given = ARGUMENTS[call][:1]
+    return given[0] in NAMES or isinstance(given[0], list) if given else False
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contract")
+    tensors = dense_tensors()
+    write_folder(folder / "source", tensors)
+    write_folder(
+        folder / "other",
+        {name: array[::-1].copy() if array.ndim else array for name, array in tensors.items()},
+    )
+    store = LocalStore(folder / "store")
+    create(folder / "source", "model", store=store)
+    create(folder / "other", "changed", store=store)
+    origin = LocalStore(folder / "origin")
+    put(origin, "packed", {"z": 3})
+    pack_models(["packed"], folder / "models.bsar", store=origin)
+    put(store, "hot", {"x": 1})
+    put(store, "cold", {"y": 2})
+    freeze_models(["cold"], store=store)
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared folder, in which an operation may change everything."""
+    return shutil.copytree(prepared, tmp_path / "folder", symlinks=True)
+
+
+def run(
+    call: Callable[..., Any], folder: Path, change: Callable[[str], Any] = str, **more: Any
+) -> Any:
+    """Call an operation with its arguments; ``change`` replaces each name of a model."""
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, list):
+            return [argument(item) for item in value]
+        if value[0] == "@":
+            return folder / value[1:]
+        return change(value) if value in NAMES else value
+
+    if call in accepting("store"):
+        more.setdefault("store", folder / "store")
+    result = call(*map(argument, ARGUMENTS[call]), **OPTIONS.get(call, {}), **more)
+    if call is open_model:
+        result.close()
+    return result
+
+
+@pytest.mark.parametrize("call", accepting("store"))
+@pytest.mark.parametrize("kind", [str, LocalStore])
+def test_accepts_a_store_or_its_path(call: Callable[..., Any], kind: Any, folder: Path) -> None:
+    run(call, folder, store=kind(folder / "store"))
+
+
+@pytest.mark.parametrize("call", accepting("store"))
+def test_accepts_references_for_names(call: Callable[..., Any], folder: Path) -> None:
+    run(call, folder, Reference.parse)
+
+
+@pytest.mark.parametrize("call", [call for call in ARGUMENTS if names_model(call)])
+def test_a_model_that_does_not_exist_is_not_found(call: Callable[..., Any], folder: Path) -> None:
+    with pytest.raises(ModelNotFound, match="'absent:latest'"):
+        run(call, folder, lambda _: "absent")
+    assert not list(folder.glob("out*"))
+
+
+@pytest.mark.parametrize("call", accepting("jobs"))
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_rejects_fewer_than_one_job(call: Callable[..., Any], jobs: int, folder: Path) -> None:
+    with pytest.raises(UsageError, match=f"jobs must be at least 1, got {jobs}"):
+        run(call, folder, jobs=jobs)
+    assert not list(folder.glob("out*"))
+
+
+@pytest.mark.parametrize("call", accepting("jobs"))
+def test_works_on_one_thread(call: Callable[..., Any], folder: Path) -> None:
+    run(call, folder, jobs=1)
+
+
+# Links have no bytes to copy.
+@pytest.mark.parametrize("call", [call for call in accepting("progress") if call is not link_model])
+def test_reports_progress_up_to_the_total(call: Callable[..., Any], folder: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    run(call, folder, progress=lambda *report: reports.append(report))
+
+    done = [count for _, count, _ in reports]
+    assert reports
+    assert done == sorted(done)
+    assert {total for _, _, total in reports} == {done[-1]}
