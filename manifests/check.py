@@ -1,8 +1,8 @@
-"""Whether a manifest is the one that was written.
+"""Checks that a manifest has not changed since it was written.
 
-A blob is known by its digest, and nothing holds that of a manifest: one bit makes another name or media
-type of it, as valid as the right one. So the config, a blob that the manifest names, holds the digest
-of the list of layers; and what stands around that list follows from the config.
+Nothing holds the digest of a manifest, and one changed bit can make another valid name or media type. So
+the config, a blob that the manifest names by digest, holds the digest of the list of layers. The rest of
+the manifest follows from the config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import LAYERS_DIGEST, Manifest
 
 MAX_CONFIG_SIZE: Final = 2**20
-"""Bytes; a larger config is none of ours, and says nothing of the layers."""
+"""Bytes. A larger config was not written by this project and holds no digest of the layers."""
 ADVICE: Final = (
     "create the model again, copy it from another of its names, or run 'blobstore repair NAME "
     "--from STORE' with a store that has it too"
@@ -66,7 +66,7 @@ def promise(config: bytes) -> str | None:
 
 
 def say_the_same(ours: bytes, theirs: bytes) -> bool:
-    """Tell whether two configs say the same but for the digests of the layers."""
+    """Return whether two configs are equal except for the digests of the layers."""
     if ours == theirs:
         return True
     sides = _decoded(ours), _decoded(theirs)

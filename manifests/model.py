@@ -124,7 +124,7 @@ class ModelConfig:
     """The quantization type of the model, empty for none."""
     capabilities: tuple[str, ...] = ("completion",)
     layers_digest: Digest | None = None
-    """What :func:`layers_digest` tells of the model's layers; None, as in older stores, for nothing."""
+    """The :func:`layers_digest` of the model's layers; None in older stores."""
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON, without a line feed."""

@@ -94,10 +94,10 @@ def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
     )
     result = run("rm", "base")
     assert result.stdout.splitlines()[1:] == [
-        'that leaves nothing for "blobstore gc" to free',
+        '"blobstore gc" has nothing to free',
         (
-            "80.1 kB in 1 blob is needed still: cold blobs of child:latest are coded by that; "
-            '"blobstore thaw" such models to free it'
+            "80.1 kB in 1 blob is still needed as bases of frozen blobs of child:latest; "
+            'run "blobstore thaw" on such models to free it'
         ),
     ]
     found = run_json("gc", "--older-than", "0s")
@@ -106,8 +106,8 @@ def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
     assert found["kept"] == {"blobs": 0, "bytes": 0}
     result = run("gc")
     assert result.stdout.splitlines()[-1] == (
-        "kept 1 blob of no model, 80.1 kB: cold blobs of models are coded by them; "
-        '"blobstore thaw" those models first to free that'
+        "kept 1 blob of no model, 80.1 kB: bases of frozen blobs; "
+        'run "blobstore thaw" on their models first to free that'
     )
     assert run("verify").exit_code == 0
 

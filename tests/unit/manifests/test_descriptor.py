@@ -39,7 +39,7 @@ def test_writes_its_fields_in_ollama_s_order_and_unknown_ones_last() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], [SOUND], True])
-def test_refuses_what_is_no_object(value: Any) -> None:
+def test_rejects_values_that_are_not_objects(value: Any) -> None:
     with pytest.raises(InvalidManifest, match="^: expected an object, got '"):
         Descriptor.from_json(value)
 

@@ -73,7 +73,7 @@ def test_keeps_unknown_fields() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], [{}]])
-def test_refuses_what_is_no_object(value: Any) -> None:
+def test_rejects_values_that_are_not_objects(value: Any) -> None:
     with pytest.raises(InvalidManifest, match=r"^\$: expected an object"):
         Manifest.from_bytes(json.dumps(value).encode())
 
@@ -126,7 +126,7 @@ def test_an_error_begins_with_the_path_to_the_field(changes: dict[str, Any], pat
         b'{"schemaVersion":' + b"[" * 100_000,
     ],
 )
-def test_refuses_what_is_not_strict_json(data: bytes) -> None:
+def test_rejects_invalid_json(data: bytes) -> None:
     with pytest.raises(InvalidManifest, match="manifest is not readable as JSON"):
         Manifest.from_bytes(data)
 

@@ -80,7 +80,7 @@ def test_fills_in_what_is_left_out(text: str, parts: tuple[str, ...]) -> None:
         ":5000/n/m",
     ],
 )
-def test_refuses_what_is_no_name(text: str) -> None:
+def test_rejects_invalid_names(text: str) -> None:
     with pytest.raises(InvalidReference, match="not a model name") as caught:
         Reference.parse(text)
     assert isinstance(caught.value, UsageError)

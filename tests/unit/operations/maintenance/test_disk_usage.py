@@ -61,7 +61,7 @@ def test_an_absent_store_takes_nothing(store: LocalStore) -> None:
     assert not store.root.exists()
 
 
-def test_tells_what_is_unique_and_what_is_shared(store: LocalStore) -> None:
+def test_reports_unique_and_shared_bytes(store: LocalStore) -> None:
     make(store, "a", "bcd")
     make(store, "b", "cde")
     make(store, "c", "df")
@@ -94,7 +94,7 @@ def test_two_names_of_one_model_have_nothing_unique(store: LocalStore) -> None:
     assert usage.together == usage.together_unique == usage.referenced
 
 
-def test_models_that_were_asked_for_are_told_together(store: LocalStore) -> None:
+def test_adds_up_the_requested_models(store: LocalStore) -> None:
     make(store, "a", "bc")
     make(store, "b", "cd")
     make(store, "c", "de")
@@ -112,7 +112,7 @@ def test_models_that_were_asked_for_are_told_together(store: LocalStore) -> None
         measure_usage([A, "none"], store=store)
 
 
-def test_tells_what_no_model_needs(store: LocalStore) -> None:
+def test_reports_unreferenced_files(store: LocalStore) -> None:
     make(store, "a", "bc")
     make(store, "b", "cd")
     remove_models([A], store=store)
@@ -134,7 +134,7 @@ def test_tells_what_no_model_needs(store: LocalStore) -> None:
     assert usage.size == on_disk(store) + len("elsewhere")
 
 
-def test_sizes_are_those_on_disk_and_what_is_wrong_is_told(store: LocalStore) -> None:
+def test_reports_sizes_on_disk_and_wrong_sizes(store: LocalStore) -> None:
     make(store, "a", "bcd")
     manifest = store.resolve(A)
     missing, short, link = (Path(store.blob_path(layer.digest)) for layer in manifest.layers)
@@ -151,7 +151,7 @@ def test_sizes_are_those_on_disk_and_what_is_wrong_is_told(store: LocalStore) ->
     assert "has 2 bytes" in str(model.faults[1])
 
 
-def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore) -> None:
+def test_reports_an_unreadable_manifest(store: LocalStore) -> None:
     make(store, "a", "b")
     make(store, "b", "c")
     store.manifest_path(A).write_bytes(b"{")

@@ -79,7 +79,7 @@ def test_a_time_that_means_nothing_is_a_wrong_argument(store: LocalStore, age: f
         collect_garbage(store, older_than=age)
 
 
-def test_a_dry_run_tells_the_same_and_removes_nothing(store: LocalStore) -> None:
+def test_a_dry_run_reports_the_same_and_removes_nothing(store: LocalStore) -> None:
     put(store, b"garbage")
     (store.folder("temporary") / "1-a-0").write_bytes(b"left")
     (store.folder("leases") / "1-a").write_bytes(b"")
@@ -305,7 +305,7 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
     assert everything(store) == before
 
 
-def test_tells_what_to_do_with_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
+def test_advises_what_to_do_with_an_unreadable_manifest(store: LocalStore) -> None:
     path = store.manifest_path(A)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"{}")

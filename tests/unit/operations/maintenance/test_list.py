@@ -80,7 +80,7 @@ def test_lists_manifests_that_cannot_be_read_with_their_error(
     assert models["latest"].error is None
 
 
-def test_passes_over_a_name_that_vanishes(store: LocalStore) -> None:
+def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     add_gguf_model(store, "gone")
     add_gguf_model(store, "stays")
     gone, stays = store.references()

@@ -183,9 +183,7 @@ def test_only_what_is_there_and_whole_gets_a_name(
 
 
 @Giving
-def test_texts_that_are_no_names_are_refused(
-    store: LocalStore, give: Callable[..., object]
-) -> None:
+def test_rejects_invalid_names(store: LocalStore, give: Callable[..., object]) -> None:
     for names in (("../a", "b"), ("a", "-b"), ("a", "b:")):
         with pytest.raises(InvalidReference):
             give(*names, store=store)
@@ -407,7 +405,7 @@ def test_a_removed_name_is_gone_and_its_blobs_stay(store: LocalStore) -> None:
         (["a", "b", "c"], [b"one", b"two", b"tri", None]),
     ],
 )
-def test_tells_what_a_collection_frees(
+def test_reports_what_a_collection_frees(
     store: LocalStore, names: list[str], freed: list[bytes | None]
 ) -> None:
     make(store, "a", b"one", b"two")
@@ -477,7 +475,7 @@ def test_a_name_goes_also_if_its_manifest_cannot_be_read(store: LocalStore) -> N
     assert outside.read_bytes() == b"{"
 
 
-def test_tells_of_manifests_that_will_stop_a_collection(store: LocalStore) -> None:
+def test_reports_manifests_that_prevent_a_collection(store: LocalStore) -> None:
     make(store, "a", b"one")
     path = break_manifest(store, "b")
     (entry,) = remove_models(["a"], store=store).unreadable

@@ -89,7 +89,7 @@ def layers(repaired: Repaired) -> set[str]:
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("layer", [PLAIN, EXPERTS, "config.json", "merges.txt", ""])
 @pytest.mark.parametrize("from_store", [False, True], ids=["source", "store"])
-def test_mends_every_damage(
+def test_repairs_every_damage(
     from_store: bool,
     layer: str,
     damage: Callable[[Path], object],
@@ -122,7 +122,7 @@ def test_mends_every_damage(
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_mends_a_whole_model_however_it_was_made(
+def test_repairs_a_complete_model_however_it_was_created(
     quantize: str | None, experts: Any, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -140,7 +140,7 @@ def test_mends_a_whole_model_however_it_was_made(
     assert [path.read_bytes() for path in paths] == right
 
 
-def test_looks_no_further_when_all_is_mended(
+def test_stops_searching_when_everything_is_repaired(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -155,7 +155,7 @@ def test_looks_no_further_when_all_is_mended(
     assert calls == ["packed"]
 
 
-def test_mends_what_all_models_share_once(store: LocalStore, folder: Path) -> None:
+def test_repairs_a_shared_blob_once(store: LocalStore, folder: Path) -> None:
     create(folder, "other", store=store)
     flip(blob_path(store, PLAIN))
     assert len(verify_models(store=store).faults) == 2
@@ -164,9 +164,7 @@ def test_mends_what_all_models_share_once(store: LocalStore, folder: Path) -> No
     assert repaired.faults == ()
 
 
-def test_mends_only_the_models_that_are_named(
-    store: LocalStore, folder: Path, tmp_path: Path
-) -> None:
+def test_repairs_only_the_named_models(store: LocalStore, folder: Path, tmp_path: Path) -> None:
     create(write_folder(tmp_path / "b", {"w": np.zeros(3, np.uint8)}), "b", store=store)
     flip(blob_path(store, PLAIN))
     repaired = repair_models([Reference.parse("b")], folder, store=store)
@@ -204,7 +202,7 @@ def test_a_map_of_a_damaged_file_stays_as_it_is(store: LocalStore, folder: Path)
         assert path.read_bytes() != wrong
 
 
-def test_mends_again_what_is_damaged_again(store: LocalStore, folder: Path) -> None:
+def test_repairs_a_blob_that_is_damaged_again(store: LocalStore, folder: Path) -> None:
     path = blob_path(store, PLAIN)
     wrong = []
     for damage in (flip, truncate):
@@ -225,7 +223,7 @@ def test_without_a_source_only_verifies(store: LocalStore) -> None:
     assert quarantined(store) == []
 
 
-def test_a_dry_run_tells_and_changes_nothing(
+def test_a_dry_run_reports_and_changes_nothing(
     store: LocalStore, folder: Path, tmp_path: Path
 ) -> None:
     flip(blob_path(store, EXPERTS))
@@ -256,7 +254,7 @@ def changed(tensors: Arrays) -> Arrays:
     return tensors | {PLAIN: tensors[PLAIN] + 1, "mask": tensors["mask"][:2]}
 
 
-def test_tells_what_a_source_that_differs_cannot_mend(
+def test_reports_what_a_changed_source_cannot_repair(
     store: LocalStore, folder: Path, tmp_path: Path
 ) -> None:
     for layer in (PLAIN, "mask", "scalar", "merges.txt"):
@@ -319,7 +317,7 @@ def test_a_source_that_cannot_be_read_hinders_only_its_own(
 
 
 @pytest.mark.timeout(60)
-def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
+def test_stops_reading_a_file_that_grows(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     other = LocalStore(tmp_path / "other")
@@ -340,7 +338,7 @@ def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
     assert "does not match its digest" in repaired.faults[0].message
 
 
-def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path) -> None:
+def test_reports_an_unreadable_manifest(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
     path = store.manifest_path(Reference.parse("broken"))
     path.parent.mkdir(parents=True)
@@ -352,7 +350,7 @@ def test_a_manifest_that_cannot_be_read_is_told(store: LocalStore, folder: Path)
     assert "only another store that has the model can restore a manifest" in fault.message
 
 
-def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_a_manifest_of_which_nothing_is_left(store: LocalStore, tmp_path: Path) -> None:
     other = LocalStore(shutil.copytree(store.root, tmp_path / "other"))
     store.manifest_path(NAME).write_bytes(b"")
     (fault,) = repair_models(source=other.root, store=store).faults
@@ -360,7 +358,7 @@ def test_a_manifest_of_which_nothing_is_left_is_told(store: LocalStore, tmp_path
 
 
 @pytest.mark.parametrize(("old", "new"), [(PLAIN.encode(), b"x" * len(PLAIN)), (b'e":2', b'e":3')])
-def test_a_dry_run_tells_what_the_manifest_would_mend(
+def test_a_dry_run_reports_what_the_manifest_would_repair(
     old: bytes, new: bytes, store: LocalStore, tmp_path: Path
 ) -> None:
     other = shutil.copytree(store.root, tmp_path / "other")
@@ -405,7 +403,7 @@ def test_a_size_that_manifests_dispute_harms_no_blob(store: LocalStore, folder: 
     assert not verify_models([NAME], store=store).faults
 
 
-def test_a_fault_that_damage_had_hidden_is_told(store: LocalStore, folder: Path) -> None:
+def test_reports_a_fault_that_damage_had_hidden(store: LocalStore, folder: Path) -> None:
     data = blob(("y", "U8", (1,), b"1"))
     other = LocalStore(folder.parent / "other")
     for holder in (store, other):
@@ -418,7 +416,7 @@ def test_a_fault_that_damage_had_hidden_is_told(store: LocalStore, folder: Path)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "hf://"])
-def test_a_source_that_does_not_exist_is_told_at_once(source: str, store: LocalStore) -> None:
+def test_a_missing_source_fails_at_once(source: str, store: LocalStore) -> None:
     with pytest.raises(SourceNotFound):
         repair_models(source=source, store=store)
 
@@ -474,7 +472,7 @@ def test_an_index_that_was_made_of_a_damaged_header_is_made_again(
 # Others at the same time
 
 
-def test_what_is_ready_is_not_garbage(
+def test_a_rebuilt_blob_is_not_garbage(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(blob_path(store, PLAIN))
@@ -492,7 +490,7 @@ def test_what_is_ready_is_not_garbage(
     assert is_whole(store)
 
 
-def test_a_blob_of_a_model_that_is_removed_meanwhile_is_garbage_later(
+def test_a_blob_of_a_model_that_is_removed_during_the_repair_becomes_garbage(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(blob_path(store, PLAIN))
@@ -554,7 +552,7 @@ def test_an_interrupt_does_not_wait_for_what_is_being_read(
     assert left_over(store) == []
 
 
-def test_a_blob_that_another_repair_has_mended_is_left(
+def test_skips_a_blob_that_another_repair_has_repaired(
     store: LocalStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(blob_path(store, PLAIN))

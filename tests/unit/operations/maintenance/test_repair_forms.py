@@ -49,7 +49,9 @@ def assert_whole(store: LocalStore) -> None:
         }
 
 
-def test_a_damaged_file_is_told_whatever_is_cold(store: LocalStore, item: Descriptor) -> None:
+def test_reports_a_damaged_file_even_if_it_has_a_cold_form(
+    store: LocalStore, item: Descriptor
+) -> None:
     flip(store.blob_path(item.digest))
     (fault,) = verify_models(store=store).faults
     assert (fault.layer, fault.tensor) == ("x", "x")
@@ -58,7 +60,7 @@ def test_a_damaged_file_is_told_whatever_is_cold(store: LocalStore, item: Descri
         blobstore.open("a", store=store, verify="digest")
 
 
-def test_a_damaged_file_is_mended_by_its_cold_form(store: LocalStore, item: Descriptor) -> None:
+def test_repairs_a_damaged_file_from_its_cold_form(store: LocalStore, item: Descriptor) -> None:
     flip(store.blob_path(item.digest))
     would = repair_models(store=store, dry_run=True)
     assert [blob.digest for blob in would.repaired] == [item.digest]
@@ -83,7 +85,7 @@ def test_a_damaged_cold_form_goes_where_the_file_is_whole(
     assert forms_of(store, "a") == {"x": "hot", "y": "both"}
 
 
-def test_what_is_damaged_in_both_forms_stays_and_is_told(
+def test_reports_a_blob_that_is_damaged_in_both_forms_and_keeps_it(
     store: LocalStore, item: Descriptor
 ) -> None:
     flip(store.blob_path(item.digest))

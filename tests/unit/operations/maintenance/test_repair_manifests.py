@@ -134,7 +134,7 @@ def test_another_model_of_the_name_is_not_taken(
     assert store.read_manifest(NAME) == wrong
 
 
-def test_what_is_damaged_there_too_is_not_taken(stores: tuple[LocalStore, LocalStore]) -> None:
+def test_does_not_use_a_manifest_that_is_damaged_too(stores: tuple[LocalStore, LocalStore]) -> None:
     store, other = stores
     for either in stores:
         change(either, b"image.tensor", b"image.tenror")
@@ -145,7 +145,7 @@ def test_what_is_damaged_there_too_is_not_taken(stores: tuple[LocalStore, LocalS
     assert restored(*stores) == ()
 
 
-def test_what_no_config_proves_is_not_taken(tmp_path: Path) -> None:
+def test_does_not_use_a_manifest_that_no_config_confirms(tmp_path: Path) -> None:
     store, other = LocalStore(tmp_path / "store"), LocalStore(tmp_path / "other")
     for either in (store, other):
         add_gguf_model(either, "m")
@@ -239,7 +239,7 @@ def test_the_lock_is_needed(stores: tuple[LocalStore, LocalStore]) -> None:
     assert store.read_manifest(NAME) == wrong
 
 
-def test_a_manifest_that_becomes_another_meanwhile_is_left(
+def test_leaves_a_manifest_that_is_replaced_during_the_repair(
     stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores[0]

@@ -100,7 +100,7 @@ def test_finds_out_how_a_model_was_quantized(
     assert max(tries.values()) <= 2
 
 
-def test_overrides_must_be_told(store: LocalStore, tmp_path: Path) -> None:
+def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     overrides = ["*.experts.3.up_proj.weight=none"]
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4", overrides=overrides)
     left = all_blobs(store)
@@ -165,9 +165,7 @@ def test_another_store_has_what_it_has(store: LocalStore, tmp_path: Path) -> Non
     assert set(wanted) == {gone, short}
 
 
-def test_what_another_store_loses_meanwhile_cannot_be_read(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_a_blob_that_another_store_loses_cannot_be_read(store: LocalStore, tmp_path: Path) -> None:
     made(dense_tensors(), store, tmp_path)
     wanted = all_blobs(store)
     (candidates,) = OtherStore(store).rounds(wanted)

@@ -303,7 +303,7 @@ def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
     assert layers == ["", PLAIN]
 
 
-def test_a_lost_config_is_told_and_nothing_else(store: LocalStore) -> None:
+def test_reports_a_missing_config_once(store: LocalStore) -> None:
     Path(store.blob_path(store.resolve(NAME).config.digest)).unlink()
     (fault,) = verify_models(store=store).faults
     assert fault.layer == media_types.CONFIG
@@ -328,7 +328,7 @@ def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None
         (b"[]", "is not a JSON object"),
     ],
 )
-def test_finds_a_config_that_is_no_json_object(
+def test_finds_a_config_that_is_not_a_json_object(
     content: bytes, complaint: str, store: LocalStore
 ) -> None:
     config = add(store, content, media_type=media_types.CONFIG)
@@ -403,7 +403,7 @@ def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
     assert "two tensors of the model would both be called 'w_scale'" in messages
 
 
-def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
+def test_a_name_that_vanishes_is_not_a_fault(store: LocalStore) -> None:
     class Racing(LocalStore):
         def references(self) -> Iterator[Reference]:
             yield from super().references()
@@ -417,7 +417,7 @@ def test_a_name_that_vanishes_meanwhile_is_no_fault(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"x": "y"}', b'{"x": []}'])
-def test_finds_a_list_of_stacked_tensors_that_is_none(store: LocalStore, content: bytes) -> None:
+def test_finds_an_invalid_list_of_stacked_tensors(store: LocalStore, content: bytes) -> None:
     publish_with(store, add(store, content, media_type=media_types.STACKS, name=""))
     assert "the list of stacked tensors" in only_fault(store).message
 
@@ -494,7 +494,7 @@ def remove(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("names", [(), (NAME,)], ids=["all", "named"])
-def test_a_model_that_is_removed_meanwhile_is_no_fault(
+def test_a_model_that_is_removed_during_the_run_is_not_a_fault(
     names: tuple[Reference, ...], store: LocalStore, changing: Callable[..., None]
 ) -> None:
     changing({0: lambda: remove(store)})
@@ -502,7 +502,7 @@ def test_a_model_that_is_removed_meanwhile_is_no_fault(
     assert (verified.models, verified.faults, verified.damaged) == (0, (), ())
 
 
-def test_a_model_that_is_replaced_meanwhile_is_looked_at_anew(
+def test_a_model_that_is_replaced_during_the_run_is_checked_again(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
     tensors = {"w": np.zeros(3, np.uint8), "v": np.ones(3, np.uint8)}
@@ -534,7 +534,7 @@ def test_what_was_missing_for_a_moment_is_looked_for_again(
     assert verified.bytes_read == sum(blob.size for blob in store.resolve(NAME).blobs)
 
 
-def test_a_blob_that_is_elsewhere_for_a_moment_is_no_fault(
+def test_a_blob_that_changes_its_form_is_not_a_fault(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
     path, away = blob_of(store, PLAIN), tmp_path / "away"
@@ -544,7 +544,7 @@ def test_a_blob_that_is_elsewhere_for_a_moment_is_no_fault(
     assert (verified.faults, verified.damaged) == ((), ())
 
 
-def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
+def test_reports_damage_of_a_model_while_another_one_is_removed(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
     tensors = {"w": np.zeros(3, np.uint8)}
@@ -556,7 +556,7 @@ def test_damage_of_a_model_that_stays_is_told_beside_one_that_goes(
     assert [(fault.reference, fault.layer) for fault in verified.faults] == [("stays:latest", "w")]
 
 
-def test_tells_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> None:
     create(tmp_path / "source", "other", store=store)
     publish_with(store, add(store, b"no header", name="x"))  # as its digest says
     flip(blob_of(store, PLAIN), -1)
