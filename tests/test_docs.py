@@ -15,8 +15,6 @@ PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LONGEST_LINE = 100
-# Still to be rewritten and wrapped.
-PENDING = ("docs/archive-format.md", "docs/cold-format.md", "docs/serving/")
 
 
 def name_of(path: Path) -> str:
@@ -102,10 +100,7 @@ def test_examples_import_public_names_only(place: str) -> None:
     assert [item for item in ours if item != ("blobstore", "") and not is_public(*item)] == []
 
 
-WRAPPED = [path for path in DOCUMENTS if not name_of(path).startswith(PENDING)]
-
-
-@pytest.mark.parametrize("path", WRAPPED, ids=name_of)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_documents_wrap_at_100_columns(path: Path) -> None:
     rows = path.read_text(encoding="utf-8").splitlines()
     in_block = False
