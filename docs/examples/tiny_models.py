@@ -82,7 +82,7 @@ def write_model(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
 
 
 class RunsACommand:
-    """What an attacker pickles: whoever loads it runs a command."""
+    """What an attacker pickles: loading it runs a command."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("echo this could be anything",)
