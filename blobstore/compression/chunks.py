@@ -85,9 +85,17 @@ def decode_chunk(
         at += size
         if _is_checked(method, limit):
             checked.append(plane)
+        if method == Method.RAW:
+            planes.append(np.frombuffer(plane, np.uint8))
+            continue
+        decoded_size = limit if limit >= 0 else declared_size(plane)
+        if not 0 <= decoded_size <= abs(limit):
+            raise ColdDamaged(f"a plane of at most {abs(limit)} bytes declares {decoded_size}")
         # A plane that is the chunk itself needs no intermediate memory.
-        target = out if limit == len(out) else None
-        planes.append(_decode_plane(number, method, plane, limit, target))
+        is_chunk = limit == len(out)
+        decoded = out if is_chunk else scratch(f"plane {number}", decoded_size)
+        decode_plane(method, plane, decoded.data)
+        planes.append(decoded)
     if planes[0] is not out:
         transform.decode(planes, out, base)
     checksum = crc32(out)
@@ -119,17 +127,3 @@ def _entry(chunk: Bytes, transform: Transform, planes: Sequence[Plane]) -> Chunk
 def _is_checked(method: int, limit: int) -> bool:
     """Return whether the checksum covers a stored plane: the chunk's bytes do not determine it."""
     return method != Method.RAW or limit < 0
-
-
-def _decode_plane(
-    number: int, method: int, plane: memoryview, limit: int, target: Bytes | None
-) -> Bytes:
-    """Return a plane: raw ones in place, others in ``target`` or in scratch memory."""
-    if method == Method.RAW:
-        return np.frombuffer(plane, np.uint8)
-    size = limit if limit >= 0 else declared_size(plane)
-    if not 0 <= size <= abs(limit):
-        raise ColdDamaged(f"a plane of at most {abs(limit)} bytes declares {size}")
-    out = scratch(f"plane {number}", size) if target is None else target
-    decode_plane(method, plane, out.data)
-    return out

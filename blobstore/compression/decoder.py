@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.compression.delta.low_rank import Factors
     from blobstore.compression.file_view import FileBytes
-    from blobstore.compression.table import Part
     from blobstore.compression.transforms import Transform
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -248,21 +246,21 @@ class ColdBlobDecoder:
         if self._base is None or part.base_begin is None:
             wanted = self.table.base and self.table.base.digest
             raise ColdDamaged(f"a delta cannot be decoded without its base {wanted}")
-        factors, dtype = self._factors(part_number, part), predicted_type(transform.number)
-        if factors is not None and (dtype is None or not can_predict(dtype)):
-            raise ColdDamaged(f"factors cannot predict elements of transform {transform.number}")
+        dtype = predicted_type(transform.number)
+        factors = None
+        if part.factors is not None:
+            end = self._stored_at[self._first_chunks[part_number]]
+            stored = self._data[end - part.factors.size : end]
+            if crc32(stored) != part.factors.checksum:
+                raise ColdDamaged("the factors of a part do not match their checksum")
+            factors = unpack(stored, part.size // part.width)
+            if dtype is None or not can_predict(dtype):
+                raise ColdDamaged(
+                    f"factors cannot predict elements of transform {transform.number}"
+                )
         prediction = Prediction(self._base, part.base_begin, factors, dtype)
         # Keep only a few, because a kilobyte of factors can expand to a quarter of a gigabyte.
         # Parts are usually read in order.
         kept = list(self._predictions.items())[1 - _MAX_PREDICTIONS :]
         self._predictions = {**dict(kept), part_number: prediction}
         return prediction
-
-    def _factors(self, part_number: int, part: Part) -> Factors | None:
-        if part.factors is None:
-            return None
-        end = self._stored_at[self._first_chunks[part_number]]
-        stored = self._data[end - part.factors.size : end]
-        if crc32(stored) != part.factors.checksum:
-            raise ColdDamaged("the factors of a part do not match their checksum")
-        return unpack(stored, part.size // part.width)

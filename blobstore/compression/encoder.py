@@ -81,7 +81,14 @@ def encode(
     Raises:
         UsageError: the pieces do not have the size of the spans, or a span is impossible.
     """
-    parts = _parts(spans)
+    parts: list[Part] = []
+    for span in spans:
+        part = _part(span)
+        if span.same_as is not None:
+            # It shares the chunks of that part, which are larger if that one has a base.
+            chunk_size = parts[span.same_as].chunk_size
+            part = part._replace(chunk_size=chunk_size, same_as=span.same_as, factors=None)
+        parts.append(part)
     has_base = any(part.base_begin is not None for part in parts)
     if has_base and base is None:
         raise UsageError("spans with an offset in a base need a base")
@@ -116,18 +123,6 @@ def encode(
     )
     write(encode_table(table))
     return table
-
-
-def _parts(spans: Sequence[Span]) -> list[Part]:
-    parts: list[Part] = []
-    for span in spans:
-        part = _part(span)
-        if span.same_as is not None:
-            # It shares the chunks of that part, which are larger if that one has a base.
-            chunk_size = parts[span.same_as].chunk_size
-            part = part._replace(chunk_size=chunk_size, same_as=span.same_as, factors=None)
-        parts.append(part)
-    return parts
 
 
 def _part(span: Span) -> Part:

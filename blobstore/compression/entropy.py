@@ -81,11 +81,7 @@ def encode_plane(
     limit = size - max(size // _MIN_GAIN, 1)
     for coder in coders:
         method = Method.BITS if coder is Coder.BITS else Method.ZSTD
-        data = (
-            _bits(view)
-            if coder is Coder.BITS
-            else _compress(_compressor(coder), view, block_starts)
-        )
+        data = _bits(view) if coder is Coder.BITS else _compress(coder, view, block_starts)
         if data is not None and len(data) <= limit and len(data) < best.size:
             best = Plane(method, data, len(data))
     return best
@@ -101,9 +97,11 @@ def _bits(view: memoryview) -> bytes | None:
     return bytes([low, high]) + np.packbits(is_high).tobytes()
 
 
-def _compress(
-    compressor: zstandard.ZstdCompressor, view: memoryview, block_starts: Sequence[int]
-) -> bytes:
+def _compress(coder: Coder, view: memoryview, block_starts: Sequence[int]) -> bytes:
+    compressor = _local.compressors.get(coder)
+    if compressor is None:
+        compressor = zstandard.ZstdCompressor(compression_params=_parameters(coder))
+        _local.compressors[coder] = compressor
     if not block_starts:
         return compressor.compress(view)
     frame = compressor.compressobj(size=len(view))
@@ -130,7 +128,13 @@ def decode_plane(method: int, stored: Buffer, out: Buffer) -> None:
     elif method == Method.ZSTD:
         _decompress(stored, target)
     elif method == Method.BITS:
-        _unpack_bits(stored, target)
+        bits = np.frombuffer(memoryview(stored), np.uint8)
+        if len(bits) != 2 + -(-len(target) // 8):
+            raise ColdDamaged(f"{len(bits)} bytes cannot hold {len(target)} bits and two values")
+        plane = np.frombuffer(target, np.uint8)
+        np.copyto(plane, np.unpackbits(bits[2:], count=len(target)))
+        np.multiply(plane, bits[1] ^ bits[0], out=plane)
+        np.bitwise_xor(plane, bits[0], out=plane)
     else:
         raise ColdDamaged(f"a plane has the unknown method {method}")
 
@@ -145,16 +149,6 @@ def declared_size(stored: Buffer) -> int:
         return zstandard.get_frame_parameters(memoryview(stored).cast("B")).content_size
     except zstandard.ZstdError as error:
         raise ColdDamaged(f"a frame cannot be decoded: {error}") from None
-
-
-def _unpack_bits(stored: Buffer, target: memoryview) -> None:
-    source = np.frombuffer(memoryview(stored), np.uint8)
-    if len(source) != 2 + -(-len(target) // 8):
-        raise ColdDamaged(f"{len(source)} bytes cannot hold {len(target)} bits and two values")
-    plane = np.frombuffer(target, np.uint8)
-    np.copyto(plane, np.unpackbits(source[2:], count=len(target)))
-    np.multiply(plane, source[1] ^ source[0], out=plane)
-    np.bitwise_xor(plane, source[0], out=plane)
 
 
 def _decompress(stored: Buffer, target: memoryview) -> None:
@@ -182,14 +176,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-def _compressor(coder: Coder) -> zstandard.ZstdCompressor:
-    compressor = _local.compressors.get(coder)
-    if compressor is None:
-        compressor = zstandard.ZstdCompressor(compression_params=_parameters(coder))
-        _local.compressors[coder] = compressor
-    return compressor
 
 
 def _parameters(coder: Coder) -> zstandard.ZstdCompressionParameters:

@@ -48,7 +48,11 @@ def pack(exponents: Bytes) -> tuple[Bytes, Bytes] | None:
     base = max(int(exponents.max()) - _WINDOW + 1, 0)
     outside = _outside(exponents, base, shifted)
     if len(outside) > count // _RARE:
-        base = _best_base(exponents)
+        # Take the window that misses the fewest.
+        counts = np.cumsum(np.bincount(exponents, minlength=256))
+        inside = counts[_WINDOW - 1 :].copy()
+        inside[1:] -= counts[:-_WINDOW]
+        base = int(inside.argmax())
         outside = _outside(exponents, base, shifted)
         if len(outside) > count // _LIMIT:
             return None
@@ -96,14 +100,6 @@ def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Positions:
     positions: Positions = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
     outside: Positions = positions[shifted[positions] >= _WINDOW]
     return outside
-
-
-def _best_base(exponents: Bytes) -> int:
-    """Return the base of the window that misses the fewest."""
-    counts = np.cumsum(np.bincount(exponents, minlength=256))
-    inside = counts[_WINDOW - 1 :].copy()
-    inside[1:] -= counts[:-_WINDOW]
-    return int(inside.argmax())
 
 
 def _list(base: int, outside: Positions, exponents: Bytes) -> Bytes:

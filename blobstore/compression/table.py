@@ -108,7 +108,14 @@ def encode_table(table: Table) -> bytes:
     pieces = [head]
     if table.base is not None:
         pieces.append(_BASE.pack(table.base.size, bytes.fromhex(table.base.digest.hex)))
-    pieces += map(_encode_part, table.parts)
+    for part in table.parts:
+        kind, argument = _PLAIN, 0
+        if part.same_as is not None:
+            kind, argument = _SAME, part.same_as
+        elif part.base_begin is not None:
+            kind = _DELTA if part.factors is None else _PREDICTED
+            argument = part.base_begin
+        pieces.append(_PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument))
     pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
@@ -191,16 +198,6 @@ def _digest_of(content: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(PREFIX)
     digest.update(content)
     return digest.digest()
-
-
-def _encode_part(part: Part) -> bytes:
-    kind, argument = _PLAIN, 0
-    if part.same_as is not None:
-        kind, argument = _SAME, part.same_as
-    elif part.base_begin is not None:
-        kind = _DELTA if part.factors is None else _PREDICTED
-        argument = part.base_begin
-    return _PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument)
 
 
 def _decode_part(

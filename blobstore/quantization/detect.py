@@ -114,7 +114,10 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuan
             _fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
-            inputs.update(_input_scales(recipe.spec.name, specs))
+            # Leave out the scales of activations, which runtimes compute themselves.
+            weight = recipe.spec.name
+            prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+            inputs.update(prefix + end for end in _INPUT_SCALES if prefix + end in specs)
     recipes: dict[str, Copied | Decoded | Prequantized] = {**found}
     for name, spec in specs.items():
         if name not in used and name not in inputs:
@@ -122,8 +125,17 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuan
                 _fail(name, "is in the source both plain and quantized")
             _check_plain(spec, quant_config)
             recipes[name] = Copied(spec, (name,))
-    notices = tuple(_notices(found, inputs, _unmatched(specs, quant_config)))
-    return DetectedQuantization(recipes, notices, _main_type(found))
+    modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
+    notices = tuple(_notices(found, inputs, quant_config.unmatched(modules)))
+    elements: Counter[str] = Counter()
+    for recipe in found.values():
+        if isinstance(recipe, Prequantized):
+            elements[recipe.item.name] += recipe.item.columns(recipe.spec.elements)
+        else:
+            elements[FLOAT8] += recipe.spec.elements
+    # Break ties by name, because the order of the tensors has no meaning.
+    main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
+    return DetectedQuantization(recipes, notices, main_type)
 
 
 def _quantized(
@@ -204,26 +216,23 @@ def _float8(
     *rows, columns = weight.shape
     if scale.dtype not in _FACTORS:
         _refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
-    block = _block(weight, scale, declared)
-    flat = weight._replace(shape=(math.prod(rows), columns))
-    plain = weight._replace(dtype=DType.BF16)
-    return Decoded(plain, (weight.name,), (scale.name,), flat, scale, block)
-
-
-def _block(weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing]) -> Block:
-    """Return the rows and columns that share a scale."""
     sharings = declared or _USUAL_SHARINGS
     blocks = (_shared(weight.shape, scale, sharing) for sharing in sharings)
     block = next(filter(None, blocks), None)
     if block is None:
-        expected = " or ".join(map(_shown, sharings))
+        expected = " or ".join(
+            sharing if isinstance(sharing, str) else f"block of {sharing[0]} x {sharing[1]}"
+            for sharing in sharings
+        )
         origin = "by config.json" if declared else "where config.json says nothing"
         _fail(
             weight.name,
             f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "
             f"it has one for each {expected}",
         )
-    return block
+    flat = weight._replace(shape=(math.prod(rows), columns))
+    plain = weight._replace(dtype=DType.BF16)
+    return Decoded(plain, (weight.name,), (scale.name,), flat, scale, block)
 
 
 def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block | None:
@@ -242,10 +251,6 @@ def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block 
     height, width = (min(sharing[0], rows), sharing[1]) if stack else sharing
     is_fitting = scale.shape == (*stack, -(-rows // height), -(-columns // width))
     return (height, width) if is_fitting and not (stack and rows % height) else None
-
-
-def _shown(sharing: Sharing) -> str:
-    return sharing if isinstance(sharing, str) else f"block of {sharing[0]} x {sharing[1]}"
 
 
 def _check_symmetric(name: str, specs: Specs) -> None:
@@ -268,17 +273,6 @@ def _check_plain(spec: TensorSpec, config: SourceQuantConfig) -> None:
         _refuse(spec, f"is packed in an unknown way of {quote(method)}")
 
 
-def _input_scales(weight: str, specs: Specs) -> Iterator[str]:
-    """Yield the scales of the activations, which runtimes compute themselves."""
-    prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
-    return (prefix + end for end in _INPUT_SCALES if prefix + end in specs)
-
-
-def _unmatched(specs: Specs, config: SourceQuantConfig) -> list[str]:
-    modules = {name.rpartition(".")[0] for name in specs} if config.is_mlx else set()
-    return config.unmatched(modules)
-
-
 def _notices(
     found: Mapping[str, Decoded | Prequantized], inputs: set[str], unmatched: Sequence[str]
 ) -> Iterator[str]:
@@ -296,17 +290,6 @@ def _notices(
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _main_type(found: Mapping[str, Decoded | Prequantized]) -> str:
-    elements: Counter[str] = Counter()
-    for recipe in found.values():
-        if isinstance(recipe, Prequantized):
-            elements[recipe.item.name] += recipe.item.columns(recipe.spec.elements)
-        else:
-            elements[FLOAT8] += recipe.spec.elements
-    # Break ties by name, because the order of the tensors has no meaning.
-    return min(elements, key=lambda kind: (-elements[kind], kind), default="")
 
 
 def mlx_weight(
@@ -328,14 +311,15 @@ def mlx_weight(
     expected = _FLOATS if item.has_bias else (DType.U8,)
     if scale.dtype not in expected:
         _fail(weight.name, f"is {item.name}, whose scales cannot be {scale.dtype.value}")
-    parts = [Copied(weight, (weight.name,)), _companion(weight.name, SCALE, scale)]
+    renamed = scale._replace(name=weight.name + SCALE)
+    parts = [Copied(weight, (weight.name,)), Copied(renamed, (scale.name,))]
     if bias is not None:
         if bias[1:] != scale[1:]:
             _fail(
                 weight.name,
                 f"has biases, {_shown_spec(bias)}, unlike its scales, {_shown_spec(scale)}",
             )
-        parts.append(_companion(weight.name, BIAS, bias))
+        parts.append(Copied(bias._replace(name=weight.name + BIAS), (bias.name,)))
     return Prequantized(tuple(parts), item, group_size)
 
 
@@ -480,10 +464,6 @@ def _relabelled(
     label = TensorSpec(name + SCALE, DType.U8, scale.shape)
     parts = (Copied(packed, (weight.name,)), Copied(label, (scale.name,)))
     return Prequantized(parts, item, item.group_size)
-
-
-def _companion(name: str, suffix: str, spec: TensorSpec) -> Copied:
-    return Copied(spec._replace(name=name + suffix), (spec.name,))
 
 
 def _shown_spec(spec: TensorSpec) -> str:

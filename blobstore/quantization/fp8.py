@@ -46,10 +46,19 @@ def decode(
     Raises:
         UsageError: the shapes do not fit, or the type is not a known 8-bit float.
     """
-    _check(weight, scales, block)
+    is_known = (weight.ndim, scales.ndim) == (2, 2) and min(block) >= 1
+    if is_known:
+        wanted = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
+        is_known = len(scales) >= wanted[0] and scales.shape[1] == wanted[1]
+    if not is_known:
+        raise UsageError(
+            f"scales of shape {list(scales.shape)} do not fit a weight of shape "
+            f"{list(weight.shape)} in blocks of {list(block)}"
+        )
     rows, columns = weight.shape
     height, width = min(block[0], max(rows, 1)), min(block[1], max(columns, 1))
-    values = _values(dtype if weight.dtype == np.uint8 else _dtype_of(weight))
+    own = next((code for code, known in _TYPES.items() if known == weight.dtype), None)
+    values = _values(dtype if weight.dtype == np.uint8 else own)
     codes = weight.view(np.uint8)
     factors = scales.astype(np.float32)
     result = np.empty((rows, columns), np.uint16)
@@ -59,25 +68,15 @@ def decode(
         for row in range(0, rows, chunk):
             end = min(row + chunk, rows)
             products = values.take(codes[row:end], mode="clip")  # no code is out of range
-            _scale(products, factors[np.arange(row, end) // height], width)
+            # Each row of factors has one value per ``width`` columns.
+            scaling = factors[np.arange(row, end) // height]
+            whole = columns // width
+            blocks = products[:, : whole * width].reshape(end - row, whole, width)
+            blocks *= scaling[:, :whole, np.newaxis]
+            rest = products[:, whole * width :]
+            rest *= scaling[:, whole:]
             _round(products, result[row:end])
     return result.view(ml_dtypes.bfloat16)
-
-
-def _check(weight: Array, scales: Array, block: tuple[int, int]) -> None:
-    is_known = (weight.ndim, scales.ndim) == (2, 2) and min(block) >= 1
-    if is_known:
-        rows, columns = (-(-size // part) for size, part in zip(weight.shape, block, strict=True))
-        is_known = len(scales) >= rows and scales.shape[1] == columns
-    if not is_known:
-        raise UsageError(
-            f"scales of shape {list(scales.shape)} do not fit a weight of shape "
-            f"{list(weight.shape)} in blocks of {list(block)}"
-        )
-
-
-def _dtype_of(weight: Array) -> DType | None:
-    return next((dtype for dtype, known in _TYPES.items() if known == weight.dtype), None)
 
 
 @cache
@@ -90,15 +89,6 @@ def _values(dtype: DType | None) -> Array:
     values: Array = np.arange(256, dtype=np.uint8).view(_TYPES[dtype]).astype(np.float32)
     values.setflags(write=False)
     return values
-
-
-def _scale(products: Array, factors: Array, width: int) -> None:
-    """Multiply in place; each row of ``factors`` has one value per ``width`` columns."""
-    whole = products.shape[1] // width
-    blocks = products[:, : whole * width].reshape(len(products), whole, width)
-    blocks *= factors[:, :whole, np.newaxis]
-    rest = products[:, whole * width :]
-    rest *= factors[:, whole:]
 
 
 def _round(products: Array, result: Array) -> None:

@@ -68,13 +68,14 @@ def joined_experts(specs: Iterable[TensorSpec], plain: Iterable[str] = ()) -> di
     return {
         module + kind: [experts[number][kind].name for number in range(len(experts))]
         for module, experts in found.items()
-        if set(experts) == set(range(len(experts))) and len(set(map(_form, experts.values()))) == 1
+        if set(experts) == set(range(len(experts)))
+        and all(
+            {kind: spec[1:] for kind, spec in expert.items()}
+            == {kind: spec[1:] for kind, spec in experts[0].items()}
+            for expert in experts.values()
+        )
         for kind in experts[0]
     }
-
-
-def _form(kinds: Mapping[str, TensorSpec]) -> frozenset[tuple[Any, ...]]:
-    return frozenset((kind, spec.dtype, spec.shape) for kind, spec in kinds.items())
 
 
 def exported_config(
@@ -102,9 +103,15 @@ def exported_config(
             f"{quote(name)} is not a JSON object, and cannot describe quantized weights; export "
             "the model dequantized"
         )
-    changed = _plain(config)
+    changed = {key: value for key, value in config.items() if key not in _KEYS}
+    nested = changed.get(_NESTED)
+    if isinstance(nested, dict):
+        changed[_NESTED] = {key: value for key, value in nested.items() if key not in _KEYS}
     if types:
-        quantization = _quantization(types)
+        # Ties go to the first, so that the same model always gives the same file.
+        ((usual, _),) = Counter(types.values()).most_common(1)
+        others = {_module(name): _entry(*known) for name, known in types.items() if known != usual}
+        quantization = {**_entry(*usual), **others}
         changed |= {"quantization": quantization, "quantization_config": quantization}
         changed = mlx_config(config if _has_types(config, types) else changed)
     return None if changed == config else changed
@@ -121,8 +128,11 @@ def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, kinds, nested = both.get("rope_parameters"), both.get("layer_types"), both.get(_NESTED)
     if isinstance(rope, dict):
         both |= {key: value for key, value in _old_rope(rope).items() if key not in both}
-    if isinstance(kinds, list) and (period := _period(kinds)):
-        both.setdefault("sliding_window_pattern", period)
+    if isinstance(kinds, list) and _SLIDING in kinds and _FULL in kinds:
+        period = kinds.index(_FULL) + 1
+        is_full = [number % period == 0 for number in range(1, len(kinds) + 1)]
+        if [kind == _FULL for kind in kinds] == is_full:
+            both.setdefault("sliding_window_pattern", period)
     if isinstance(nested, dict):
         both[_NESTED] = mlx_config(nested)
     return both
@@ -143,15 +153,6 @@ def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, "rope_scaling": None if is_plain else scaling}  # some models require the key
 
 
-def _period(kinds: list[Any]) -> int:
-    """Return the distance between layers of full attention, or 0 if it varies."""
-    if _SLIDING not in kinds or _FULL not in kinds:
-        return 0
-    period = kinds.index(_FULL) + 1
-    is_full = [number % period == 0 for number in range(1, len(kinds) + 1)]
-    return period if [kind == _FULL for kind in kinds] == is_full else 0
-
-
 def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:
     """Return whether the config has the types of all these weights where MLX reads them."""
     section = config.get(_KEYS[0])
@@ -164,22 +165,6 @@ def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat,
         )
     except UnsupportedSource:  # the settings are invalid
         return False
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without its quantization settings."""
-    plain = {key: value for key, value in config.items() if key not in _KEYS}
-    nested = plain.get(_NESTED)
-    if isinstance(nested, dict):
-        plain[_NESTED] = {key: value for key, value in nested.items() if key not in _KEYS}
-    return plain
-
-
-def _quantization(types: Mapping[str, tuple[QuantFormat, int]]) -> dict[str, Any]:
-    # Ties go to the first, so that the same model always gives the same file.
-    ((usual, _),) = Counter(types.values()).most_common(1)
-    others = {_module(name): _entry(*known) for name, known in types.items() if known != usual}
-    return {**_entry(*usual), **others}
 
 
 def _module(name: str) -> str:

@@ -150,12 +150,19 @@ def dequantize(
                 numbers += biases[piece].astype(np.float32)
                 result[piece] = numbers.astype(scale.dtype)
             else:
-                factor = _float_scale(scales[piece], item.mode)
+                if item.mode == "nvfp4":
+                    factor = _E4M3_CODES.take(scales[piece])
+                else:
+                    powers = scales[piece].astype(np.int32) - _EXPONENT_BIAS
+                    factor = np.ldexp(np.float32(1), powers)
                 if global_scale is None:
                     factor = factor.astype(known).astype(np.float32)
                 else:
                     factor = factor * np.float32(global_scale)
-                result[piece] = _float_numbers(packed[piece], item.bits) * factor
+                stream = packed[piece].view(np.uint8)
+                is_e4m3 = item.bits == 8  # noqa: PLR2004 - a byte
+                values = _E4M3_CODES.take(stream) if is_e4m3 else _E2M1_PAIRS.take(stream)
+                result[piece] = values.view(np.float32) * factor
     return result.reshape(*rows, columns)
 
 
@@ -194,27 +201,19 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
         exponent -= mantissa == 0.5  # noqa: PLR2004 - a power of two
         scales = (exponent + _EXPONENT_BIAS).astype(np.uint8)
         numbers /= np.ldexp(np.float32(1), exponent)[:, None]
-    codes = _encode(numbers, mode == "mxfp8")
-    if mode == "nvfp4":
-        far = exact > _E2M1_FAR
-        if far.any():
-            codes[far] = np.abs(numbers[far, :, None] - _E2M1_CODES).argmin(axis=2)
-    return codes, scales
-
-
-def _encode(numbers: Array, is_e4m3: bool) -> Array:
-    """Return E4M3 or E2M1 codes of values, looked up by their upper 16 bits.
-
-    The lowest of these bits is set if any bit below is set. The bits that decide between two codes are
-    all above it.
-    """
+    # Look the codes up by the upper 16 bits of the values. The lowest of these bits is set if any
+    # bit below is set; the bits that decide between two codes are all above it.
     bits = numbers.view(np.uint32)
     upper = bits & np.uint32(0xFFFF)
     upper += np.uint32(0xFFFF)
     upper |= bits
     upper >>= np.uint32(16)
-    codes: Array = _codes(is_e4m3).take(upper)
-    return codes
+    codes: Array = _codes(mode == "mxfp8").take(upper)
+    if mode == "nvfp4":
+        far = exact > _E2M1_FAR
+        if far.any():
+            codes[far] = np.abs(numbers[far, :, None] - _E2M1_CODES).argmin(axis=2)
+    return codes, scales
 
 
 @cache
@@ -227,20 +226,6 @@ def _codes(is_e4m3: bool) -> Array:
         codes = np.searchsorted(_E2M1_BOUNDS, np.abs(numbers)).astype(np.uint8)
         codes[(numbers < 0) & (codes != 0)] += 8
     return codes
-
-
-def _float_numbers(words: Array, bits: int) -> Array:
-    stream, numbers = words.view(np.uint8), _E4M3_CODES
-    if bits == 8:  # noqa: PLR2004 - a byte
-        return numbers.take(stream)
-    return _E2M1_PAIRS.take(stream).view(np.float32)
-
-
-def _float_scale(scales: Array, mode: str) -> Array:
-    if mode == "nvfp4":
-        return _E4M3_CODES.take(scales)
-    factors: Array = np.ldexp(np.float32(1), scales.astype(np.int32) - _EXPONENT_BIAS)
-    return factors
 
 
 def _pack(codes: Array, bits: int) -> Array:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
-    from blobstore.quantization.rules import DenseLayers, Rule, Width
+    from blobstore.quantization.rules import DenseLayers, Rule
 
 PolicyName = Literal["recommended", "uniform"]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
@@ -115,10 +115,12 @@ class Policy:
         Raises:
             UsageError: an override requests a type that is impossible for the tensor.
         """
-        override = self._override(spec.name)
-        if override is not None:
-            return _overridden(spec, override)
-        is_expert = _is_expert(spec.name)
+        name = spec.name
+        matching = [item for item in self._overrides if _matches((item.glob,), name)]
+        if matching:
+            self._used.update(item.glob for item in matching)
+            return _overridden(spec, matching[-1])
+        is_expert = _matches(EXPERT_NAMES, name) and not _matches(EXPERT_COMPANIONS, name)
         unmet = _requirement(spec, is_expert=is_expert)
         if unmet:
             return _kept(unmet)
@@ -126,10 +128,19 @@ class Policy:
         rule = next(
             rule
             for rule in self._rules
-            if _applies_to(rule, spec.name, is_expert=is_expert)
-            if self._layers.has_rule(rule, spec.name)
+            if _applies_to(rule, name, is_expert=is_expert)
+            if self._layers.has_rule(rule, name)
         )
-        return self._apply(rule, spec)
+        if not rule.become:
+            return _kept(rule.reason)
+        reason = ""
+        for width in rule.become:
+            target = self._eight if width == "eight" else self._requested
+            note = f", but {reason}" if reason else ", 8 bits" if width == "eight" else ""
+            reason = target.misfit(spec)
+            if not reason:
+                return Decision(target.item, target.group_size, f"{rule.reason}{note}")
+        return _kept(reason)
 
     def unused_overrides(self) -> tuple[str, ...]:
         """Return the globs of overrides that have matched no tensor so far."""
@@ -139,13 +150,10 @@ class Policy:
         """Return a type with its group size in this model."""
         return self._requested if item == self._requested.item else _Target(item, item.group_size)
 
-    def _override(self, name: str) -> _Override | None:
-        matching = [item for item in self._overrides if _matches((item.glob,), name)]
-        self._used.update(item.glob for item in matching)
-        return matching[-1] if matching else None
-
     def _recommended(self, config: Mapping[str, Any]) -> tuple[Rule, ...]:
-        architecture = _architecture(config)
+        names = _list_at(config, "architectures", _is_text, "a list of names")
+        fitting = (item for item in ARCHITECTURES if names and _matches(item.names, names[0]))
+        architecture = next(fitting, _PLAIN)
         layers = _count(config, architecture.layers_keys)
         experts = _count(config, architecture.experts_keys)
         dense: frozenset[int] = frozenset()
@@ -159,19 +167,6 @@ class Policy:
             if rule.requested is None or self._requested.item.name in rule.requested
             if rule.num_experts is None or rule.num_experts == experts
         )
-
-    def _apply(self, rule: Rule, spec: TensorSpec) -> Decision:
-        if not rule.become:
-            return _kept(rule.reason)
-        targets: dict[Width, _Target] = {"eight": self._eight, "requested": self._requested}
-        reason = ""
-        for width in rule.become:
-            target = targets[width]
-            note = f", but {reason}" if reason else ", 8 bits" if width == "eight" else ""
-            reason = target.misfit(spec)
-            if not reason:
-                return Decision(target.item, target.group_size, f"{rule.reason}{note}")
-        return _kept(reason)
 
 
 def parse_override(text: str) -> tuple[str, QuantFormat | None]:
@@ -229,12 +224,11 @@ class _LayerNumbers:
             return layer in self.dense
         if self.layers is None:
             return False
-        return rule.layers == "known" or self._is_scheduled(layer, self.layers)
-
-    def _is_scheduled(self, layer: int | None, layers: int) -> bool:
+        if rule.layers == "known":
+            return True
         if layer is None:
             return self.architecture.unnumbered_scheduled
-        return self.architecture.schedule.has(layer, layers)
+        return self.architecture.schedule.has(layer, self.layers)
 
 
 @functools.lru_cache(maxsize=512)
@@ -244,10 +238,6 @@ def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
 
 def _matches(globs: tuple[str, ...], name: str) -> bool:
     return _pattern(globs).match(name) is not None
-
-
-def _is_expert(name: str) -> bool:
-    return _matches(EXPERT_NAMES, name) and not _matches(EXPERT_COMPANIONS, name)
 
 
 def _applies_to(rule: Rule, name: str, *, is_expert: bool) -> bool:
@@ -266,23 +256,18 @@ def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
     """Return why a tensor's type or shape cannot be quantized, or an empty string."""
     if spec.dtype not in _QUANTIZABLE:
         return _wrong_dtype(spec)
-    shape_reason = _shape_requirement(spec, is_expert=is_expert)
-    if not shape_reason:
+    rank = len(spec.shape)
+    if rank != _MATRIX and not (rank == _STACK and is_expert):
+        shape_reason = f"{rank} dimension{'' if rank == 1 else 's'}"
+    elif not is_expert and not spec.name.endswith(".weight"):
+        shape_reason = "name does not end in .weight"
+    elif spec.elements < MIN_ELEMENTS:
+        shape_reason = f"fewer than {MIN_ELEMENTS} elements"
+    else:
         return ""
     # "norm" is more helpful than "1 dimension".
     named = (rule.reason for rule in KEPT if _applies_to(rule, spec.name, is_expert=is_expert))
     return next(named, shape_reason)
-
-
-def _shape_requirement(spec: TensorSpec, *, is_expert: bool) -> str:
-    rank = len(spec.shape)
-    if rank != _MATRIX and not (rank == _STACK and is_expert):
-        return f"{rank} dimension{'' if rank == 1 else 's'}"
-    if not is_expert and not spec.name.endswith(".weight"):
-        return "name does not end in .weight"
-    if spec.elements < MIN_ELEMENTS:
-        return f"fewer than {MIN_ELEMENTS} elements"
-    return ""
 
 
 def _wrong_dtype(spec: TensorSpec) -> str:
@@ -312,31 +297,21 @@ def _obstacle(spec: TensorSpec, target: _Target) -> str:
     return target.misfit(spec)
 
 
-def _architecture(config: Mapping[str, Any]) -> Architecture:
-    names = _list_at(config, "architectures", _is_text, "a list of names")
-    fitting = (item for item in ARCHITECTURES if names and _matches(item.names, names[0]))
-    return next(fitting, _PLAIN)
-
-
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     """Return the first non-zero number at the dotted keys."""
-    counts = [_count_at(config, key) for key in keys]
+    counts = []
+    for key in keys:
+        section, _, last = key.rpartition(".")
+        holder = config.get(section) if section else config
+        if holder is None:
+            continue
+        if not isinstance(holder, dict):
+            raise _wrong(section, "an object", holder)
+        value = holder.get(last)
+        if value is not None and not _is_count(value):
+            raise _wrong(key, "a number, zero or more", value)
+        counts.append(value)
     return next((count for count in counts if count), None)
-
-
-def _count_at(config: Mapping[str, Any], key: str) -> int | None:
-    section, _, last = key.rpartition(".")
-    if section:
-        inner = config.get(section)
-        if inner is None:
-            return None
-        if not isinstance(inner, dict):
-            raise _wrong(section, "an object", inner)
-        config = inner
-    value = config.get(last)
-    if value is not None and not _is_count(value):
-        raise _wrong(key, "a number, zero or more", value)
-    return value
 
 
 def _dense_layers(

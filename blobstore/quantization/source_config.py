@@ -39,7 +39,13 @@ class SourceQuantConfig:
             for key in _SECTIONS
             if isinstance(holder.get(key), dict)
         ]
-        self._mlx = next(filter(_is_mlx, self._sections), None)
+        # Other schemes have a key "bits" too, but not the format of MLX.
+        mlx = (
+            section
+            for section in self._sections
+            if section.get("bits") and ("mode" in section or "quant_method" not in section)
+        )
+        self._mlx = next(mlx, None)
 
     @property
     def is_mlx(self) -> bool:
@@ -132,11 +138,6 @@ class SourceQuantConfig:
                     kind = weights.get("type"), weights.get("num_bits")
                     if kind == ("float", bits):
                         yield weights
-
-
-def _is_mlx(section: Mapping[str, Any]) -> bool:
-    # Other schemes have a key "bits" too, but not the format of MLX.
-    return bool(section.get("bits")) and ("mode" in section or "quant_method" not in section)
 
 
 def _block(key: str, value: object) -> Block:

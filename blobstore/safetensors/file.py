@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from blobstore.safetensors.header import TensorEntry
-
-
 _FIRST_READ = 1 << 12
 """Bytes of the first read, which contain the header of nearly all blobs."""
 
@@ -96,13 +93,10 @@ class SafetensorsFile:
         entry = self.header.tensors.get(name)
         if entry is None:
             raise TensorNotFound(f"no tensor {quote(name)} in this file")
-        return TensorView(entry.spec, self._bytes_of(entry))
+        start = self.header.data_start
+        return TensorView(entry.spec, self._memory[start + entry.begin : start + entry.end])
 
     def close(self) -> None:
         """Release the mapping; existing views keep it alive."""
         self._memory.release()
         self._region.close()
-
-    def _bytes_of(self, entry: TensorEntry) -> memoryview:
-        start = self.header.data_start
-        return self._memory[start + entry.begin : start + entry.end]

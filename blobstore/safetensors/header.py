@@ -81,8 +81,22 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
     """
     text = bytes(text)
     data_start = PREFIX_SIZE + len(text)
-    top = _decode(text)
-    metadata = _metadata(top.pop(METADATA_KEY, None))
+    if not text.startswith(b"{"):
+        raise InvalidHeader("header does not begin with '{'")
+    unpadded = text.rstrip(b" ")
+    if not unpadded.endswith(b"}"):
+        raise InvalidHeader("header does not end with '}' and spaces")
+    try:
+        top: dict[str, Any] = strictjson.loads(unpadded)  # "{...}" can only be an object
+    except ValueError as error:
+        raise InvalidHeader(
+            f"header is {error}" if str(error).startswith("not") else f"header: {error}"
+        ) from None
+    metadata = top.pop(METADATA_KEY, None)
+    if metadata is None:  # MLX writes null for "none"
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
+        raise InvalidHeader(f"{METADATA_KEY} is not a map of strings")
     entries = [_entry(name, fields) for name, fields in top.items()]
     entries.sort(key=_BY_RANGE)
     _check_cover(entries, file_size - data_start)
@@ -165,31 +179,6 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
 
 
 _BY_RANGE = attrgetter("begin", "end")
-
-
-def _decode(text: bytes) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise InvalidHeader("header does not begin with '{'")
-    unpadded = text.rstrip(b" ")
-    if not unpadded.endswith(b"}"):
-        raise InvalidHeader("header does not end with '}' and spaces")
-    try:
-        top = strictjson.loads(unpadded)
-    except ValueError as error:
-        raise InvalidHeader(
-            f"header is {error}" if str(error).startswith("not") else f"header: {error}"
-        ) from None
-    if not isinstance(top, dict):  # pragma: no cover - "{...}" can only be an object
-        raise InvalidHeader("header is not a JSON object")
-    return top
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if value is None:  # MLX writes null for "none"
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise InvalidHeader(f"{METADATA_KEY} is not a map of strings")
-    return value
 
 
 def _entry(name: str, fields: Any) -> TensorEntry:

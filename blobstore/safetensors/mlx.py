@@ -38,18 +38,14 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
         UnsupportedDType: MLX cannot hold the shape.
     """
     try:
-        return _copy(array, spec)
+        if spec.dtype is DType.BF16:
+            return mx.array(array.view(np.uint16)).view(mx.bfloat16)
+        if spec.dtype in _AS_BYTES:
+            return mx.array(array.view(np.uint8))
+        if spec.dtype is DType.F64:  # mx.array() alone would round to float32
+            return mx.array(array, dtype=mx.float64)
+        return mx.array(array)
     except OverflowError as error:  # MLX counts a dimension in 32 bits
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: MLX cannot hold its shape: {error}"
         ) from None
-
-
-def _copy(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-    if spec.dtype is DType.BF16:
-        return mx.array(array.view(np.uint16)).view(mx.bfloat16)
-    if spec.dtype in _AS_BYTES:
-        return mx.array(array.view(np.uint8))
-    if spec.dtype is DType.F64:  # mx.array() alone would round to float32
-        return mx.array(array, dtype=mx.float64)
-    return mx.array(array)

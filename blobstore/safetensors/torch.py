@@ -49,7 +49,7 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        return _pairs(memory, offset, spec)
+        return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(torch.float4_e2m1fn_x2)
     elements = math.prod(spec.shape)  # faster than the property; a model has thousands of tensors
     if not elements:
         try:
@@ -103,10 +103,6 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = escape(str(error).partition("\n")[0])
         raise UsageError(f"torch has no device {quote(device)} here: {reason}") from None
-
-
-def _pairs(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
-    return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(torch.float4_e2m1fn_x2)
 
 
 def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
