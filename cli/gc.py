@@ -70,11 +70,14 @@ def _as_text(collected: Collected, *, dry_run: bool) -> str:
         f"; kept {render.count_of(collected.kept, 'blob')} in use or too young, "
         f"{render.human_bytes(collected.kept_size)}"
     )
-    done = (
-        f"{verb} {render.count_of(len(collected.blobs), 'blob')}, "
-        f"{render.human_bytes(collected.size)} in all"
-    )
-    lines.append(f"{done if lines else 'nothing to remove'}{kept if collected.kept else ''}")
+    if collected.blobs or collected.leftovers:
+        blobs = render.count_of(len(collected.blobs), "blob")
+        done = f"{verb} {blobs}, {render.human_bytes(collected.size)} in all"
+    elif collected.folders:
+        done = f"{verb} {render.count_of(len(collected.folders), 'empty folder')}"
+    else:
+        done = "nothing to remove"
+    lines.append(f"{done}{kept if collected.kept else ''}")
     if collected.bases:
         blobs = render.count_of(collected.bases, "blob")
         lines.append(

@@ -33,7 +33,7 @@ def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) ->
         return None
     rate = parse_size(ctx, param, value.strip().removesuffix("/s"))
     if rate < 1:
-        raise click.BadParameter(f"rate must be greater than 0, got {quote(value)}", ctx, param)
+        raise click.BadParameter(f"rate must be above 0, got {quote(value)}", ctx, param)
     return rate
 
 
@@ -65,6 +65,7 @@ def command(
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
     removed during the run is not a fault.
     """
+    from blobstore.manifests.check import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
     store.check_root()
@@ -80,6 +81,8 @@ def command(
         render.show(_as_text(verified, quick=quick))
     if verified.damaged:
         render.show_note(_ADVICE)
+    if any(not fault.blob for fault in verified.faults):
+        render.show_note(f"for manifests: {ADVICE}")
     if verified.faults:
         ctx.exit(Damaged.exit_code)
 

@@ -18,9 +18,7 @@ PENDING: tuple[str, ...] = (
     "tests/benchmarks/",
     "tests/support/",
     "tests/unit/cli/",
-    "tests/unit/manifests/",
     "tests/unit/operations/freeze/",
-    "tests/unit/operations/maintenance/",
 )
 
 # A pattern, and what to write instead. A word ends at an underscore too: names are prose.

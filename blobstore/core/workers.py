@@ -178,7 +178,7 @@ class RateLimiter:
             UsageError: ``rate`` is not above 0.
         """
         if not rate > 0:
-            raise UsageError(f"a rate must be above 0 bytes per second, got {rate:g}")
+            raise UsageError(f"rate must be above 0, got {rate:g}")
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How closely a model is checked before its tensors are used.
+"""Checks a model before its tensors are used. It stops at the first fault; ``verify`` collects them all.
 
 Each level finds everything that the level before it finds, and more: a blob that is missing or has a
 wrong size; then a header that differs from the one that was stored; then any other changed bit.

@@ -1,4 +1,7 @@
-"""Many blobs hashed in parallel."""
+"""Reads and hashes many blobs in parallel, and reports the damaged ones.
+
+It knows blobs alone. The operation ``verify`` uses it, and adds what manifests and headers must hold.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def import_and_load(folder: Path) -> None:
         assert_type(model, Model)
         assert_type(len(model), int)
     assert_type(
-        blobstore.verify([Reference.parse("llama:1b")], store=LocalStore(folder / "store")),
+        blobstore.verify(["llama:1b"], store=LocalStore(folder / "store")),
         Verified,
     )
 

@@ -22,7 +22,6 @@ from blobstore.core.files import make_folders, write_all
 from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.manifests.check import ADVICE
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
@@ -210,8 +209,7 @@ def _remaining(
         if fault.blob not in intact:
             reported.add((fault.reference, fault.layer, fault.blob))
             reason = reasons.get(fault.blob, "")
-            message = fault.message.removesuffix(f"; {ADVICE}")
-            yield replace(fault, message=f"{message}; {reason}") if reason else fault
+            yield replace(fault, message=f"{fault.message}; {reason}") if reason else fault
     repaired = dict.fromkeys(fault.reference for fault in faults if fault.blob in intact)
     for name in () if is_dry else repaired:
         with contextlib.suppress(ModelNotFound):  # removed since

@@ -59,6 +59,7 @@ class Fault:
     """The layer's name, or its media type if it has no name."""
     tensor: str
     message: str
+    """What is wrong, without advice."""
     blob: str = ""
     """The digest of the faulty blob; empty if the fault is in the manifest."""
 
@@ -261,7 +262,7 @@ def _parse(
                 raise
             del faults[reference]
         except BlobstoreError as error:
-            faults[reference] = [Fault(str(reference), "", "", str(error))]
+            faults[reference] = [Fault(str(reference), "", "", error.message)]
     return manifests
 
 
@@ -283,7 +284,7 @@ def _model_faults(
         store.check_manifest(data, manifest)
     except InvalidManifest as changed:
         path = quote(store.manifest_path(reference))
-        yield Fault(str(reference), "", "", str(changed.at(path)))
+        yield Fault(str(reference), "", "", changed.at(path).message)
     reported: set[BlobId] = set()
     indexed = functools.cache(lambda: indexed_names(store, data))  # read only if needed
     for layer in (manifest.config, *manifest.layers):

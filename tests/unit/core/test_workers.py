@@ -267,5 +267,5 @@ def test_threads_share_the_rate() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
 def test_rejects_a_rate_that_is_not_above_0(rate: float) -> None:
-    with pytest.raises(UsageError, match="a rate must be above 0"):
+    with pytest.raises(UsageError, match="rate must be above 0"):
         RateLimiter(rate)

@@ -42,7 +42,7 @@ def test_finds_every_bit_that_flips() -> None:
         except InvalidManifest:
             continue
         if (parsed.config.digest, parsed.config.size) != whole.config[1:3]:
-            continue  # that is no blob of the store
+            continue  # the store has no such blob
         with pytest.raises(InvalidManifest, match="was changed since it was written"):
             check_layers(bytes(changed), CONFIG)
         found += 1

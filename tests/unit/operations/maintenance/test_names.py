@@ -198,7 +198,7 @@ def test_nothing_is_collected_or_removed_in_the_middle(
     other = LocalStore(store.root, lock_timeout=0)
     attempts = []
 
-    def meanwhile(reference: Reference) -> None:
+    def concurrently(reference: Reference) -> None:
         for attempt in (
             lambda: collect_garbage(other, older_than=0),
             lambda: remove_models([A], store=other),
@@ -209,7 +209,7 @@ def test_nothing_is_collected_or_removed_in_the_middle(
             attempts.append(attempt)
 
     make(store, "c", b"two")  # so that there is a lock
-    monkeypatch.setattr(store, "check_name", meanwhile)
+    monkeypatch.setattr(store, "check_name", concurrently)
     give(A, B, store=store)
     assert len(attempts) == 3
     assert store.resolve(B)
@@ -568,7 +568,7 @@ else:
     act = {"catch": catch, "collect": collect}[role]
     while not stop.exists():
         done += act()
-        time.sleep(0.01)  # whoever asks again at once leaves the others hardly a turn
+        time.sleep(0.01)  # without a pause, the other processes would hardly get the lock
     done += act()
 print(done)
 """

@@ -247,7 +247,7 @@ def test_a_dry_run_needs_no_lock(store: LocalStore, folder: Path) -> None:
     assert not store._layout.lock.exists()
 
 
-# What cannot be mended
+# What cannot be repaired
 
 
 def changed(tensors: Arrays) -> Arrays:
@@ -325,14 +325,14 @@ def test_stops_reading_a_file_that_grows(
     flip(blob_path(store, PLAIN))
     read_pieces = LocalStore.read_pieces
 
-    def endless(self: LocalStore, *arguments: Any) -> Iterable[bytes | memoryview]:
+    def growing(self: LocalStore, *arguments: Any) -> Iterable[bytes | memoryview]:
         if self.root != other.root:
             yield from read_pieces(self, *arguments)
             return
         while True:
             yield b"x"
 
-    monkeypatch.setattr(LocalStore, "read_pieces", endless)
+    monkeypatch.setattr(LocalStore, "read_pieces", growing)
     repaired = repair_models(source=other.root, store=store)
     assert repaired.repaired == ()
     assert "does not match its digest" in repaired.faults[0].message
@@ -534,7 +534,7 @@ def test_an_interrupt_does_not_wait_for_what_is_being_read(
     read_pieces = LocalStore.read_pieces
     begun = threading.Semaphore(0)
 
-    def endless(self: LocalStore, digest: Digest, size: int) -> Iterable[bytes | memoryview]:
+    def growing(self: LocalStore, digest: Digest, size: int) -> Iterable[bytes | memoryview]:
         if self.root != other.root:
             yield from read_pieces(self, digest, size)
             return
@@ -546,7 +546,7 @@ def test_an_interrupt_does_not_wait_for_what_is_being_read(
         while True:
             yield b""
 
-    monkeypatch.setattr(LocalStore, "read_pieces", endless)
+    monkeypatch.setattr(LocalStore, "read_pieces", growing)
     with pytest.raises(KeyboardInterrupt):
         repair_models(source=other.root, store=store, jobs=2)
     assert left_over(store) == []
@@ -584,7 +584,7 @@ def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
         try:
             check_digest(self, digest, *arguments)
         finally:
-            # The second look is that before the lock; somebody else mends the blob right after.
+            # The second check is the one before the lock; another process repairs the blob right after it.
             if digest == Digest.of(right) and next(calls) == 1:
                 path.unlink()
                 path.write_bytes(right)

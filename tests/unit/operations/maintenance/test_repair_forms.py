@@ -66,7 +66,7 @@ def test_repairs_a_damaged_file_from_its_cold_form(store: LocalStore, item: Desc
     assert [blob.digest for blob in would.repaired] == [item.digest]
     assert verify_models(store=store).faults
     repaired = repair_models(store=store)
-    assert [mended.digest for mended in repaired.repaired] == [item.digest]
+    assert [blob.digest for blob in repaired.repaired] == [item.digest]
     assert repaired.faults == ()
     assert quarantined(store) == 1
     assert_whole(store)
@@ -78,7 +78,7 @@ def test_a_damaged_cold_form_goes_where_the_file_is_whole(
 ) -> None:
     flip(store.cold_path(item.digest))
     repaired = repair_models(store=store)
-    assert [mended.digest for mended in repaired.repaired] == [item.digest]
+    assert [blob.digest for blob in repaired.repaired] == [item.digest]
     assert repaired.faults == ()
     assert quarantined(store) == 1
     assert_whole(store)

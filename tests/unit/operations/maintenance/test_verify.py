@@ -466,7 +466,7 @@ def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
         verify_models(store=store, rate=0)
 
 
-# Models that others change meanwhile
+# Models that change during the run
 
 
 @pytest.fixture
