@@ -5,6 +5,7 @@ Sizes are those of the files on disk, not those in manifests. No blob is read.
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections import Counter
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from blobstore.store.scan import digest_of, walk_files
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from blobstore.core.digest import Digest
-    from blobstore.store.catalog import CatalogEntry
 
 
 class Space(NamedTuple):
@@ -135,102 +136,94 @@ def measure_usage(
     read_entries(store, asked)  # fails if one of them does not exist
     entries = {entry.reference: entry for entry in read_catalog(store)}
     chosen = [entries[name] for name in asked or entries if name in entries]
-    return _Measuring(store, list(entries.values())).result(chosen)
+    uses = Counter(digest for entry in entries.values() for digest in entry.blobs)
+    blobs = _measure_blobs(store, uses)
+    together = Counter(digest for entry in chosen for digest in entry.blobs)
+    parts = {name: store.folder(name) for name in ("temporary", "quarantine", "cold", "bases")}
+    return StoreUsage(
+        models=tuple(
+            ModelUsage(
+                reference=entry.reference,
+                blobs=len(entry.blobs),
+                size=blobs.space(entry.blobs).size,
+                unique=blobs.space(it for it in entry.blobs if uses[it] == 1).size,
+                faults=tuple(_faults(store, blobs, entry.blobs)),
+                error=entry.error,
+            )
+            for entry in chosen
+        ),
+        together=blobs.space(together),
+        together_unique=blobs.space(it for it, count in together.items() if count == uses[it]),
+        cold=_total(blobs.cold.values()),
+        saved=blobs.saved,
+        names=len(entries),
+        unreadable=tuple(entry.error for entry in entries.values() if entry.error is not None),
+        referenced=blobs.space(uses),
+        without_sharing=sum(blobs.sizes.get(digest, 0) * count for digest, count in uses.items()),
+        bases=blobs.space(blobs.bases - uses.keys()),
+        unreferenced=blobs.space(blobs.sizes.keys() - uses.keys() - blobs.bases),
+        foreign=_total(blobs.foreign),
+        manifests=_space_of(store.folder("manifests")),
+        temporary=_space_of(parts["temporary"]),
+        quarantine=_space_of(parts["quarantine"]),
+        caches=_space_of(store.folder("headers").parent, without=parts.values()),
+    )
 
 
-class _Measuring:
-    """Measures the files of a store, and counts which models need them."""
+class _Blobs(NamedTuple):
+    """What is in the folders of blobs."""
 
-    def __init__(self, store: LocalStore, entries: Sequence[CatalogEntry]) -> None:
-        self._store = store
-        self._entries = entries
-        self._uses = Counter(digest for entry in entries for digest in entry.blobs)
-        self._sizes: dict[Digest, int] = {}
-        self._foreign: list[int] = []
-        for entry, status in _files(store.folder("blobs")):
-            digest = digest_of(entry.name)
-            if digest is None or not stat.S_ISREG(status.st_mode):
-                self._foreign.append(status.st_size)
-            else:
-                self._sizes[digest] = status.st_size
-        self._cold = {digest: found.st_size for digest, found in store.cold_files().items()}
-        for entry, status in _files(store.folder("bases")):
-            digest = digest_of(entry.name)
-            if digest is not None and digest not in self._sizes:  # otherwise it is the same file
-                self._cold[digest] = self._cold.get(digest, 0) + status.st_size
-        self._saved = 0
-        self._bases: set[Digest] = set()
-        for digest in self._cold:
-            self._add_cold(digest)
-        for digest, size in self._cold.items():
-            self._sizes[digest] = self._sizes.get(digest, 0) + size
+    sizes: Mapping[Digest, int]
+    """Bytes of all blobs, hot and cold."""
+    cold: Mapping[Digest, int]
+    """Bytes of the cold blobs, and of bases whose hot form is gone."""
+    saved: int
+    bases: AbstractSet[Digest]
+    """The bases of referenced delta-encoded blobs."""
+    foreign: Sequence[int]
+    """Bytes of each file that is not a blob."""
 
-    def _add_cold(self, digest: Digest) -> None:
-        """Add what a cold blob saves, and its base."""
-        try:
-            blob = self._store.open_cold(digest)
-        except BlobstoreError:  # reported with the model that needs it
-            return
-        if digest not in self._sizes:
-            self._saved += blob.size - self._cold[digest]
-        if blob.base is not None and digest in self._uses:
-            self._bases.add(blob.base)
+    def space(self, digests: Iterable[Digest]) -> Space:
+        """Return the space of those blobs that exist."""
+        return _total(self.sizes[digest] for digest in digests if digest in self.sizes)
 
-    def result(self, chosen: Sequence[CatalogEntry]) -> StoreUsage:
-        folder = self._store.folder
-        together = Counter(digest for entry in chosen for digest in entry.blobs)
-        alone = [digest for digest, count in together.items() if count == self._uses[digest]]
-        models = tuple(map(self._model, chosen))
-        return StoreUsage(
-            models=models,
-            together=self._space(together),
-            together_unique=self._space(alone),
-            cold=_total(self._cold.values()),
-            saved=self._saved,
-            names=len(self._entries),
-            unreadable=tuple(entry.error for entry in self._entries if entry.error is not None),
-            referenced=self._space(self._uses),
-            without_sharing=sum(
-                self._sizes.get(digest, 0) * count for digest, count in self._uses.items()
-            ),
-            bases=self._space(self._bases - self._uses.keys()),
-            unreferenced=self._space(self._sizes.keys() - self._uses.keys() - self._bases),
-            foreign=_total(self._foreign),
-            manifests=_space_of(folder("manifests")),
-            temporary=_space_of(folder("temporary")),
-            quarantine=_space_of(folder("quarantine")),
-            caches=_space_of(
-                folder("headers").parent,
-                without=(
-                    folder("temporary"),
-                    folder("quarantine"),
-                    folder("cold"),
-                    folder("bases"),
-                ),
-            ),
-        )
 
-    def _model(self, entry: CatalogEntry) -> ModelUsage:
-        blobs = entry.blobs
-        return ModelUsage(
-            reference=entry.reference,
-            blobs=len(blobs),
-            size=self._space(blobs).size,
-            unique=self._space(digest for digest in blobs if self._uses[digest] == 1).size,
-            faults=tuple(self._faults(blobs)),
-            error=entry.error,
-        )
+def _measure_blobs(store: LocalStore, referenced: Collection[Digest]) -> _Blobs:
+    hot: dict[Digest, int] = {}
+    foreign: list[int] = []
+    for entry, status in _files(store.folder("blobs")):
+        digest = digest_of(entry.name)
+        if digest is None or not stat.S_ISREG(status.st_mode):
+            foreign.append(status.st_size)
+        else:
+            hot[digest] = status.st_size
+    cold = {digest: found.st_size for digest, found in store.cold_files().items()}
+    for entry, status in _files(store.folder("bases")):
+        digest = digest_of(entry.name)
+        if digest is not None and digest not in hot:  # otherwise it is the same file
+            cold[digest] = cold.get(digest, 0) + status.st_size
+    saved = 0
+    bases = set()
+    for digest, size in cold.items():
+        with contextlib.suppress(BlobstoreError):  # reported with the model that needs it
+            blob = store.open_cold(digest)
+            if digest not in hot:
+                saved += blob.size - size
+            if blob.base is not None and digest in referenced:
+                bases.add(blob.base)
+    sizes = hot | {digest: hot.get(digest, 0) + size for digest, size in cold.items()}
+    return _Blobs(sizes, cold, saved, bases, foreign)
 
-    def _space(self, digests: Iterable[Digest]) -> Space:
-        return _total(self._sizes[digest] for digest in digests if digest in self._sizes)
 
-    def _faults(self, blobs: Mapping[Digest, int]) -> Iterator[BlobstoreError]:
-        for digest, size in blobs.items():
-            if self._sizes.get(digest) != size or digest in self._cold:
-                try:
-                    self._store.check_size(digest, size)
-                except BlobstoreError as error:
-                    yield error
+def _faults(
+    store: LocalStore, found: _Blobs, blobs: Mapping[Digest, int]
+) -> Iterator[BlobstoreError]:
+    for digest, size in blobs.items():
+        if found.sizes.get(digest) != size or digest in found.cold:
+            try:
+                store.check_size(digest, size)
+            except BlobstoreError as error:
+                yield error
 
 
 def _total(sizes: Iterable[int]) -> Space:

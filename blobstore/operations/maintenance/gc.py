@@ -101,7 +101,21 @@ def collect_garbage(
     if not store.root.exists():
         return Collected(blobs=(), leftovers=(), folders=(), kept=0, kept_size=0)
     with store.writing():
-        return _Collection(store, older_than, dry_run=dry_run).run()
+        collection = _Collection(store, older_than, dry_run=dry_run)
+        deltas, others = collection.candidates()
+        blobs = [*collection.sweep(deltas), *collection.sweep(others)]
+        with collection.lock():
+            leftovers = tuple(collection.remove_leftovers())
+            folders = tuple(collection.remove_empty_folders())
+    return Collected(
+        blobs=tuple(blobs),
+        leftovers=leftovers,
+        folders=folders,
+        kept=len(collection.kept),
+        kept_size=sum(collection.kept),
+        bases=len(collection.kept_bases),
+        bases_size=sum(collection.kept_bases),
+    )
 
 
 class _Needed(NamedTuple):
@@ -122,145 +136,103 @@ class _Needed(NamedTuple):
 
 
 class _Collection:
+    """The steps of a collection, in order, and what they share."""
+
     def __init__(self, store: LocalStore, older_than: float, *, dry_run: bool) -> None:
         self._store = store
         self._older_than = older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
-        self._kept: list[int] = []
-        self._kept_bases: list[int] = []
+        self.kept: list[int] = []
+        """The sizes of unreferenced blobs that are leased or too young."""
+        self.kept_bases: list[int] = []
         self._gone: set[str] = set()
         """Cold blobs that a dry run would have removed."""
         self._keeps_bases = False
         """Whether a needed blob is missing. Any base may be its base, so all bases are kept."""
 
-    def run(self) -> Collected:
-        self._marks.update()
-        self._keeps_bases = self._is_any_missing()
-        deltas, others = self._unreached()
-        blobs = [*self._sweep(deltas), *self._sweep(others)]
-        with self._lock():
-            leftovers = [*self._leftovers()]
-            folders = [*self._empty_folders()]
-        return Collected(
-            blobs=tuple(blobs),
-            leftovers=tuple(leftovers),
-            folders=tuple(folders),
-            kept=len(self._kept),
-            kept_size=sum(self._kept),
-            bases=len(self._kept_bases),
-            bases_size=sum(self._kept_bases),
-        )
-
-    def _is_any_missing(self) -> bool:
-        """Return whether a referenced blob is missing, for example because a disk is not mounted."""
-        if not list_names(self._store.folder("bases")):
-            return False  # there are no bases to lose
-        there = {*list_names(self._store.folder("blobs")), *list_names(self._store.folder("cold"))}
-        return not self._marks.reached() <= {name.removeprefix(_PREFIX) for name in there}
-
-    def _unreached(self) -> tuple[list[Path], list[Path]]:
+    def candidates(self) -> tuple[list[Path], list[Path]]:
         """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
+        self._marks.update()
         reached = self._marks.reached()
-        deltas = self._store.cold_bases()
-        found: tuple[list[Path], list[Path]] = ([], [])
-        for folder in (self._store.folder("cold"), self._store.folder("blobs")):
-            for name in list_names(folder):
+        cold, hot = self._store.folder("cold"), self._store.folder("blobs")
+        names = {folder: list_names(folder) for folder in (cold, hot)}
+        if list_names(self._store.folder("bases")):
+            # A referenced blob is missing, for example, if a disk is not mounted.
+            there = {name.removeprefix(_PREFIX) for found in names.values() for name in found}
+            self._keeps_bases = not reached <= there
+        coded = self._store.cold_bases()
+        deltas: list[Path] = []
+        others: list[Path] = []
+        for folder, found in names.items():
+            for name in found:
                 if name.removeprefix(_PREFIX) not in reached:
                     digest = digest_of(name)
-                    if digest is not None:  # not a blob
-                        is_delta = folder == self._store.folder("cold") and digest in deltas
-                        found[not is_delta].append(folder / name)
-        return found
+                    if digest is not None:
+                        is_delta = folder == cold and digest in coded
+                        (deltas if is_delta else others).append(folder / name)
+        return deltas, others
 
-    def _needed(self, leased: Iterable[Digest]) -> _Needed:
-        needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
-        needed.bases.update([base.hex for base in self._needed_bases(needed)])
-        return needed
-
-    def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
-        """Yield the bases of all delta-encoded blobs that stay."""
-        if self._keeps_bases:
-            for name in list_names(self._store.folder("bases")):
-                digest = digest_of(name)
-                if digest is not None:
-                    yield digest
-        for digest, status in self._store.cold_files().items():
-            if digest.file_name not in self._gone:
-                # An unreadable base matters only if the blob is needed and has no hot form.
-                must_be_known = needed.has_itself(digest.hex) and not self._store.has_hot(digest)
-                base = self._store.base_of(digest, status, must_be_known=must_be_known)
-                if base is not None:
-                    yield base
-
-    def _sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
+    def sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
+        """Remove those candidates that are garbage still, in batches."""
         rest = iter(candidates)
         while batch := list(islice(rest, _BATCH)):
-            with self._lock():
+            with self.lock():
                 leased = self._store.read_leases().digests
                 self._marks.update()
                 needed = self._needed(leased)
                 lost = self._marks.lost()
                 for path in batch:
+                    try:
+                        status = path.lstat()
+                    except FileNotFoundError:
+                        continue
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
                     hex_digest = path.name.removeprefix(_PREFIX)
                     is_needed = needed.has(hex_digest) or bool(lost and _promise_of(path) in lost)
-                    is_base = hex_digest in needed.bases
-                    yield from self._remove_blob(path, is_needed=is_needed, is_base=is_base)
+                    if is_needed or _age(status) < self._older_than:
+                        is_base = hex_digest in needed.bases
+                        (self.kept_bases if is_base else self.kept).append(status.st_size)
+                        continue
+                    if self._is_dry and path.parent == self._store.folder("cold"):
+                        self._gone.add(path.name)
+                    yield self._remove(path, status.st_size)
                 if not self._is_dry:
                     for folder in dict.fromkeys(path.parent for path in batch):
                         sync_folder(folder)
 
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Return the lock under which files are removed."""
         return self._store.reading_lock() if self._is_dry else self._store.exclusive_lock()
 
-    def _remove_blob(self, path: Path, *, is_needed: bool, is_base: bool) -> Iterator[Removed]:
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            return
-        if not stat.S_ISREG(status.st_mode):
-            return
-        if is_needed or _age(status) < self._older_than:
-            (self._kept_bases if is_base else self._kept).append(status.st_size)
-        else:
-            if self._is_dry and path.parent == self._store.folder("cold"):
-                self._gone.add(path.name)
-            yield self._remove(path, status.st_size)
-
-    def _leftovers(self) -> Iterator[Removed]:
+    def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
+        folder = self._store.folder
         leased = self._store.read_leases()
         self._marks.update()
         temporary = [
             entry
-            for entry in scan_folder(self._store.folder("temporary"))
+            for entry in scan_folder(folder("temporary"))
             if entry.name.rpartition("-")[0] not in leased.names
         ]
         known = {digest.hex for digest in self._marks.manifests()}
-        caches = [
-            entry for entry in scan_folder(self._store.folder("headers")) if entry.name not in known
-        ]
-        caches += [
-            entry
-            for entry in scan_folder(self._store.folder("headers").parent)
-            if entry.name[0] == "."
-        ]
-        caches = [entry for entry in caches if self._is_old(entry)]
+        caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
+        caches += [entry for entry in scan_folder(folder("headers").parent) if entry.name[0] == "."]
         bases = {base.file_name for base in self._needed_bases(self._needed(leased.digests))}
-        pins = [
-            entry for entry in scan_folder(self._store.folder("bases")) if entry.name not in bases
-        ]
-        for path in (*leased.dead, *(Path(entry.path) for entry in (*temporary, *caches, *pins))):
-            with contextlib.suppress(FileNotFoundError):  # caches are written without the lock
-                yield self._remove(path, path.lstat().st_size)
+        links = [entry for entry in scan_folder(folder("bases")) if entry.name not in bases]
+        # Caches are written without the lock, so young ones are kept.
+        ages = [(path, 0.0) for path in leased.dead]
+        for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
+            ages += [(Path(entry.path), age) for entry in entries]
+        for path, age in ages:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if _age(status) >= age:
+                    yield self._remove(path, status.st_size)
 
-    def _is_old(self, entry: os.DirEntry[str]) -> bool:
-        try:
-            return _age(entry.stat(follow_symlinks=False)) >= self._older_than
-        except FileNotFoundError:
-            return False
-
-    def _empty_folders(self) -> Iterator[Path]:
+    def remove_empty_folders(self) -> Iterator[Path]:
+        """Remove empty folders of manifests; a folder with only empty folders is empty too."""
         empty: set[str] = set()
         for folder, inner, files in os.walk(self._store.folder("manifests"), topdown=False):
             full = [name for name in inner if str(Path(folder, name)) not in empty]
@@ -271,6 +243,23 @@ class _Collection:
                 if not self._is_dry:
                     Path(folder).rmdir()
                 yield Path(folder).relative_to(self._store.root)
+
+    def _needed(self, leased: Iterable[Digest]) -> _Needed:
+        needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
+        needed.bases.update([base.hex for base in self._needed_bases(needed)])
+        return needed
+
+    def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
+        """Yield the bases of all delta-encoded blobs that stay."""
+        if self._keeps_bases:
+            yield from filter(None, map(digest_of, list_names(self._store.folder("bases"))))
+        for digest, status in self._store.cold_files().items():
+            if digest.file_name not in self._gone:
+                # An unreadable base matters only if the blob is needed and has no hot form.
+                must_be_known = needed.has_itself(digest.hex) and not self._store.has_hot(digest)
+                base = self._store.base_of(digest, status, must_be_known=must_be_known)
+                if base is not None:
+                    yield base
 
     def _remove(self, path: Path, size: int) -> Removed:
         if not self._is_dry:

@@ -11,12 +11,10 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Set as AbstractSet
 
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
-    from blobstore.store.catalog import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +50,15 @@ def list_models(
     entries = list(read_catalog(store))
     uses = Counter(digest for entry in entries for digest in entry.blobs)
     frozen = store.frozen()
-    return tuple(_listed(entry, uses, frozen) for entry in entries)
-
-
-def _listed(entry: CatalogEntry, uses: Counter[Digest], frozen: AbstractSet[Digest]) -> ListedModel:
-    blobs = entry.blobs
-    return ListedModel(
-        reference=entry.reference,
-        modified=entry.modified,
-        digest=entry.digest,
-        size=sum(blobs.values()),
-        shared=sum(size for digest, size in blobs.items() if uses[digest] > 1),
-        frozen=sum(size for digest, size in blobs.items() if digest in frozen),
-        error=entry.error,
+    return tuple(
+        ListedModel(
+            reference=entry.reference,
+            modified=entry.modified,
+            digest=entry.digest,
+            size=sum(entry.blobs.values()),
+            shared=sum(size for digest, size in entry.blobs.items() if uses[digest] > 1),
+            frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
+            error=entry.error,
+        )
+        for entry in entries
     )

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import (
-    InvalidManifest,
-    NameConflict,
-    NameTaken,
-    UsageError,
-)
+from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries

@@ -1,10 +1,11 @@
-"""Describes one model: its architecture, tensors and blobs, and the blobs that cannot be read.
+"""The operation ``show``: the architecture, tensors and blobs of a model, and blobs that cannot be read.
 
 Only headers and small JSON files are read. ``verify`` is the operation that hashes the data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -23,13 +24,9 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
-    from blobstore.models.tensors import StoredTensor
 
 CONFIG_NAME = "(config)"
 """The name under which the config blob is listed; it has none of its own."""
-
-_CONFIG_FILES = ("config.json", "model_index.json")
 
 
 class TensorDescription(NamedTuple):
@@ -153,13 +150,19 @@ def describe_model(
         manifest.layers_of(media_types.MODEL)
     )
     keys = ("model_family",) if is_gguf else ("architectures", "_class_name")
+    files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
+    config_blob: Descriptor | None = manifest.config
+    if not is_gguf:
+        config_blob = files.get("config.json") or files.get("model_index.json")
     config: Mapping[str, Any] = {}
-    config_blob = manifest.config if is_gguf else _config_file(manifest)
     if config_blob is not None:
-        try:
-            config = _read_json(store, config_blob)
-        except BlobstoreError as error:
-            faults.setdefault(config_blob.id, error)
+        # Files are stored as the source has them, valid JSON or not.
+        with contextlib.suppress(ValueError, RecursionError):
+            try:
+                value = json.loads(store.read_blob(config_blob.digest, config_blob.size))
+                config = value if isinstance(value, dict) else {}
+            except BlobstoreError as error:
+                faults.setdefault(config_blob.id, error)
     frozen = {blob.digest for blob in manifest.blobs if store.is_cold(blob.digest)}
     return ModelDescription(
         reference=reference,
@@ -169,65 +172,37 @@ def describe_model(
         size=sum(blob.size for blob in manifest.blobs),
         frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
         blobs=tuple(
-            _describe_blob(
-                blob.name or (CONFIG_NAME if blob is manifest.config else ""),
-                blob,
-                faults.get(blob.id),
+            BlobDescription(
+                name=name,
+                media_type=blob.media_type,
+                size=blob.size,
+                digest=blob.digest,
                 is_frozen=blob.digest in frozen,
+                fault=fault and fault.at(f"layer {quote(name)}"),
             )
             for blob in (manifest.config, *manifest.layers)
+            for name in [blob.name or (CONFIG_NAME if blob is manifest.config else "")]
+            for fault in [faults.get(blob.id)]
         ),
-        tensors=tuple(map(_describe_tensor, contents.tensors.values())),
+        tensors=tuple(
+            TensorDescription(
+                name=tensor.name,
+                type=tensor.type_name,
+                dtype=tensor.entry.spec.dtype.value,
+                shape=tensor.shape,
+                size=tensor.nbytes,
+                layer=tensor.layer.name,
+                digest=tensor.layer.digest,
+                is_quantized=bool(tensor.companions),
+                quant_type=tensor.item.name if tensor.item else None,
+                group_size=tensor.group_size,
+            )
+            for tensor in contents.tensors.values()
+        ),
     )
-
-
-def _config_file(manifest: Manifest) -> Descriptor | None:
-    files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
-    return next((files[name] for name in _CONFIG_FILES if name in files), None)
-
-
-def _read_json(store: LocalStore, blob: Descriptor) -> Mapping[str, Any]:
-    """Return the JSON object in a small blob; an empty one if the blob contains something else.
-
-    Raises:
-        BlobstoreError: the blob is missing or damaged.
-    """
-    try:
-        value = json.loads(store.read_blob(blob.digest, blob.size))
-    except (ValueError, RecursionError):  # files are stored as the source has them, valid or not
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _first_text(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, str) else ""
-
-
-def _describe_blob(
-    name: str, blob: Descriptor, fault: BlobstoreError | None, *, is_frozen: bool
-) -> BlobDescription:
-    return BlobDescription(
-        name=name,
-        media_type=blob.media_type,
-        size=blob.size,
-        digest=blob.digest,
-        is_frozen=is_frozen,
-        fault=None if fault is None else fault.at(f"layer {quote(name)}"),
-    )
-
-
-def _describe_tensor(tensor: StoredTensor) -> TensorDescription:
-    return TensorDescription(
-        name=tensor.name,
-        type=tensor.type_name,
-        dtype=tensor.entry.spec.dtype.value,
-        shape=tensor.shape,
-        size=tensor.nbytes,
-        layer=tensor.layer.name,
-        digest=tensor.layer.digest,
-        is_quantized=bool(tensor.companions),
-        quant_type=tensor.item.name if tensor.item else None,
-        group_size=tensor.group_size,
-    )

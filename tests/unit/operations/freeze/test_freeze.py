@@ -893,7 +893,7 @@ def test_gc_keeps_the_base_of_a_model_that_is_frozen_again_between_batches(
 ) -> None:
     freeze_models([CHILD], store=family, base="base")
     remove_models([CHILD, "base"], store=family)
-    sweep = _Collection._sweep
+    sweep = _Collection.sweep
     swept: list[object] = []
 
     def and_then(self: _Collection, candidates: Iterable[Path]) -> Iterator[Removed]:
@@ -905,7 +905,7 @@ def test_gc_keeps_the_base_of_a_model_that_is_frozen_again_between_batches(
             remove_models(["base"], store=family)
         swept.append(candidates)
 
-    monkeypatch.setattr(_Collection, "_sweep", and_then)
+    monkeypatch.setattr(_Collection, "sweep", and_then)
     collect_garbage(family, older_than=0)
     assert len(swept) == 2
     assert_child_intact(family)
