@@ -50,7 +50,15 @@ class Manifest:
                 f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_SIZE}"
             )
         manifest = cls._plain(data) or cls._parse(data)
-        _check_names(manifest.layers)
+        seen: dict[tuple[str, str], int] = {}
+        for index, layer in enumerate(manifest.layers):
+            # Several licenses without a name are normal.
+            first = seen.setdefault((layer.media_type, layer.name), index) if layer.name else index
+            if first != index:
+                raise InvalidManifest(
+                    f"$.layers[{index}].name: {quote(layer.name)} is already the name of "
+                    f"$.layers[{first}], of the same media type"
+                )
         return manifest
 
     @classmethod
@@ -152,16 +160,3 @@ def layers_digest(layers: Iterable[Descriptor]) -> Digest:
 def listed(layers: Iterable[Descriptor]) -> bytes:
     """Return the list of layers as it stands in a manifest."""
     return strictjson.dumps([layer.to_json() for layer in layers]).encode()
-
-
-def _check_names(layers: Iterable[Descriptor]) -> None:
-    seen: dict[tuple[str, str], int] = {}
-    for index, layer in enumerate(layers):
-        if not layer.name:  # several licenses without a name are normal
-            continue
-        first = seen.setdefault((layer.media_type, layer.name), index)
-        if first != index:
-            raise InvalidManifest(
-                f"$.layers[{index}].name: {quote(layer.name)} is already the name of "
-                f"$.layers[{first}], of the same media type"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +11,8 @@ from blobstore.core.escape import quote
 from blobstore.errors import InvalidDigest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from typing_extensions import Buffer
 
 _FORM = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
@@ -42,6 +45,24 @@ class Digest(NamedTuple):
     def of(cls, data: Buffer) -> Digest:
         """Return the digest of ``data``."""
         return cls(hashlib.sha256(data).hexdigest())
+
+    @classmethod
+    def of_pieces(
+        cls,
+        pieces: Generator[memoryview, None, None],
+        progress: Callable[[int], None] | None = None,
+    ) -> Digest:
+        """Return the digest of the bytes that ``pieces`` yields, and close it.
+
+        ``progress`` receives the bytes of each piece.
+        """
+        digester = Digester()
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                digester.update(piece)
+                if progress is not None:
+                    progress(len(piece))
+        return digester.digest()
 
     @property
     def short(self) -> str:

@@ -68,10 +68,6 @@ def _refuse(token: str) -> NoReturn:
     raise ValueError(f"not valid JSON: {token}")
 
 
-def _integer(digits: str) -> int | float:
-    return -0.0 if digits == "-0" else int(digits)
-
-
 def _finite(digits: str) -> float:
     value = float(digits)
     return value if math.isfinite(value) else _refuse(digits[:50])
@@ -80,5 +76,8 @@ def _finite(digits: str) -> float:
 # Created once, because that often takes longer than parsing a header.
 _USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 _CAREFUL = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
+    object_pairs_hook=_unique,
+    parse_constant=_refuse,
+    parse_float=_finite,
+    parse_int=lambda digits: -0.0 if digits == "-0" else int(digits),
 )

@@ -12,7 +12,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
@@ -201,7 +201,8 @@ class BlobReader:
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
         """
-        _check(self.read_pieces(digest, size), self._layout.blob(digest), digest, progress)
+        found = Digest.of_pieces(self.read_pieces(digest, size), progress)
+        _check_found(self._layout.blob(digest), digest, found)
 
     def check_cold(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -218,7 +219,8 @@ class BlobReader:
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
         """Read the second hard link of a base and compare its digest, as :meth:`check_digest` does."""
-        _check(self.read_base_link(digest, size), self._layout.base_blob(digest), digest, progress)
+        found = Digest.of_pieces(self.read_base_link(digest, size), progress)
+        _check_found(self._layout.base_blob(digest), digest, found)
 
     # Opening and mapping
 
@@ -333,9 +335,7 @@ class BlobReader:
             data = read_exactly(descriptor, size, 0)
         finally:
             os.close(descriptor)
-        found = Digest.of(data)
-        if found != digest:
-            raise _wrong_digest(self._layout.blob(digest), digest, found)
+        _check_found(self._layout.blob(digest), digest, Digest.of(data))
         return data
 
     def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
@@ -394,7 +394,11 @@ class BlobReader:
 
     def _open_decoded(self, digest: Digest, size: int) -> int:
         blob = self._cold.open(digest, size)
-        descriptor = _open_anonymous_file()
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
         try:
             for piece in blob.pieces():
                 write_all(descriptor, piece)
@@ -422,32 +426,9 @@ def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:
     raise AssertionError
 
 
-def _open_anonymous_file() -> int:
-    """Return the descriptor of a new file without a name, in memory if the system can do that."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("blobstore", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _check(
-    pieces: Generator[memoryview, None, None],
-    path: str,
-    digest: Digest,
-    progress: Callable[[int], None] | None,
-) -> None:
-    digester = Digester()
-    with contextlib.closing(pieces):
-        for piece in pieces:
-            digester.update(piece)
-            if progress is not None:
-                progress(len(piece))
-    if digester.digest() != digest:
-        raise _wrong_digest(path, digest, digester.digest())
-
-
-def _wrong_digest(path: str, expected: Digest, found: Digest) -> BlobDamaged:
-    return BlobDamaged(
-        f"blob {quote(path)} is damaged: its bytes have digest {found}, expected {expected}",
-        advice=ADVICE,
-    )
+def _check_found(path: str, expected: Digest, found: Digest) -> None:
+    if found != expected:
+        raise BlobDamaged(
+            f"blob {quote(path)} is damaged: its bytes have digest {found}, expected {expected}",
+            advice=ADVICE,
+        )

@@ -16,7 +16,7 @@ import os
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
@@ -154,13 +154,9 @@ class ColdBlob:
         Raises:
             BlobDamaged: it cannot be decoded, or the digest differs. Otherwise as :meth:`read_into`.
         """
-        digester = Digester()
-        for piece in self.pieces():
-            digester.update(piece)
-            if progress is not None:
-                progress(len(piece))
-        if digester.digest() != self.digest:
-            raise self._damaged(f"it decodes to a blob with digest {digester.digest()}")
+        found = Digest.of_pieces(self.pieces(), progress)
+        if found != self.digest:
+            raise self._damaged(f"it decodes to a blob with digest {found}")
 
     def read_header(self) -> Header:
         """Return the checked safetensors header of a tensor blob.
@@ -180,29 +176,25 @@ class ColdBlob:
     def _all_decoders(self) -> Iterator[ColdBlobDecoder]:
         """Yield a decoder for each form of the base; the next form is opened only if it is needed."""
         for number in itertools.count():
-            if number == len(self._decoders):
-                self._add_decoder(number)
+            if self.base is not None and number == len(self._decoders):
+                with self._lock:
+                    if number == len(self._decoders):  # no other thread has opened it
+                        self._forms = self._forms or self._base_forms(self.base, self.base_size)
+                        try:
+                            form = next(self._forms, None)
+                        except BaseException:
+                            self._forms = None  # look again next time: the base may be restored
+                            raise
+                        if form is not None:
+                            # Other threads may be decoding with an earlier form, so keep its decoder.
+                            is_first = number == 0
+                            data = self._file.data
+                            decoder = self.container if is_first else type(self.container)(data)
+                            decoder.give_base(form)
+                            self._decoders.append(decoder)
             if number == len(self._decoders):
                 return
             yield self._decoders[number]
-
-    def _add_decoder(self, number: int) -> None:
-        """Open the next form of the base, unless another thread has done so."""
-        with self._lock:
-            if self.base is None or number < len(self._decoders):
-                return
-            if self._forms is None:
-                self._forms = self._base_forms(self.base, self.base_size)
-            try:
-                form = next(self._forms, None)
-            except BaseException:
-                self._forms = None  # look again next time: the base may be restored
-                raise
-            if form is not None:
-                # Other threads may be decoding with an earlier form, so that decoder keeps its base.
-                decoder = type(self.container)(self._file.data) if number else self.container
-                decoder.give_base(form)
-                self._decoders.append(decoder)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -102,23 +102,20 @@ class ColdFile:
         pages = memory[: -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE]
         done = 0
         while done < wanted:
-            count = self._read(pages[done:], first + done)
+            try:
+                count = os.preadv(self._descriptor, [pages[done:]], first + done)
+            except OSError as error:
+                # Some file systems report only now that they cannot bypass the cache.
+                if error.errno != errno.EINVAL:
+                    raise
+                self._set_direct(0)
+                count = os.preadv(self._descriptor, [pages[done:]], first + done)
             if not count:
                 raise ColdDamaged(
                     f"it ended at byte {first + done} of {self.size} while it was read"
                 )
             done += count
         return Window(first, pages[:wanted].toreadonly())
-
-    def _read(self, pages: memoryview, begin: int) -> int:
-        try:
-            return os.preadv(self._descriptor, [pages], begin)
-        except OSError as error:
-            # Some file systems report only now that they cannot bypass the cache.
-            if error.errno != errno.EINVAL:
-                raise
-        self._set_direct(0)
-        return os.preadv(self._descriptor, [pages], begin)
 
     def _set_direct(self, flag: int) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0)

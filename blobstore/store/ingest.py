@@ -14,13 +14,11 @@ a file therefore leaves no file behind.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
@@ -53,7 +51,7 @@ class Ingested:
     size: int
     written: bool
     file: str = ""
-    """Name of the temporary file, if a worker process wrote it for :meth:`Ingest.adopt`."""
+    """Name of the temporary file, if this import wrote one; see :meth:`Ingest.adopt`."""
 
 
 class Ingest:
@@ -73,8 +71,6 @@ class Ingest:
         """Sizes of the blobs that the store had; a blob of another size is new."""
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Digest] = {}
-        self._prefix = f"{lease.name}-"
-        self._numbers = itertools.count()
         self._active = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -96,8 +92,7 @@ class Ingest:
         with self._changed:
             self._changed.wait_for(lambda: not self._active)
         self._pool.shutdown()
-        for path in self._layout.temporary.glob(f"{self._prefix}*"):
-            path.unlink(missing_ok=True)
+        self._lease.remove_files()
 
     def stop(self) -> None:
         """End the import: threads and worker processes that still add blobs fail."""
@@ -118,7 +113,10 @@ class Ingest:
             OSError: writing failed.
             Cancelled: the import has ended.
         """
-        with self._working():
+        with self._changed:
+            self._check_open()
+            self._active += 1
+        try:
             if size in self._sizes and not once:
                 digester = Digester()
                 for buffer in buffers():
@@ -128,6 +126,10 @@ class Ingest:
                 if present is not None:
                     return present
             return self._write(size, buffers())
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
 
     def adopt(self, item: Ingested) -> None:
         """Publish with this import what a worker process has added to it."""
@@ -147,18 +149,6 @@ class Ingest:
             path.replace(self._layout.blob(digest))
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
-
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        with self._changed:
-            self._check_open()
-            self._active += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._active -= 1
-                self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -187,34 +177,27 @@ class Ingest:
         return Ingested(digest, size, written=False)
 
     def _write(self, size: int, buffers: Iterable[Buffer]) -> Ingested:
-        path = self._layout.temporary / f"{self._prefix}{next(self._numbers)}"
-        # Read-only from the start: a descriptor opened for writing stays usable.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        path, descriptor = self._lease.create_file()
         digester = Digester()
+        is_new = False
         try:
             for buffer in buffers:
                 self._check_open()
                 digester.update(buffer)
                 write_all(descriptor, buffer)
             if digester.size != size:
-                raise DamagedSource(  # noqa: TRY301 - the handler removes the file
-                    f"a blob announced with {size} bytes has {digester.size}"
-                )
+                raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
             digest = digester.digest()
             present = self.find(digest, size)  # another process may have written it by now
-        except BaseException:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise
-        if present is not None:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            return present
-        return self._keep(path, descriptor, Ingested(digest, size, written=True))
-
-    def _keep(self, path: Path, descriptor: int, item: Ingested) -> Ingested:
-        with self._changed:
-            self._unnamed[path] = item.digest
+            if present is not None:
+                return present
+            is_new = True
+        finally:
+            if not is_new:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+        item = Ingested(digest, size, written=True, file=path.name)
+        self.adopt(item)
         self._sync_later(descriptor)
         return item
 
@@ -243,8 +226,6 @@ class WorkerIngest(Ingest):
     def __init__(self, store: BlobReader, lease: JoinedLease, *, paranoid: bool) -> None:
         super().__init__(store, lease, paranoid=paranoid)
         self._joined = lease
-        # The lease is all up to the last dash; see the collection of temporary files.
-        self._prefix = f"{lease.name}-{secrets.token_hex(8)}."
 
     @property
     def has_ended(self) -> bool:
@@ -259,9 +240,8 @@ class WorkerIngest(Ingest):
         if self._joined.has_ended:
             raise Cancelled("the import was stopped")
 
-    def _keep(self, path: Path, descriptor: int, item: Ingested) -> Ingested:
-        self._sync_later(descriptor)
-        return replace(item, file=path.name)
+    def adopt(self, item: Ingested) -> None:
+        """Do nothing: the import adopts the results."""
 
     def _sync_later(self, descriptor: int) -> None:
         """Sync and close a file at once: the other processes write concurrently."""

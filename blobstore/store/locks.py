@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import time
@@ -40,6 +41,8 @@ LOCK_TIMEOUT = 60.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
+_NUMBERS = itertools.count()
+"""The last parts of the names of temporary files."""
 _LINE = len(Digest("0" * 64).hex) + 1
 
 
@@ -100,23 +103,21 @@ class Locks:
         mode = os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY
         descriptor = os.open(self._layout.lock, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._wait_for(descriptor, kind)
+            deadline = time.monotonic() + self.timeout
+            pause = _FIRST_PAUSE
+            while not _try_lock(descriptor, kind, self._layout.root):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StoreBusy(
+                        f"timed out after {self.timeout:g} s waiting for the lock of the store "
+                        f"{quote(self._layout.root)}, which another process holds; try again, or "
+                        "wait longer"
+                    )
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LAST_PAUSE)
             yield
         finally:
             os.close(descriptor)
-
-    def _wait_for(self, descriptor: int, kind: int) -> None:
-        deadline = time.monotonic() + self.timeout
-        pause = _FIRST_PAUSE
-        while not _try_lock(descriptor, kind, self._layout.root):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StoreBusy(
-                    f"timed out after {self.timeout:g} s waiting for the lock of the store "
-                    f"{quote(self._layout.root)}, which another process holds; try again, or wait longer"
-                )
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LAST_PAUSE)
 
 
 class Lease:
@@ -125,6 +126,7 @@ class Lease:
     def __init__(self, layout: Layout, locks: Locks) -> None:
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
         """Unique; temporary files whose names begin with it belong to this lease."""
+        self._files = layout.temporary, f"{self.name}-"
         self._locks = locks
         self._held: set[Digest] = set()
         self._path = layout.leases / self.name
@@ -157,6 +159,19 @@ class Lease:
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
             self._held |= fresh
 
+    def create_file(self) -> tuple[Path, int]:
+        """Return the path and the descriptor of a new temporary file, which belongs to this lease."""
+        folder, prefix = self._files
+        path = folder / f"{prefix}{next(_NUMBERS)}"
+        # Read-only from the start: a descriptor that is open for writing stays usable.
+        return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+
+    def remove_files(self) -> None:
+        """Remove the files of :meth:`create_file` that have not been renamed."""
+        folder, prefix = self._files
+        for path in folder.glob(f"{prefix}*"):
+            path.unlink(missing_ok=True)
+
     def end(self) -> None:
         """End the lease: its blobs are garbage now, or referenced by a manifest."""
         self._path.unlink(missing_ok=True)
@@ -186,6 +201,8 @@ class JoinedLease(Lease):
 
     def __init__(self, layout: Layout, locks: Locks, name: str) -> None:
         self.name = name
+        # The name of the lease is all up to the last dash: so gc finds it.
+        self._files = layout.temporary, f"{name}-{secrets.token_hex(8)}."
         self._locks = locks
         self._held = set()
         try:
@@ -224,27 +241,19 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
         if path.name == without:
             continue
         with contextlib.suppress(FileNotFoundError):  # a lease can end at any time
-            _read_lease(path, leases, layout.root)
-    return leases
-
-
-def _read_lease(path: Path, leases: Leases, root: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if _try_lock(descriptor, fcntl.LOCK_SH, root):
-            leases.dead.append(path)
-        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _try_lock(descriptor, fcntl.LOCK_SH, layout.root):
+                    leases.dead.append(path)
+                    continue
+                data = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
+            finally:
+                os.close(descriptor)
+            lines = data.splitlines(keepends=True)
+            whole = (line[:-1] for line in lines if len(line) == _LINE)
             leases.names.add(path.name)
-            leases.digests.update(_digests(descriptor))
-    finally:
-        os.close(descriptor)
-
-
-def _digests(descriptor: int) -> Iterator[Digest]:
-    data = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
-    for line in data.splitlines(keepends=True):
-        if len(line) == _LINE:
-            yield Digest(line[:-1].decode("ascii", "replace"))
+            leases.digests.update(Digest(line.decode("ascii", "replace")) for line in whole)
+    return leases
 
 
 def _try_lock(descriptor: int, kind: int, root: Path) -> bool:

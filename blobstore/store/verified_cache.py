@@ -28,7 +28,7 @@ from blobstore.core.files import FileState, open_regular, read_exactly, write_fi
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from blobstore.store.blobs import BlobReader
@@ -82,30 +82,30 @@ class VerifiedBlobs:
         known = {spelled: stamp for spelled, stamp in old.items() if spelled not in self._new}
         known |= {spelled: stamp for spelled, stamp in self._new.items() if stamp is not None}
         if known != old:
+            latest = list(known.items())[-_MAX_ENTRIES:]
+            lines = (f"{spelled} {' '.join(map(str, stamp))}\n" for spelled, stamp in latest)
+            text = "".join(lines).encode()
+            data = [_HEADER, f"{Digest.of(text)}\n".encode(), text]
             with contextlib.suppress(OSError):
-                write_file(self._path, [_encode(known)], mode=0o600, durable=False)
+                write_file(self._path, data, mode=0o600, durable=False)
 
     @functools.cached_property
     def _latest(self) -> int:
         """Files that changed after this time get no entry; 0 if the cache cannot be written."""
         folder = self._path.parent
+        path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()  # never the store itself, which may be gone
-            return min(_file_time(folder), time.time_ns()) - _MARGIN_NS
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                # On a network, the time of a new file is that of the server's clock.
+                return min(os.fstat(descriptor).st_mtime_ns, time.time_ns()) - _MARGIN_NS
+            finally:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
         except OSError:
             return 0
-
-
-def _file_time(folder: Path) -> int:
-    """Return the time that a new file in ``folder`` gets, on a network by the server's clock."""
-    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
 
 
 def _stamp(path: str) -> _Stamp | None:
@@ -116,13 +116,6 @@ def _stamp(path: str) -> _Stamp | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     return (*FileState.of_status(found), found.st_ctime_ns)
-
-
-def _encode(known: Mapping[str, _Stamp]) -> bytes:
-    latest = list(known.items())[-_MAX_ENTRIES:]
-    lines = (f"{spelled} {' '.join(map(str, stamp))}\n" for spelled, stamp in latest)
-    text = "".join(lines).encode()
-    return _HEADER + f"{Digest.of(text)}\n".encode() + text
 
 
 def _read(path: Path) -> dict[str, _Stamp]:
@@ -140,10 +133,6 @@ def _read(path: Path) -> dict[str, _Stamp]:
         return {}
     finally:
         os.close(descriptor)
-    return _decode(data)
-
-
-def _decode(data: bytes) -> dict[str, _Stamp]:
     digest, _, text = data.removeprefix(_HEADER).partition(b"\n")
     if not data.startswith(_HEADER) or digest != str(Digest.of(text)).encode():
         return {}

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.escape import quote
@@ -33,7 +33,7 @@ from blobstore.quantization.recipes import (
 from blobstore.safetensors.header import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from typing_extensions import Buffer
 
@@ -166,18 +166,14 @@ def _group_prefix(name: str, experts: ExpertForm) -> str | None:
 
 
 def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> BlobPlan:
-    recipes = tuple(_apply_policy(policy, recipe) for recipe in members)
+    recipes = list(members)
+    for index, recipe in enumerate(recipes):
+        if policy is not None and not isinstance(recipe, Prequantized | Quantized):
+            decision = policy.decide(recipe.spec)
+            if decision.item is not None:
+                recipes[index] = Quantized(recipe, decision.item, decision.group_size)
     metadata = quant_metadata({recipe.spec.name: _quantization(recipe) for recipe in recipes})
-    return BlobPlan(name, recipes, metadata)
-
-
-def _apply_policy(policy: Policy | None, recipe: Recipe) -> Recipe:
-    if policy is None or isinstance(recipe, Prequantized | Quantized):
-        return recipe
-    decision = policy.decide(recipe.spec)
-    if decision.item is None:
-        return recipe
-    return Quantized(recipe, decision.item, decision.group_size)
+    return BlobPlan(name, tuple(recipes), metadata)
 
 
 def _quantization(recipe: Recipe) -> tuple[str, int | None] | None:
@@ -197,28 +193,25 @@ def _stack_experts(members: Iterable[Recipe]) -> list[Recipe]:
         # By length, then digits: the order of the numbers, which may be too long for int().
         number = (len(match["expert"]), match["expert"])
         projections[f"{match['prefix']}.{match['rest']}"].append((number, recipe))
-    return [
-        _stack(name, [recipe for _, recipe in sorted(numbered, key=lambda item: item[0])])
-        for name, numbered in sorted(projections.items())
-    ]
-
-
-def _stack(name: str, experts: Sequence[Copied | Decoded]) -> Recipe:
-    first = experts[0]
-    for expert in experts:
-        if _stacking_key(expert) != _stacking_key(first):
-            raise UnsupportedSource(
-                f"experts {quote(first.spec.name)} and {quote(expert.spec.name)} differ in dtype "
-                "or shape and cannot be stacked; use --experts packed"
-            )
-    spec = TensorSpec(name, first.spec.dtype, (len(experts), *first.spec.shape))
-    sources = tuple(source for expert in experts for source in expert.sources)
-    if isinstance(first, Copied):
-        return Copied(spec, sources)
-    scales = tuple(
-        scale for expert in experts if isinstance(expert, Decoded) for scale in expert.scales
-    )
-    return replace(first, spec=spec, sources=sources, scales=scales)
+    stacked: list[Recipe] = []
+    for name, numbered in sorted(projections.items()):
+        experts = [expert for _, expert in sorted(numbered, key=itemgetter(0))]
+        first = experts[0]
+        for expert in experts:
+            if _stacking_key(expert) != _stacking_key(first):
+                raise UnsupportedSource(
+                    f"experts {quote(first.spec.name)} and {quote(expert.spec.name)} differ in "
+                    "dtype or shape and cannot be stacked; use --experts packed"
+                )
+        spec = TensorSpec(name, first.spec.dtype, (len(experts), *first.spec.shape))
+        sources = tuple(source for expert in experts for source in expert.sources)
+        joined = replace(first, spec=spec, sources=sources)
+        if isinstance(joined, Decoded):
+            decoded = (expert for expert in experts if isinstance(expert, Decoded))
+            scales = tuple(scale for expert in decoded for scale in expert.scales)
+            joined = replace(joined, scales=scales)
+        stacked.append(joined)
+    return stacked
 
 
 def _stacking_key(recipe: Copied | Decoded) -> tuple[object, ...]:

@@ -68,7 +68,19 @@ class Converter:
         buffer = self._buffer(_COPY_SIZE)
         for source in recipe.sources:
             pieces = self._read(source, buffer)
-            yield from map(_reciprocal, pieces) if recipe.is_reciprocal else pieces
+            if not recipe.is_reciprocal:
+                yield from pieces
+                continue
+            import numpy as np
+
+            for piece in pieces:
+                value = np.frombuffer(piece, "<f4")
+                with np.errstate(all="ignore"):
+                    result = np.float32(1) / value
+                # The reciprocal of the smallest float32 is infinite.
+                if not (np.isfinite(value) & np.isfinite(result)).all():
+                    raise DamagedSource(f"a global scale of {value[0]} has no reciprocal")
+                yield result.tobytes()
 
     def _quantize(self, recipe: Quantized) -> Iterator[Buffer]:
         from blobstore.quantization.numpy import quantize
@@ -89,7 +101,12 @@ class Converter:
             _check_finite(rows, recipe, done)
             done += rows.size
             weight, scale, bias = quantize(rows, recipe.item, recipe.group_size)
-            _check_exponents(scale, recipe)
+            # Groups of values below about 1e-36 would be read back as 1e38. MLX does not check that.
+            if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _MAX_EXPONENT:
+                raise DamagedSource(
+                    f"the values of a group are too small or too large for {recipe.item.name}; "
+                    "keep the tensor with an override to none"
+                )
             yield as_bytes(weight)
             scales.append(scale)
             if bias is not None:
@@ -148,35 +165,7 @@ def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
         )
 
 
-def _check_exponents(scale: Array, recipe: Quantized) -> None:
-    """Reject exponents that may have overflowed their byte, which MLX does not check.
-
-    Groups of values below about 1e-36 overflow and would be read back as 1e38. No weight is that
-    small or that large.
-    """
-    if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _MAX_EXPONENT:
-        raise DamagedSource(
-            f"the values of a group are too small or too large for {recipe.item.name}; keep the "
-            "tensor with an override to none"
-        )
-
-
 def _as_array(data: memoryview, dtype: DType) -> Array:
     from blobstore.safetensors.numpy import as_array
 
     return as_array(data, 0, TensorSpec("", dtype, (len(data) * 8 // dtype.bits,)))
-
-
-def _reciprocal(piece: memoryview) -> memoryview:
-    import numpy as np
-
-    from blobstore.safetensors.numpy import as_bytes
-
-    value = np.frombuffer(piece, "<f4")
-    with np.errstate(all="ignore"):
-        result = np.float32(1) / value
-    if not (
-        np.isfinite(value) & np.isfinite(result)
-    ).all():  # the smallest float32 has an infinite one
-        raise DamagedSource(f"a global scale of {value[0]} has no reciprocal")
-    return as_bytes(result)

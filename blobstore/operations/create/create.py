@@ -127,10 +127,8 @@ def create(
         pool = WorkerPool(jobs, progress, total, executor=executor)
         try:
             with store.ingest(paranoid=paranoid) as ingest:
-                if executor is None:
-                    added = _add_on_threads(opened, plan.blobs, ingest, pool)
-                else:
-                    added = _add_in_workers(opened, plan.blobs, store, ingest, pool)
+                in_workers = executor is not None
+                added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
                 manifest = _add_files(opened, plan, ingest, added)
                 ingest.publish()
                 # A model gets its name only if it can be resolved, and its index for faster opening.
@@ -151,53 +149,42 @@ def create(
     )
 
 
-def _add_on_threads(
-    source: TensorSource, blobs: Sequence[BlobPlan], ingest: Ingest, pool: WorkerPool
-) -> list[Ingested]:
-    """Add the blobs of the tensors; the results have the order of ``blobs``."""
-    in_order = _in_source_order(source, blobs)
-    job = functools.partial(
-        add_blob, ingest=ingest, converter=Converter(source.read), report=pool.report
-    )
-    results = pool.run(in_order, job, ingest.stop)
-    by_name = {blob.name: item for blob, item in zip(in_order, results, strict=True)}
-    return [by_name[blob.name] for blob in blobs]
-
-
-def _add_in_workers(
+def _add_tensors(
     source: TensorSource,
     blobs: Sequence[BlobPlan],
     store: LocalStore,
     ingest: Ingest,
     pool: WorkerPool,
+    *,
+    in_workers: bool,
 ) -> list[Ingested]:
-    """Do as :func:`_add_on_threads`, with jobs that can run in other processes."""
-    shared = SharedImport(
-        open_source=source.reopen,
-        store=store.root,
-        lock_timeout=store.lock_timeout,
-        name=ingest.name,
-        is_paranoid=ingest.is_paranoid,
-    )
-    job = functools.partial(add_in_worker, shared)
-    by_name: dict[str, Ingested] = {}
+    """Add the blobs of the tensors; the results have the order of ``blobs``."""
+    if in_workers:
+        shared = SharedImport(
+            open_source=source.reopen,
+            store=store.root,
+            lock_timeout=store.lock_timeout,
+            name=ingest.name,
+            is_paranoid=ingest.is_paranoid,
+        )
+        job = functools.partial(add_in_worker, shared)
+    else:
+        converter = Converter(source.read)
+        job = functools.partial(add_blob, ingest=ingest, converter=converter, report=pool.report)
+    # In the order of the source's bytes, so that a cold disk is read sequentially.
+    position = {name: index for index, name in enumerate(source.specs)}
+    in_order = sorted(blobs, key=lambda blob: position[blob.tensors[0].sources[0]])
+    added: dict[str, Ingested] = {}
     try:
-        with contextlib.closing(
-            pool.completed(_in_source_order(source, blobs), job, ingest.stop)
-        ) as results:
+        with contextlib.closing(pool.completed(in_order, job, ingest.stop)) as results:
             for blob, item in results:
-                ingest.adopt(item)
-                by_name[blob.name] = item
-                pool.report(blob.size, blob.name)
+                added[blob.name] = item
+                if in_workers:
+                    ingest.adopt(item)
+                    pool.report(blob.size, blob.name)
     finally:
         close_joined(ingest.name)  # the workers may be threads of this process
-    return [by_name[blob.name] for blob in blobs]
-
-
-def _in_source_order(source: TensorSource, blobs: Sequence[BlobPlan]) -> list[BlobPlan]:
-    """Return blobs in the order of the source's bytes, so that a cold disk is read sequentially."""
-    position = {name: index for index, name in enumerate(source.specs)}
-    return sorted(blobs, key=lambda blob: position[blob.tensors[0].sources[0]])
+    return [added[blob.name] for blob in blobs]
 
 
 def _add_files(

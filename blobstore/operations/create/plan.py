@@ -38,6 +38,24 @@ class QuantizeOptions:
     overrides: Sequence[str] = ()
     """``GLOB=TYPE``; the last one that matches a tensor's name decides; ``none`` keeps it."""
 
+    def to_policy(self, config: Mapping[str, Any]) -> Policy | None:
+        """Return the policy for a source with that ``config``; None to quantize nothing.
+
+        Raises:
+            UsageError: the options are invalid, or no type is given for them.
+        """
+        if self.quant_type is None:
+            if self != QuantizeOptions():
+                raise UsageError("a group size, policy or override requires a type to quantize to")
+            return None
+        return Policy(
+            parse_format(self.quant_type),
+            group_size=self.group_size,
+            name=self.policy,
+            overrides=tuple(map(parse_override, self.overrides)),
+            config=config,
+        )
+
 
 class PlannedTensor(NamedTuple):
     """How one tensor is stored, and why."""
@@ -77,24 +95,23 @@ class ModelPlan:
         """Yield how each logical tensor is stored."""
         for blob in self.blobs:
             for recipe in blob.tensors:
-                yield self._decision(recipe)
-
-    def _decision(self, recipe: Recipe) -> PlannedTensor:
-        name, dtype, shape = recipe.spec
-        before, after = recipe.spec.nbytes, sum(spec.nbytes for spec in recipe.stored)
-        source_type, stored_type, group_size = dtype.value, dtype.value, 0
-        if isinstance(recipe, Prequantized):
-            source_type = stored_type = recipe.item.name
-            group_size = recipe.group_size or recipe.item.group_size
-            shape = (*shape[:-1], recipe.item.columns(shape[-1]))
-            before, reason = after, "quantized in the source"
-        else:
-            reason = "copied" if self.policy is None else self.policy.decide(recipe.spec).reason
-            if isinstance(recipe, Quantized):
-                stored_type, group_size = recipe.item.name, recipe.group_size
-        return PlannedTensor(
-            name, shape, source_type, stored_type, group_size, before, after, reason
-        )
+                name, dtype, shape = recipe.spec
+                before, after = recipe.spec.nbytes, sum(spec.nbytes for spec in recipe.stored)
+                source_type, stored_type, group_size = dtype.value, dtype.value, 0
+                if isinstance(recipe, Prequantized):
+                    source_type = stored_type = recipe.item.name
+                    group_size = recipe.group_size or recipe.item.group_size
+                    shape = (*shape[:-1], recipe.item.columns(shape[-1]))
+                    before, reason = after, "quantized in the source"
+                else:
+                    reason = (
+                        "copied" if self.policy is None else self.policy.decide(recipe.spec).reason
+                    )
+                    if isinstance(recipe, Quantized):
+                        stored_type, group_size = recipe.item.name, recipe.group_size
+                yield PlannedTensor(
+                    name, shape, source_type, stored_type, group_size, before, after, reason
+                )
 
 
 def plan_source(
@@ -109,7 +126,7 @@ def plan_source(
     """
     recipes, notices, quant_type = detect_quantization(source.specs, source.config)
     options = quantize or QuantizeOptions()
-    policy = _policy(options, source.config)
+    policy = options.to_policy(source.config)
     if policy is not None:
         _check_is_plain(recipes.values(), source.config)
     blobs = plan_blobs(recipes, experts=experts, policy=policy)
@@ -121,20 +138,6 @@ def plan_source(
     elif quant_type not in FORMATS:
         quant_type = ""  # 8-bit floats are decoded, so no stored tensor has their type
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
-
-
-def _policy(options: QuantizeOptions, config: Mapping[str, Any]) -> Policy | None:
-    if options.quant_type is None:
-        if options != QuantizeOptions():
-            raise UsageError("a group size, policy or override requires a type to quantize to")
-        return None
-    return Policy(
-        parse_format(options.quant_type),
-        group_size=options.group_size,
-        name=options.policy,
-        overrides=tuple(map(parse_override, options.overrides)),
-        config=config,
-    )
 
 
 def _check_is_plain(recipes: Iterable[Recipe], config: Mapping[str, Any]) -> None:

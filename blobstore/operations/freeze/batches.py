@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -42,18 +41,15 @@ class TemporaryFiles:
     """A lease and the temporary files that carry its name, which ``gc`` keeps while the lease lives."""
 
     def __init__(self, store: LocalStore) -> None:
-        self._folder = store.folder("temporary")
-        for folder in (store.folder("blobs"), store.folder("cold"), self._folder):
-            make_folders(folder, store.root)
+        for name in ("blobs", "cold", "temporary"):
+            make_folders(store.folder(name), store.root)
         self.lease = store.lease()
-        self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self._folder.glob(f"{self.lease.name}-*"):
-            path.unlink(missing_ok=True)
+        self.lease.remove_files()
         self.lease.close()
 
     @contextlib.contextmanager
@@ -62,9 +58,7 @@ class TemporaryFiles:
 
         If the block raises, the file is removed.
         """
-        path = self._folder / f"{self.lease.name}-{next(self._numbers)}"
-        # Read-only from the start: a descriptor that is open for writing stays usable.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        path, descriptor = self.lease.create_file()
         try:
             try:
                 yield path, descriptor

@@ -9,7 +9,6 @@ never used.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.sources.base import TensorSource
+    from blobstore.store.locks import Lease
 
 _BACKUP = "create the model again, or take the file from a backup"
 _NO_MANIFEST = f"a missing manifest cannot be repaired; {_BACKUP}"
@@ -241,8 +241,8 @@ class _Repair:
         self._jobs = jobs
         self._progress = progress
         self._is_dry = is_dry
-        self._prefix = ""
-        self._numbers = itertools.count()
+        self._lease: Lease
+        """Owns the temporary files; only set if blobs are written."""
         self._placing = threading.Lock()
         self._pool = WorkerPool(jobs, None, 0)
         self.repaired: list[RepairedBlob] = []
@@ -263,8 +263,7 @@ class _Repair:
             for folder in (self._store.folder("blobs"), self._store.folder("temporary")):
                 make_folders(folder, self._store.root)
             # The lease only marks the temporary files as used; manifests reference the blobs.
-            with self._store.lease() as lease:
-                self._prefix = f"{lease.name}-"
+            with self._store.lease() as self._lease:
                 self._quarantine_cold()
                 self._try_providers(own, provider)
         # A blob that is delta-encoded against a damaged base is intact again with its base.
@@ -314,9 +313,7 @@ class _Repair:
 
     def _write(self, candidate: Candidate) -> bool:
         """Write a candidate to a temporary file, and put it in place if it has the digest."""
-        path = self._store.folder("temporary") / f"{self._prefix}{next(self._numbers)}"
-        # Read-only from the start: a descriptor opened for writing stays usable.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        path, descriptor = self._lease.create_file()
         try:
             try:
                 is_right = self._has_digest(candidate, descriptor)

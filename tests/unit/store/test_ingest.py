@@ -353,7 +353,7 @@ def test_a_found_blob_is_leased_until_the_import_ends(store: LocalStore) -> None
         added = ingest.add(4, lambda: [b"blob"])
         ingest.publish()
     with store.ingest() as ingest:
-        assert ingest.find(added.digest, 4) == replace(added, written=False)
+        assert ingest.find(added.digest, 4) == replace(added, written=False, file="")
         assert ingest.find(Digest.of(b"other"), 5) is None
         assert added.digest in store.read_leases().digests
         with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):

@@ -269,16 +269,19 @@ def test_a_forked_process_does_not_keep_leases_alive(store: LocalStore) -> None:
     lease = store.lease()
     lease.hold([A])
     reader, writer = os.pipe()
+    started, starting = os.pipe()
     child = os.fork()
     if child == 0:  # waits until the end of the test, as a worker process does that lost its parent
         os.close(writer)
+        os.write(starting, b"x")
         os.read(reader, 1)
         os._exit(0)
+    os.read(started, 1)  # the child has closed its copies of the leases
     assert A in store.read_leases().digests
     os.close(lease._descriptor)  # as the system does when the process is killed
     assert [path.name for path in store.read_leases().dead] == [lease.name]
     lease._descriptor = os.open(os.devnull, os.O_RDONLY)
     lease.close()
-    os.close(writer)
-    os.close(reader)
+    for descriptor in (started, starting, reader, writer):
+        os.close(descriptor)
     os.waitpid(child, 0)

@@ -246,7 +246,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_an_error(
     def shrink(what: str, done: int, total: int) -> None:
         os.truncate(model / "model.safetensors", 2**20)
 
-    with pytest.raises(DamagedSource, match="ended at byte .*the file was cut short while it was"):
+    with pytest.raises(DamagedSource, match="ended at byte .*the file was truncated while it was"):
         blobstore.create(model, "m", store=store, jobs=jobs, progress=shrink)
     assert is_clean(store)
 
