@@ -166,19 +166,25 @@ def check_names(
     faults = [
         *_listed("missing", missing),
         *_listed("unexpected", unexpected),
-        *_listed("of another shape", [_shapes(*item) for item in misshapen], shown=str),
-        *_listed("of another type", [_types(*item) for item in mistyped], shown=str),
+        *_listed(
+            "of another shape",
+            [
+                f"{quote(name)} {list(stored)} where {list(expected)} is expected"
+                for name, stored, expected in misshapen
+            ],
+            shown=str,
+        ),
+        *_listed(
+            "of another type",
+            [
+                f"{quote(name)} {stored} where {expected} is expected"
+                for name, stored, expected in mistyped
+            ],
+            shown=str,
+        ),
     ]
     if faults:
         raise BlobstoreError(f"{what}: {'; '.join(faults)}")
-
-
-def _shapes(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{quote(name)} {list(stored)} where {list(expected)} is expected"
-
-
-def _types(name: str, stored: str, expected: str) -> str:
-    return f"{quote(name)} {stored} where {expected} is expected"
 
 
 def _listed(kind: str, names: Sequence[str], shown: Any = quote) -> Iterator[str]:

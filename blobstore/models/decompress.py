@@ -85,8 +85,8 @@ class ParallelDecoder:
         self._past_cache = past_cache
         self._report = report
         self._bases: set[Digest] = set()
-        self._closings: list[Callable[[], object]] = []
-        """Close all files. An error that is kept must not keep files open."""
+        self._open_files = contextlib.ExitStack()
+        """Closes all files. An error that is kept must not keep files open."""
         size = buffer_size(_REQUEST)
         self._memory = MappedRegion([size] * _BUFFERS, filled=True)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
@@ -112,7 +112,7 @@ class ParallelDecoder:
         # Threads end before the memory that they write to becomes read-only.
         with (
             contextlib.ExitStack() as writable,
-            self._files_closed(),
+            self._open_files,
             _completed(chain(batches, decoding)),
             _threads(_REQUESTS) as readers,
             _threads(os.cpu_count() or 1) as decoders,
@@ -136,14 +136,6 @@ class ParallelDecoder:
                 work.result()
             thawed += chain.from_iterable(batch.result() for batch in batches)
         return thawed
-
-    @contextlib.contextmanager
-    def _files_closed(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for close in self._closings:
-                close()
 
     def _request(self, blobs: Sequence[ColdSlot]) -> None:
         """Ask the kernel to read the files of blobs, without waiting for that."""
@@ -194,7 +186,7 @@ class ParallelDecoder:
 
         def read(file: ColdFile) -> FileBytes | None:
             nonlocal is_cached, is_complete, source
-            self._closings.append(file.close)
+            self._open_files.callback(file.close)
             is_cached = file.is_cached()
             if not is_cached:
                 if self._past_cache:

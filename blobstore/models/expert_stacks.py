@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
 from blobstore.errors import BlobDamaged
@@ -27,14 +27,13 @@ def read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
             raise BlobDamaged(
                 f"the list of stacked tensors, blob {layer.digest.short}, is {error}"
             ) from None
-        if not isinstance(value, dict) or not all(map(_is_list_of_names, value.values())):
+        if not isinstance(value, dict) or not all(
+            isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+            for names in value.values()
+        ):
             raise BlobDamaged(
                 f"the list of stacked tensors, blob {layer.digest.short}, is not an object of "
                 "lists of names"
             )
         stacks.update(value)
     return stacks
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)

@@ -120,7 +120,30 @@ class ArrayTarget:
         Raises:
             UsageError: there is no such framework, or it has no such device.
         """
-        return cls(framework, device, _converter(framework, device))
+        if framework not in get_args(Framework):
+            raise UsageError(f"framework must be numpy, torch or mlx, got {quote(framework)}")
+        if framework == "torch":
+            from blobstore.safetensors.torch import as_tensor, check_device, copy_to
+
+            if device == "cpu":
+                return cls(framework, device, as_tensor)
+            check_device(device)
+
+            def convert(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any:
+                return copy_to(device, as_tensor(memory, offset, spec), spec)
+
+            return cls(framework, device, convert)
+        if device != "cpu":
+            raise UsageError(
+                f"device {quote(device)} requires framework torch; {framework} takes cpu"
+            )
+        if framework == "mlx":
+            from blobstore.safetensors.mlx import as_mlx
+
+            return cls(framework, device, as_mlx)
+        from blobstore.safetensors.numpy import as_array
+
+        return cls(framework, device, as_array)
 
     @property
     def has_views(self) -> bool:
@@ -145,30 +168,9 @@ class ArrayTarget:
         """
         if not self.has_stream:
             return None
-        from blobstore.safetensors.cuda import TorchLane
+        from blobstore.safetensors.cuda import TorchDeviceStream
 
-        return TorchLane(self.device)
-
-
-def _converter(framework: str, device: str) -> Convert:
-    if framework == "torch":
-        from blobstore.safetensors.torch import as_tensor, check_device, copy_to
-
-        if device == "cpu":
-            return as_tensor
-        check_device(device)
-        return lambda memory, offset, spec: copy_to(device, as_tensor(memory, offset, spec), spec)
-    if framework not in get_args(Framework):
-        raise UsageError(f"framework must be numpy, torch or mlx, got {quote(framework)}")
-    if device != "cpu":
-        raise UsageError(f"device {quote(device)} requires framework torch; {framework} takes cpu")
-    if framework == "mlx":
-        from blobstore.safetensors.mlx import as_mlx
-
-        return as_mlx
-    from blobstore.safetensors.numpy import as_array
-
-    return as_array
+        return TorchDeviceStream(self.device)
 
 
 def original_dtype(item: QuantFormat, scale: DType) -> FloatName:

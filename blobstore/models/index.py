@@ -151,7 +151,17 @@ def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
     """
     key = Digest.of(manifest)
     with gc_paused():
-        return _decode(key, store.read_index(key))
+        checksum, _, text = (store.read_index(key) or b"").partition(b"\n")
+        if checksum != str(_checksum(key, text)).encode():
+            return None
+        try:
+            # There are no floats in an index: Digest.parse raises an error for any.
+            entries, stated, quantized = json.loads(text, parse_float=Digest.parse)
+            blobs = [(Digest(spelled), size) for spelled, size in stated]
+            _check(entries, blobs, quantized)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
+            return None
+        return TensorIndex(entries, blobs, quantized, is_cached=True)
 
 
 def read_index(
@@ -208,7 +218,9 @@ def write_index(store: LocalStore, manifest: bytes, index: TensorIndex) -> None:
     if not index.is_proven:
         return
     key = Digest.of(manifest)
-    data = _encode(key, index)
+    blobs = [(digest.hex, size) for digest, size in index.blobs]
+    text = json.dumps([index.entries, blobs, index.quantized], separators=(",", ":")).encode()
+    data = f"{_checksum(key, text)}\n".encode() + text
     if store.read_index(key) != data:
         store.write_index(key, data)
 
@@ -232,28 +244,6 @@ def _runtime_names(
     return named
 
 
-def _encode(key: Digest, index: TensorIndex) -> bytes:
-    blobs = [(digest.hex, size) for digest, size in index.blobs]
-    text = json.dumps([index.entries, blobs, index.quantized], separators=(",", ":")).encode()
-    return f"{_checksum(key, text)}\n".encode() + text
-
-
-def _decode(key: Digest, data: bytes | None) -> TensorIndex | None:
-    if data is None:
-        return None
-    checksum, _, text = data.partition(b"\n")
-    if checksum != str(_checksum(key, text)).encode():
-        return None
-    try:
-        # There are no floats in an index: Digest.parse raises an error for any.
-        entries, stated, quantized = json.loads(text, parse_float=Digest.parse)
-        blobs = [(Digest(spelled), size) for spelled, size in stated]
-        _check(entries, blobs, quantized)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
-        return None
-    return TensorIndex(entries, blobs, quantized, is_cached=True)
-
-
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
 _HEX_LENGTH = 64
 _BITS = {name: dtype.bits for name, dtype in DTYPES.items()}
@@ -269,7 +259,8 @@ def _check(
     """Check that digests are digests, and that every tensor lies inside its blob.
 
     A model has thousands of tensors, so values are checked in bulk where possible. A value of an
-    unexpected type raises any of the exceptions that :func:`_decode` catches.
+    unexpected type raises any of the exceptions that
+    :func:`load_cached_index` catches.
     """
     spelled = [digest.hex for digest, _ in blobs]
     sizes = [size + 0 for _, size in blobs]

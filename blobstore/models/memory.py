@@ -74,7 +74,12 @@ class ModelMemory:
         prefetch: str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        _check_options(read, prefetch)
+        if read not in get_args(Read):
+            raise UsageError(f"read must be mmap or pread, got {quote(read)}")
+        if prefetch is not None and prefetch not in get_args(Prefetch):
+            raise UsageError(f"prefetch must be willneed, read or None, got {quote(prefetch)}")
+        if prefetch is not None and read == "pread":
+            raise UsageError("prefetch is for mapped blobs; read='pread' reads them at once")
         self.files = files
         """The model."""
         self._store = files.store
@@ -282,12 +287,3 @@ class ModelMemory:
 
     def _nbytes(self, slots: set[int]) -> int:
         return sum(self._blobs[slot][1] for slot in slots)
-
-
-def _check_options(read: str, prefetch: str | None) -> None:
-    if read not in get_args(Read):
-        raise UsageError(f"read must be mmap or pread, got {quote(read)}")
-    if prefetch is not None and prefetch not in get_args(Prefetch):
-        raise UsageError(f"prefetch must be willneed, read or None, got {quote(prefetch)}")
-    if prefetch is not None and read == "pread":
-        raise UsageError("prefetch is for mapped blobs; read='pread' reads them at once")

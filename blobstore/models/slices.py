@@ -114,8 +114,13 @@ class SliceReader:
     def slice(self, name: str) -> TensorSlice:
         """Return a tensor of the index, to be read in parts; see :meth:`Model.get_slice`."""
         if self._dequantize and name in self._weights:
-            spec = self._weights.dequantized_spec(name)
-            return TensorSlice(spec, lambda index: self._read_dequantized(name, index))
+
+            def read(index: Index) -> Any:
+                part = self._weights.part(name, index, widened=True)
+                arrays = {one: self._read(one, taken) for one, taken in part.selections.items()}
+                return self._weights.dequantize(name, arrays)[..., part.columns]
+
+            return TensorSlice(self._weights.dequantized_spec(name), read)
         spec = self._index.spec(name)
         return TensorSlice(spec, lambda index: self._read(name, select(spec, index)))
 
@@ -141,7 +146,15 @@ class SliceReader:
         """
         owners = self._weights.owners()
         if isinstance(plan, Mapping):
-            self._check_names(plan, owners)
+            model = self._memory.files.reference
+            for name in plan:
+                if name not in self._index.entries or (self._dequantize and name in owners):
+                    raise TensorNotFound(f"model {model} has no tensor {quote(name)} to slice")
+                if name in owners:
+                    raise UsageError(
+                        f"tensor {quote(name)} of {model} is sliced with {quote(owners[name])}: "
+                        "slice that tensor instead"
+                    )
             plan = plan.get
         choose = plan
         stored = {} if self._dequantize else owners | {name: name for name in owners.values()}
@@ -156,17 +169,6 @@ class SliceReader:
             return self.slice(name)[index]
 
         return read
-
-    def _check_names(self, plan: Mapping[str, Index], owners: Mapping[str, str]) -> None:
-        model = self._memory.files.reference
-        for name in plan:
-            if name not in self._index.entries or (self._dequantize and name in owners):
-                raise TensorNotFound(f"model {model} has no tensor {quote(name)} to slice")
-            if name in owners:
-                raise UsageError(
-                    f"tensor {quote(name)} of {model} is sliced with {quote(owners[name])}: "
-                    "slice that tensor instead"
-                )
 
     def _read(self, name: str, part: Selection) -> Any:
         """Return a part of a tensor as stored, from memory or from its file."""
@@ -186,11 +188,6 @@ class SliceReader:
         except Damaged as error:
             raise locate_damage(files, error) from None
         return target.convert(buffer if target.is_writable else buffer.toreadonly(), 0, spec)
-
-    def _read_dequantized(self, name: str, index: Index) -> Any:
-        part = self._weights.part(name, index, widened=True)
-        arrays = {stored: self._read(stored, taken) for stored, taken in part.selections.items()}
-        return self._weights.dequantize(name, arrays)[..., part.columns]
 
 
 def view_part(

@@ -21,7 +21,7 @@ from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
@@ -125,10 +125,26 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
     """
     if not isinstance(header, Header):
         raise header
-    if len(header.tensors) != 1:
-        return tuple(_grouped(layer, header))
-    name, entry = only_tensor(layer, header)
-    return (StoredTensor(name, layer, header, entry),)
+    entries = header.tensors
+    if len(entries) == 1:
+        name, entry = only_tensor(layer, header)
+        return (StoredTensor(name, layer, header, entry),)
+    found = []
+    for name, entry in entries.items():
+        base, _, end = name.rpartition(".")
+        if f".{end}" in COMPANIONS and base in entries and _is_quantized(base, entries):
+            continue
+        if not _is_quantized(name, entries):
+            found.append(StoredTensor(name, layer, header, entry))
+            continue
+        companions = {
+            suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
+        }
+        specs = {suffix: companion.spec for suffix, companion in companions.items()}
+        known = parse_quant_metadata(entry.spec, specs, header.metadata)
+        item, group_size = known or (None, 0)
+        found.append(StoredTensor(name, layer, header, entry, companions, item, group_size))
+    return found
 
 
 def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
@@ -142,27 +158,5 @@ def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
     return error.at(f"layer {quote(layer.name)}")
 
 
-def _grouped(layer: Descriptor, header: Header) -> Iterator[StoredTensor]:
-    entries = header.tensors
-    for name, entry in entries.items():
-        if _is_companion(name, entries):
-            continue
-        if not _is_quantized(name, entries):
-            yield StoredTensor(name, layer, header, entry)
-            continue
-        companions = {
-            suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
-        }
-        specs = {suffix: companion.spec for suffix, companion in companions.items()}
-        known = parse_quant_metadata(entry.spec, specs, header.metadata)
-        item, group_size = known or (None, 0)
-        yield StoredTensor(name, layer, header, entry, companions, item, group_size)
-
-
 def _is_quantized(name: str, entries: Mapping[str, TensorEntry]) -> bool:
     return entries[name].spec.dtype is DType.U32 and name + SCALE in entries
-
-
-def _is_companion(name: str, entries: Mapping[str, TensorEntry]) -> bool:
-    base, _, suffix = name.rpartition(".")
-    return f".{suffix}" in COMPANIONS and base in entries and _is_quantized(base, entries)

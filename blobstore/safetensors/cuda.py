@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _cuda: Any = torch.cuda  # parts of it have no types
 
 
-class TorchLane:
+class TorchDeviceStream:
     """Copies tensors to ``device``: ``cuda``, ``cuda:N`` or ``cpu``.
 
     ``cuda`` is the current device. Torch's host allocator keeps freed pinned memory for reuse.
@@ -60,10 +60,10 @@ class TorchLane:
             event.record(torch.cuda.current_stream(self._device))
             return event
 
-    def staging(self, nbytes: int) -> TorchStaging:
+    def staging(self, nbytes: int) -> TorchStagingBuffer:
         """Return a staging buffer."""
         with _failures(self._device):
-            return TorchStaging(nbytes, self._device, self._stream)
+            return TorchStagingBuffer(nbytes, self._device, self._stream)
 
     def receive(self, sent: torch.cuda.Event | None) -> None:
         """Make the current stream wait for copies."""
@@ -78,7 +78,7 @@ class TorchLane:
                 self._stream.synchronize()
 
 
-class TorchStaging:
+class TorchStagingBuffer:
     """A buffer in host memory, pinned if there is a ``stream`` that copies it to ``device``."""
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:

@@ -114,7 +114,7 @@ def test_rejects_a_file_outside_the_folder(model: blobstore.Model, store: LocalS
 
     with (
         blobstore.open("evil", store=store) as opened,
-        pytest.raises(InvalidManifest, match="no file name"),
+        pytest.raises(InvalidManifest, match="not a file name"),
         temporary_folder(opened),
     ):
         pass

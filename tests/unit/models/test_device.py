@@ -26,7 +26,7 @@ from blobstore.models.device import _Ring, transfer
 from blobstore.models.index import TensorLocation
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import torch as torch_quantization
-from blobstore.safetensors.cuda import TorchLane
+from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.store.local import LocalStore
 from tests.support.frozen import forms_of, layer, weights
 from tests.support.models import (
@@ -282,7 +282,7 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
     nbytes = specs[0].nbytes
     data = bytes(i % 2 for i in range(3 * nbytes))
     parts = [TensorLocation(spec, 0, number * nbytes) for number, spec in enumerate(specs)]
-    found = dict(transfer(parts, TorchLane("cpu"), Blobs([data]), buffer=100))
+    found = dict(transfer(parts, TorchDeviceStream("cpu"), Blobs([data]), buffer=100))
     for name, tensor in found.items():
         begin = "abc".index(name) * nbytes
         assert tensor.view(torch.uint8).flatten().tolist() == list(data[begin : begin + nbytes])
@@ -293,13 +293,13 @@ def test_torch_gets_the_bits_of_every_type(dtype: DType, shape: tuple[int, ...])
 def test_reports_a_type_that_torch_does_not_have() -> None:
     part = TensorLocation(TensorSpec("a", DType.F6_E2M3, (4,)), 0, 0)
     with pytest.raises(UnsupportedDType, match="tensor 'a': torch has no type for F6_E2M3"):
-        list(transfer([part], TorchLane("cpu"), Blobs([bytes(3)])))
+        list(transfer([part], TorchDeviceStream("cpu"), Blobs([bytes(3)])))
 
 
 def test_works_in_inference_mode() -> None:
     part = TensorLocation(TensorSpec("a", DType.F32, ()), 0, 0)
     with torch.inference_mode():
-        ((_, tensor),) = transfer([part], TorchLane("cpu"), Blobs([b"\0\0\x80\x3f"]))
+        ((_, tensor),) = transfer([part], TorchDeviceStream("cpu"), Blobs([b"\0\0\x80\x3f"]))
     assert tensor.is_inference()
     assert tensor.item() == 1
 
@@ -483,7 +483,7 @@ def test_a_blob_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 
     found = transfer(
         [TensorLocation(of_bytes("a", 64), 0, 0), TensorLocation(of_bytes("b", 99 * 64), 0, 64)],
-        TorchLane("cpu"),
+        TorchDeviceStream("cpu"),
         read,
         buffer=64,
     )
@@ -710,7 +710,7 @@ def test_a_model_reports_a_type_that_torch_does_not_have(device: str, tmp_path: 
         model.state_dict()
 
 
-class FailingStream(TorchLane):
+class FailingStream(TorchDeviceStream):
     """A device that fails at the end."""
 
     drained = 0
@@ -746,4 +746,4 @@ def test_no_copy_is_in_progress_after_an_error_of_dequantization(
 
 
 def test_these_tests_run_the_real_stream(device: str) -> None:
-    assert isinstance(frameworks.ArrayTarget.of("torch", device).stream(), TorchLane)
+    assert isinstance(frameworks.ArrayTarget.of("torch", device).stream(), TorchDeviceStream)

@@ -9,7 +9,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.models.device import transfer
 from blobstore.models.index import TensorLocation
-from blobstore.safetensors.cuda import TorchLane
+from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.safetensors.torch import copy_to, empty_tensor
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def load(
     for spec in specs:
         parts.append(TensorLocation(spec, 0, begin))
         begin += spec.nbytes
-    return dict(transfer(parts, TorchLane(device), reader(data), buffer=buffer))
+    return dict(transfer(parts, TorchDeviceStream(device), reader(data), buffer=buffer))
 
 
 # Any device
@@ -44,18 +44,18 @@ def load(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_go_where_they_are_sent(device: str) -> None:
-    lane = TorchLane(device)
-    tensor = lane.empty(TensorSpec("a", DType.I16, (2, 2)))
-    other = lane.empty(TensorSpec("b", DType.U8, ()))
-    staging = lane.staging(16)
+    stream = TorchDeviceStream(device)
+    tensor = stream.empty(TensorSpec("a", DType.I16, (2, 2)))
+    other = stream.empty(TensorSpec("b", DType.U8, ()))
+    staging = stream.staging(16)
     staging.memory[:] = bytes(range(16))
-    lane.receive(
-        staging.send([(tensor, 0, 4, 2), (tensor, 2, 8, 6), (other, 0, 1, 1)], lane.mark())
+    stream.receive(
+        staging.send([(tensor, 0, 4, 2), (tensor, 2, 8, 6), (other, 0, 1, 1)], stream.mark())
     )
     assert tensor.view(torch.uint8).tolist() == [[4, 5, 8, 9], [10, 11, 12, 13]]
     assert other.item() == 1
     staging.wait()
-    lane.drain()
+    stream.drain()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,10 +73,10 @@ def test_tensors_are_where_they_should_be_and_own_their_memory(device: str) -> N
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_is_not_there_is_one_clear_error(device: str) -> None:
     with pytest.raises(BlobstoreError) as caught:
-        TorchLane(device).empty(LARGE)
+        TorchDeviceStream(device).empty(LARGE)
     assert "\n" not in str(caught.value)
     with pytest.raises(BlobstoreError):
-        TorchLane(device).staging(1 << 55)
+        TorchDeviceStream(device).staging(1 << 55)
 
 
 def test_reports_the_tensor_when_device_memory_runs_out(
@@ -88,10 +88,10 @@ def test_reports_the_tensor_when_device_memory_runs_out(
 
     text = "cpu has no memory left for tensor 'a' of 8 bytes; use another device, or load fewer"
     spec = TensorSpec("a", DType.F32, (2,))
-    lane = TorchLane("cpu")
+    stream = TorchDeviceStream("cpu")
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(BlobstoreError, match=text):
-        lane.empty(spec)
+        stream.empty(spec)
     monkeypatch.setattr(torch.Tensor, "to", refuse)
     with pytest.raises(BlobstoreError, match=text):
         copy_to("cpu", torch.zeros(2), spec)
@@ -99,7 +99,7 @@ def test_reports_the_tensor_when_device_memory_runs_out(
 
 def test_a_device_that_is_not_there_is_a_wrong_argument() -> None:
     with pytest.raises(UsageError, match="torch has no device 'cuda:99' here: "):
-        TorchLane("cuda:99")
+        TorchDeviceStream("cuda:99")
 
 
 # Empty tensors
@@ -132,7 +132,7 @@ def test_reports_an_empty_tensor_whose_shape_torch_cannot_hold() -> None:
 
 @needs_cuda
 def test_a_buffer_for_cuda_is_pinned() -> None:
-    assert TorchLane("cuda").staging(64)._bytes.is_pinned()
+    assert TorchDeviceStream("cuda").staging(64)._bytes.is_pinned()
 
 
 @needs_cuda
@@ -185,14 +185,14 @@ def test_does_not_touch_memory_that_the_caller_s_stream_still_writes() -> None:
 def test_the_caller_s_stream_waits_for_a_tensor() -> None:
     spec = TensorSpec("a", DType.U8, (64 << 20,))
     data = b"\1" * spec.nbytes
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            lane = TorchLane("cuda")
-            tensor = lane.empty(spec)
+    for current in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(current):
+            stream = TorchDeviceStream("cuda")
+            tensor = stream.empty(spec)
             tensor.zero_()
-            staging = lane.staging(spec.nbytes)
+            staging = stream.staging(spec.nbytes)
             staging.memory[:] = data
-            lane.receive(staging.send([(tensor, 0, 0, spec.nbytes)], lane.mark()))
+            stream.receive(staging.send([(tensor, 0, 0, spec.nbytes)], stream.mark()))
             total = tensor.sum(dtype=torch.int64)  # not the host, but the stream has waited
         assert total.item() == spec.nbytes
 
