@@ -74,14 +74,14 @@ def command(
     """Measure the tensors of the model NAME, quantized for example, against those of BASE.
 
     Tensors are matched by the names that they had in their source, however experts are stored;
-    PATTERNS such as '*.mlp.*' choose by name. The relative error is the norm of the difference by
-    the norm of the base, SNR the same in decibels. The worst group is the one with the largest
-    relative error: as many elements of a row as share a scale, or 64 where nothing is quantized;
-    its row counts all dimensions but the last as one. Totals are over the tensors that differ.
+    patterns such as '*.mlp.*' select them by name. The relative error is the norm of the difference
+    divided by the norm of the base; SNR is the same in decibels. A group is the elements of a row
+    that share a scale, or 64 elements if neither tensor is quantized. The worst group is the one
+    with the largest relative error. Its row is counted with all dimensions but the last flattened.
+    Totals are those of the tensors that differ.
 
-    Elements that are infinite or no number, and not the same on both sides, are counted and left
-    out. Blobs are
-    checked for their size only; "blobstore verify" reads and hashes them.
+    Elements that differ and are infinite or NaN in one of the models are counted, but not measured.
+    Only the size of blobs is checked; "blobstore verify" reads and hashes them.
 
     In JSON, an infinite number is the text "Infinity" or "-Infinity", and an unknown one is null. The
     relative error of a group or tensor is infinite if the base has only zeros there.
@@ -159,7 +159,7 @@ def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> str:
 
 
 def _cells(tensor: TensorError) -> tuple[str, ...]:
-    alarm = f", {tensor.nonfinite:,} not finite" if tensor.nonfinite else ""
+    alarm = f", {tensor.nonfinite:,} non-finite" if tensor.nonfinite else ""
     return (
         render.cell(tensor.name),
         type_of(tensor.type, tensor.group_size),
@@ -185,8 +185,8 @@ def _totals(compared: Comparison) -> Iterator[str]:
         yield f"{render.count_of(count, 'tensor')}, all equal; {bits}"
     if compared.nonfinite:
         yield (
-            f"{render.count_of(compared.nonfinite, 'element')} infinite or no number and not the "
-            "same on both sides, and so left out"
+            f"not measured: {render.count_of(compared.nonfinite, 'element')} that differ and are "
+            "not finite in one of the models"
         )
     for reference, names in (
         (compared.reference, compared.only_in_model),

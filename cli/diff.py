@@ -1,4 +1,4 @@
-"""``blobstore diff``: what is the same in two models and what is not."""
+"""``blobstore diff``: show the differences between two models."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def command(
     """Show which tensors and files differ between the models A and B, or are in only one of them.
 
     Tensors are matched by the names that they had in their source, however experts are stored. They
-    are equal if type, shape and bytes are; "blobstore compare" measures how much values differ. Shared
-    blobs are not read. Other blobs are checked for their size only; "blobstore verify" hashes them.
+    are equal if type, shape and bytes are equal; "blobstore compare" measures how much values differ. Shared
+    blobs are not read. Only the size of other blobs is checked; "blobstore verify" hashes them.
     The exit code is 0 if nothing differs and 1 if something does.
     """
     from blobstore.operations.compare.diff import diff_models

@@ -1,4 +1,4 @@
-"""``blobstore inspect``: what a PyTorch checkpoint contains and asks for."""
+"""``blobstore inspect``: show the contents of a PyTorch checkpoint, and the globals that it uses."""
 
 from __future__ import annotations
 

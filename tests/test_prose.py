@@ -15,8 +15,6 @@ NOT_OURS = ("tests/data", "tests/vectors")
 # What is still to be rewritten. Nothing is ever added here.
 PENDING: tuple[str, ...] = (
     "cli/",
-    "tests/benchmarks/",
-    "tests/support/",
     "tests/unit/cli/",
     "tests/unit/operations/freeze/",
 )

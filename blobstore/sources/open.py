@@ -53,6 +53,10 @@ def open_source(
         return _open_path(path, options)
     if not hub.is_hub_id(name):
         raise SourceNotFound(f"no such folder or file: {quote(name)}")
+    if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
+        raise UsageError(
+            f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
+        )
     snapshot = hub.download(name, progress=progress)
     source = HuggingFaceFolder(snapshot.folder, options)
     source.notices.extend(snapshot.notices)

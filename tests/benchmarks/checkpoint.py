@@ -1,4 +1,4 @@
-"""PyTorch checkpoints: opening one beside ``torch.load``, and importing it beside safetensors.
+"""Opening a PyTorch checkpoint compared with ``torch.load``, and importing it compared with safetensors.
 
 ``torch.load`` maps the file and reads it with its restricted pickle reader, its fastest safe way. Both
 sides end with a view of every tensor.

@@ -1,8 +1,8 @@
-"""Cold storage of fine-tunes beside their base: how small, how fast, beside what else there is.
+"""Delta compression of fine-tunes against their base: size and speed, compared with other codecs.
 
-The pairs are made by training (`fine_tunes`), or published; all are cast to bf16. Speeds are GB/s of
-bf16 in seconds of one thread's processor, the best of the rounds, all codecs in turn in each. Give
---folder to train only once, and OPENBLAS_NUM_THREADS=1 for fits that are told in one thread.
+The pairs are trained (`fine_tunes`) or published models, all cast to bf16. Speeds are GB/s of bf16 in
+processor time of one thread: the best of the rounds, in each of which all codecs take turns. Use
+--folder to train only once, and OPENBLAS_NUM_THREADS=1 to measure fits with one thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 
 class Codec(Protocol):
-    """A way to store a tensor beside another."""
+    """A way to store a tensor whose base is known."""
 
     def encode(self, pair: Pair) -> list[bytes]:
         """Return what is stored."""

@@ -1,7 +1,7 @@
-"""All of cold storage: codecs alone, codecs beside a base, a store with a family, and a plot of them.
+"""All benchmarks of cold storage: codecs without and with a base, a store with a family, and a plot.
 
-It takes a quarter of an hour, most of it for training; --folder keeps what was trained. The plot is drawn where
-matplotlib is installed, as it is by `pip install --group bench .`, which brings the peers too.
+They take a quarter of an hour, most of it for training; --folder keeps the trained models. The plot needs
+matplotlib, which `pip install --group bench .` installs together with the peers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Collecting in a store of 1,000 models of 300 layers each, beside listing and reading its files.
+"""Garbage collection of 1,000 models of 300 layers each, compared with listing and reading the files.
 
-No blob is shared, and one model in ten has lost its name. The limit is what any collector has to do: list
-the blobs, read all manifests as JSON, and remove the same files.
+No blob is shared, and one model in ten has no name any more. The limit is the work of any collector:
+list the blobs, read all manifests as JSON, and remove the same files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the benchmarks share: inputs, interleaved rounds, and tables.
+"""Shared parts of the benchmarks: inputs, interleaved rounds, and tables.
 
-Each case of a table runs once a round, all cases in turn, so that a slow spell of the machine touches
-all of them. Quote the ratios of medians; milliseconds differ from day to day.
+Each round runs every case of a table once, so that a slow phase of the machine affects all of them.
+Quote the ratios of medians; milliseconds differ from day to day.
 """
 
 from __future__ import annotations

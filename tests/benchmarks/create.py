@@ -1,8 +1,8 @@
-"""Import of a bf16 model of 2 GiB in 300 tensors, beside what the machine allows.
+"""Import of a bf16 model of 2 GiB in 300 tensors, compared with the limits of the machine.
 
-Limits, measured in the same rounds: two threads that hash and write the same bytes to one file each
-and sync it (what a durable import cannot avoid), at the end or, as the import does, while they go on;
-and two threads that only hash them.
+Two limits are measured in the same rounds. Two threads hash the same bytes, write them to one file each
+and sync it, as any durable import must: either at the end or, as the import does, while they write. Two
+other threads only hash the bytes.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def main() -> None:
             return taken
 
         def prepare() -> None:
-            os.sync()  # what others left dirty is not ours to wait for
+            os.sync()  # do not measure the writeback of other processes
             warm(weights)
 
         print(f"{nbytes / GIB:.2f} GiB bf16, {_TENSORS} tensors, {_THREADS} threads\n")
-        best = "sha256 + write + sync meanwhile"
+        best = "sha256 + write + sync concurrently"
         durable = {
             "sha256 + write, then sync": lambda: limit(sync_early=False),
             best: lambda: limit(sync_early=True),

@@ -1,8 +1,8 @@
-"""Loading a bf16 model of 8 GiB from the page cache onto a CUDA device, beside other loaders.
+"""Loading a bf16 model of 8 GiB from the page cache onto a CUDA device, compared with other loaders.
 
-The limit is what the card takes from pinned memory in the same run. Before every round torch's unused
-memory is given back, on the device and pinned on the host, so that each loader gets its own anew as it
-does in a server that starts; the limit's pinned memory is there beforehand.
+The limit is a copy from pinned memory to the card in the same run. Every round first frees torch's unused
+memory, on the device and pinned on the host, so that each loader allocates its own, as in a server that
+starts. The pinned memory of the limit is allocated before.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def make_model(folder: Path, nbytes: int) -> Path:
     return folder
 
 
-def give_back() -> None:
-    """Give back memory that nobody uses."""
+def free_unused_memory() -> None:
+    """Free the memory that torch caches."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -148,7 +148,7 @@ def main() -> None:
         print(f"{nbytes / GIB:.2f} GiB bf16, {_BLOCKS * len(_BLOCK)} tensors, from the page cache")
         print(f"to {torch.cuda.get_device_name()}; torch {torch.__version__}\n")
         cases = {name: lambda load=load: finished(load) for name, load in loaders.items()}
-        table(rounds(cases, options.rounds, give_back), _LIMIT, nbytes)
+        table(rounds(cases, options.rounds, free_unused_memory), _LIMIT, nbytes)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How much space ten fine-tunes of one base take: as files, in a store, and frozen.
+"""Space that ten fine-tunes of one base take: as files, in a store, and frozen.
 
     python -m tests.benchmarks.family_size --folder DIR
 
-Trains the fine-tunes the first time, which takes some minutes.
+The first run trains the fine-tunes, which takes some minutes.
 """
 
 from __future__ import annotations

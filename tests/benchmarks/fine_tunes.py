@@ -1,7 +1,7 @@
-"""Pairs of a model and what training made of it, for benchmarks: real steps from real weights.
+"""Pairs of a model and its fine-tune for benchmarks: real training steps from real weights.
 
-all-MiniLM-L6-v2 lies in a package; the text that it is trained on is what Python's help says of the
-language. What was trained is kept in a folder, so that it is trained once.
+all-MiniLM-L6-v2 comes from a package. The training text is Python's own help on the language. Trained
+models are kept in a folder, so that they are trained only once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A random Llama from the store beside the same from its folder: first token, and second processes.
+"""A random Llama loaded from the store or from its folder: time to first token, and second processes.
 
-The time to the first token of a small one, in transformers and in mlx-lm, in a process that has
-imported them and as a process of its own; and the memory that a second process has for itself when it
-serves a model of 512 MiB that another one serves, too.
+Measures the time to the first token of a small model, in transformers and in mlx-lm, in a process that
+has imported them and in a new process. Also measures the private memory of a second process that serves
+the same model of 512 MiB.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Models frozen in a store: what a family takes, how long it takes, and how soon one is loaded again.
+"""Models frozen in a store: size of a family, time to freeze it, and time to load a model again.
 
-The family is all-MiniLM-L6-v2 in bf16 with four fine-tunes of all its parameters; what is loaded is a
-model of 1 GiB of normally distributed bf16 numbers in 200 tensors, hot and frozen, whose files were dropped
-from the page cache. The limit is to read the hot blobs past it, eight requests of 4 MiB at a time. A slower
-disk is this one, held back by the system. Give --folder to train only once.
+The family is all-MiniLM-L6-v2 in bf16 with four fine-tunes of all its parameters; the loaded model
+has 1 GiB of normally distributed bf16 numbers in 200 tensors, hot and frozen, not in the page cache. The
+limit is direct reads of the hot blobs, eight requests of 4 MiB at a time. The slow disk is the same one,
+throttled by the system. Use --folder to train only once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _TUNED = ("light", "medium", "heavy", "contrastive")
 _TENSORS = 200
 _SLOW = 800_000_000
-"""Bytes a second of a disk as rented machines have it."""
+"""Bytes per second of a disk that is typical of rented machines."""
 _LEVELS: tuple[Level, ...] = ("fast", "small")
 
 

@@ -1,9 +1,8 @@
-"""Loading a bf16 model of 1 GiB in 200 tensors into torch, beside other loaders and the disk.
+"""Loading a bf16 model of 1 GiB in 200 tensors into torch, compared with other loaders and the disk.
 
-"Ready" is when every tensor is there to be used, "touched" when every byte was read too. Cold is after
-the files were dropped from the page cache; the limit then is reading them past it, eight requests of
-4 MiB at a time, into memory of large pages. fastsafetensors and Run:ai's streamer take part if they are
-installed.
+"Ready" means that every tensor can be used, "touched" that every byte was read too. "Cold" means that
+the files are not in the page cache; the limit is then direct reads, eight requests of 4 MiB at a time,
+into memory of large pages. fastsafetensors and Run:ai's streamer are measured if they are installed.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def read_directly(paths: list[Path]) -> object:
 
 
 class Fastsafetensors(dict[str, torch.Tensor]):
-    """A file loaded with fastsafetensors, whose memory has to be given back by hand."""
+    """A file loaded with fastsafetensors, whose memory has to be freed explicitly."""
 
     def __init__(self, file: Path) -> None:
         from fastsafetensors import SafeTensorsFileLoader, SingleGroup

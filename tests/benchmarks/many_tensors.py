@@ -1,7 +1,7 @@
-"""Opening a model of as many tensors as Qwen3-30B-A3B has, in torch, beside safetensors' own loader.
+"""Opening a model of as many tensors as Qwen3-30B-A3B has, in torch, compared with safetensors' own loader.
 
 18,867 tensors of 48 layers with 128 experts, which ``create`` packs into 48 groups. The tensors are
-small: what counts here is their number, and neither side touches their bytes.
+small: only their number matters, and neither loader reads their bytes.
 """
 
 from __future__ import annotations

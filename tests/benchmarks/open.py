@@ -1,7 +1,7 @@
-"""Opening a model and viewing all of its tensors in torch, beside safetensors' own loader.
+"""Opening a model and viewing all of its tensors in torch, compared with safetensors' own loader.
 
 300 tensors in 300 blobs, and 20,000 tensors in packed expert groups; safetensors reads the same tensors
-from one file. Both give views of mapped memory, so no tensor's bytes are touched.
+from one file. Both return views of mapped memory, so no tensor's bytes are read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compare(folder: Path, source: Path, count: int) -> None:
     file = source / "model.safetensors"
 
     def open_all() -> object:
-        # The model is returned too, as a server keeps it: closing it is no part of opening.
+        # The model is returned too, as a server keeps it: closing must not be measured.
         model = blobstore.open(source.name, store=store, framework="torch")
         return model, model.state_dict()
 

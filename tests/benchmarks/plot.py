@@ -1,4 +1,4 @@
-"""What is stored against how fast it is decoded, drawn for the documentation."""
+"""Plots stored size against decoding speed for the documentation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Quantization on import beside mlx-lm and the machine's limit, and both engines beside each other.
+"""Quantization on import compared with mlx-lm and the machine's limit, and the engines compared.
 
 The model is a Llama of 300 tensors, 2 GiB of bf16. The limit is two threads that read the same tensors,
-quantize them with MLX, hash and write what comes out, and sync it at the end. mlx-lm loads, quantizes
+quantize them with MLX, hash and write the result, and sync it at the end. mlx-lm loads, quantizes
 and saves the same model with the same settings; it does not sync.
 """
 
@@ -236,7 +236,7 @@ def engines(item: QuantFormat, count: int) -> None:
 
 
 def gpu(item: QuantFormat, count: int) -> None:
-    """Print the table of one matrix on a GPU, beside a copy of as many bytes as it reads and writes."""
+    """Print the table of one matrix on a GPU, with a copy of as many bytes as it reads and writes."""
     numbers = np.random.default_rng(0).standard_normal((8192, 8192), np.float32).astype(BF16)
     packed = reference.quantize(numbers, item, item.group_size)
     weight, scale, bias = (None if part is None else _as_torch(part).to("cuda") for part in packed)

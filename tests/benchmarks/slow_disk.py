@@ -1,4 +1,4 @@
-"""A disk that gives no more than so many bytes a second to this process."""
+"""Limits the read speed of a disk for this process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GROUPS = Path("/sys/fs/cgroup/blkio")
 
 @contextmanager
 def slow_disk(folder: Path, rate: int) -> Iterator[bool]:
-    """Read from the disk of a folder at ``rate`` bytes a second in the block; tell whether that works.
+    """Limit reads from the disk of a folder to ``rate`` bytes per second; yield whether that works.
 
-    It takes Linux's first version of control groups, and the rights of root.
+    It needs Linux's control groups, version 1, and root rights.
     """
     number = os.stat(folder).st_dev
     group = _GROUPS / f"blobstore-{os.getpid()}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def dropped(path: Path | str) -> bool:
-    """Drop a file from the page cache; tell whether that can be done here."""
+    """Drop a file from the page cache; return whether that worked."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fdatasync(descriptor)

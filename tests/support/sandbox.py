@@ -111,7 +111,7 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """Let nobody, not even root, write to a :func:`small_disk`."""
+    """Make a :func:`small_disk` read-only, for root too."""
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     try:
         yield
@@ -120,7 +120,7 @@ def read_only(disk: Path) -> Iterator[None]:
 
 
 def fill(disk: Path) -> Path:
-    """Fill a :func:`small_disk` to its last byte; return the file that takes the room."""
+    """Fill a :func:`small_disk` to its last byte; return the file that takes the space."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:

@@ -258,8 +258,8 @@ def _totals(compared: Comparison) -> str:
     entries = {
         "Tensors": f"{len(compared.tensors):,}",
         "Tensors that differ": f"{len(compared.differing):,}",
-        "Relative error of those": number(compared.relative_error),
-        "SNR of those, dB": decibels(compared.snr_db),
+        "Relative error of these": number(compared.relative_error),
+        "SNR of these, dB": decibels(compared.snr_db),
         "Largest error": number(compared.max_abs_error),
         "Bits per weight": number(compared.bits_per_weight),
         "Bits per weight of the base": number(compared.base_bits_per_weight),
@@ -270,8 +270,8 @@ def _totals(compared: Comparison) -> str:
 
 def _alarms(compared: Comparison) -> list[str]:
     count = compared.nonfinite
-    what = "infinite or no number and not the same on both sides, and so left out of all numbers"
-    return [f'<p class="alarm">Elements that are {what}: {count:,}</p>'] if count else []
+    what = "Different elements that are not finite in one of the models, not counted elsewhere"
+    return [f'<p class="alarm">{what}: {count:,}</p>'] if count else []
 
 
 def _legend(scale: _Scale) -> str:
@@ -280,9 +280,9 @@ def _legend(scale: _Scale) -> str:
         f'<div class="legend">{decibels(scale.low)} dB'
         f'<span style="background:linear-gradient(to right,{colours})"></span>'
         f"{decibels(scale.high)} dB</div>"
-        "<p>Signal-to-noise ratio in decibels: more is better. Where several experts share a cell, "
-        "the worst gives number and colour, and the mean of those that differ is below. "
-        "= is equal; what is equal in all layers is not shown.</p>"
+        "<p>Signal-to-noise ratio in decibels; higher is better. If several experts share a cell, "
+        "its number and colour are those of the worst, and the mean of those that differ is below. "
+        "= means equal. Tensors that are equal in all layers are not shown.</p>"
     )
 
 
@@ -307,7 +307,7 @@ def _map(stem: str, cells: _Map, scale: _Scale) -> str:
 
 
 def _label(column: str) -> str:
-    return column.removesuffix(".weight") or "(itself)"
+    return column.removesuffix(".weight") or "(the layer itself)"
 
 
 def _others(cells: Sequence[_Cell], scale: _Scale) -> str:
@@ -317,7 +317,7 @@ def _others(cells: Sequence[_Cell], scale: _Scale) -> str:
         for cell in ordered[:_MAX_OTHERS]
     )
     more = len(cells) - _MAX_OTHERS
-    rest = f"<p>and {more:,} more that are better</p>" if more > 0 else ""
+    rest = f"<p>and {more:,} more with smaller errors</p>" if more > 0 else ""
     return f'<h2>Other tensors</h2>\n<table class="map"><tbody>{rows}</tbody></table>{rest}'
 
 
@@ -329,7 +329,7 @@ def _cell(cell: _Cell | None, scale: _Scale) -> str:
     if cell.is_equal:
         kind, text = 'class="equal"', "="
     elif worst.nonfinite:
-        kind, text = 'class="broken"', "not finite"
+        kind, text = 'class="broken"', "non-finite"
     elif ratio is None:
         kind, text = 'class="broken"', decibels(worst.snr_db)
     else:
@@ -349,7 +349,7 @@ def _tooltip(cell: _Cell) -> str:
         f"worst group: {group_of(worst.worst)}",
     ]
     if worst.nonfinite:
-        lines.append(f"{worst.nonfinite:,} elements not finite")
+        lines.append(f"non-finite elements: {worst.nonfinite:,}")
     if len(cell.tensors) > 1:
         lines.insert(
             0, f"worst of {len(cell.tensors):,} experts; mean SNR {decibels(cell.mean)} dB"
@@ -377,7 +377,7 @@ def _worst(tensors: Sequence[TensorError]) -> str:
 
 
 def _texts(tensor: TensorError) -> tuple[str, ...]:
-    alarm = f' <span class="alarm">{tensor.nonfinite:,} not finite</span>'
+    alarm = f' <span class="alarm">{tensor.nonfinite:,} non-finite</span>'
     return (
         _text(tensor.name),
         _text(type_of(tensor.type, tensor.group_size)),

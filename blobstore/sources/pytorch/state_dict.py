@@ -335,11 +335,15 @@ def _is_training(key: Part) -> bool:
 
 def _notices(left: Mapping[str, int], others: Mapping[str, int]) -> Iterator[str]:
     if left:
-        parts = [f"{quote(key)} ({count} tensors)" for key, count in left.items()]
+        parts = [
+            f"{quote(key)} ({count} tensor{'s' * (count != 1)})" for key, count in left.items()
+        ]
         yield f"left out: {_some(parts)}; choose another part with --subtree"
     if others:
         parts = [quote(key) for key in others]
-        yield f"left out: {sum(others.values())} values that are not tensors, in {_some(parts)}"
+        count = sum(others.values())
+        noun = "value that is not a tensor" if count == 1 else "values that are not tensors"
+        yield f"left out: {count} {noun}, in {_some(parts)}"
 
 
 def _branch(path: Path, prefix: Path) -> Path:

@@ -154,16 +154,16 @@ def test_json_has_no_numbers_that_json_has_not(odd: LocalStore) -> None:
     assert value["only_in_base"] == ["mine"]
 
 
-def test_tells_what_is_not_finite_or_in_one_model_only(odd: LocalStore) -> None:
+def test_shows_nonfinite_elements_and_tensors_of_only_one_model(odd: LocalStore) -> None:
     result = run("compare", "odd", "even", "--sort", "error")
     lines = result.stdout.splitlines()
 
     assert result.exit_code == 0
     assert [line.split()[0] for line in lines[1:4]] == ["nan", "some", "zero"]
-    assert lines[1].split()[3:] == ["64", "-", "-", "-,", "3", "not", "finite"]
+    assert lines[1].split()[3:] == ["64", "-", "-", "-,", "3", "non-finite"]
     assert " ".join(lines[3].split()[3:]) == "64 inf -inf inf at row 0, column 0"
     assert lines[5:] == [
-        "4 elements infinite or no number and not the same on both sides, and so left out",
+        "not measured: 4 elements that differ and are not finite in one of the models",
         "only in odd:latest: yours",
         "only in even:latest: mine",
     ]

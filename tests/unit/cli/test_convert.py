@@ -26,7 +26,7 @@ def test_writes_a_file_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == f"wrote {out}: 1 tensor, {out.stat().st_size} B\n"
     assert result.stderr.startswith("note: ")
-    assert "'ema' (1 tensors)" in result.stderr
+    assert "'ema' (1 tensor)" in result.stderr
     assert set(load_file(out)) == {"a"}
 
 

@@ -39,7 +39,7 @@ def test_tells_kind_globals_and_parts(checkpoint: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith(f"{checkpoint}: zip checkpoint, ")
     assert lines[1] == "would import 2 tensors, 28 B"
-    assert any("'optimizer' (1 tensors)" in line for line in lines)
+    assert any("'optimizer' (1 tensor)" in line for line in lines)
     assert ["torch.FloatStorage", "type", "of", "a", "storage"] in [
         row.split()[:5] for row in lines
     ]

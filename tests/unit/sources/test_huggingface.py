@@ -661,7 +661,7 @@ def test_chooses_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     found = Found(tmp_path)
     assert found.names == {"a"}
     assert found.notices == [
-        f"'{tmp_path}/x.ckpt': left out: 'ema' (1 tensors); choose another part with --subtree"
+        f"'{tmp_path}/x.ckpt': left out: 'ema' (1 tensor); choose another part with --subtree"
     ]
     for path in (tmp_path, tmp_path / "x.ckpt"):
         assert Found(path, subtree="ema").names == {"b"}

@@ -172,7 +172,12 @@ def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
             open_source(source, SourceOptions(subtree="model"))
 
 
-def test_only_folders_of_meta_s_have_names_to_keep(tmp_path: Path) -> None:
+def test_only_meta_folders_have_names_to_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    with pytest.raises(UsageError, match="'org/name' is a Hub repository; --keep-names applies"):
+        open_source("org/name", SourceOptions(keep_names=True))
     torch.save({"a": torch.zeros(1)}, tmp_path / "x.pt")
     for source in (tmp_path, tmp_path / "x.pt"):
         with pytest.raises(UsageError, match="is not a Meta Llama folder; --keep-names"):

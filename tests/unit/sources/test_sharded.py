@@ -236,7 +236,7 @@ def test_notices_say_which_file_they_are_of(shards: ShardSet, tmp_path: Path) ->
     path = tmp_path / "x.ckpt"
     torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 1}, path)
     shards.add(path)
-    assert shards.notices == [f"'{path}': left out: 1 values that are not tensors, in 'epoch'"]
+    assert shards.notices == [f"'{path}': left out: 1 value that is not a tensor, in 'epoch'"]
 
 
 def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_has_a_map_for_each_stack_of_layers() -> None:
     assert found.tables[0] == [["layer", "q"], ["0", "20.0"]]
     assert found.tables[1] == [["layer", "q", "moe.1.q"], ["0", "21.0", "22.0"]]
     assert found.tables[2] == [["layer", "q"], ["0", "23.0"]]
-    assert found.tables[3] == [["layer", "(itself)"], ["3", "24.0"]]
+    assert found.tables[3] == [["layer", "(the layer itself)"], ["3", "24.0"]]
 
 
 def test_folds_experts_into_the_worst_and_the_mean() -> None:
@@ -280,10 +280,10 @@ def test_marks_what_has_no_ratio() -> None:
         tensor("l.3.q", 20),
     )
 
-    assert [row[1] for row in found.tables[0]] == ["q", "not finite", "-inf", "not finite", "20.0"]
+    assert [row[1] for row in found.tables[0]] == ["q", "non-finite", "-inf", "non-finite", "20.0"]
     assert sum(keys.get("class") == "broken" for _, keys in found.tags) == 3
-    assert "3 elements not finite" in found.titles[0]
-    assert any("left out of all numbers: 259" in word for word in found.words)
+    assert "non-finite elements: 3" in found.titles[0]
+    assert any("not counted elsewhere: 259" in word for word in found.words)
 
 
 def test_a_map_of_nothing_but_gaps_becomes_a_list() -> None:
@@ -291,7 +291,7 @@ def test_a_map_of_nothing_but_gaps_becomes_a_list() -> None:
     text = page(compared(*tensors))
 
     assert [len(table) for table in Page(text).tables] == [500, 51]
-    assert "and 100 more that are better" in text
+    assert "and 100 more with smaller errors" in text
 
 
 # Around it
@@ -305,8 +305,8 @@ def test_shows_totals() -> None:
     for key, value in {
         "Tensors": "2",
         "Tensors that differ": "1",
-        "Relative error of those": "0.1",
-        "SNR of those, dB": "20.0",
+        "Relative error of these": "0.1",
+        "SNR of these, dB": "20.0",
         "Largest error": "0.25",
         "Bits per weight": "10.5",
         "Bits per weight of the base": "16",

@@ -806,7 +806,7 @@ def test_lists_the_parts_that_can_be_chosen(tmp_path: Path) -> None:
             ("optimizer.state.0", 1),
         ]
         assert checkpoint.notices == [
-            "left out: 'optimizer' (1 tensors); choose another part with --subtree"
+            "left out: 'optimizer' (1 tensor); choose another part with --subtree"
         ]
         assert checkpoint.kind == "zip checkpoint"
 

@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         },
         ["model.layer"],
         [
-            ("left out: 'loops' (1 tensors), 'optimizer_states' (2 tensors); choose another part "
+            ("left out: 'loops' (1 tensor), 'optimizer_states' (2 tensors); choose another part "
             "with --subtree"),
             ("left out: 5 values that are not tensors, in 'epoch', 'global_step', "
             "'pytorch-lightning_version', 'optimizer_states'"),
@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
     "a model with a state dict": (
         {"model": {"state_dict": WRAPPED, "model_args": {"n": 1}}, "norm": T},
         ["model.state_dict.deep.bias", "model.state_dict.layer", "norm"],
-        ["left out: 1 values that are not tensors, in 'model'"],
+        ["left out: 1 value that is not a tensor, in 'model'"],
     ),
     "chgnet": (
         {"model": {"state_dict": WRAPPED, "model_args": {"n": 1}}, "epoch": 1},
@@ -153,7 +153,7 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         ["other"],
         ["left out: 'ema' (2 tensors); choose another part with --subtree"],
     ),
-    "ema alone": ({"ema": WRAPPED, "step": 1}, ["deep.bias", "layer"], ["left out: 1 values that are not tensors, in 'step'"]),
+    "ema alone": ({"ema": WRAPPED, "step": 1}, ["deep.bias", "layer"], ["left out: 1 value that is not a tensor, in 'step'"]),
     "two models": (
         {"generator": WRAPPED, "discriminator": {"layer": T}},
         ["discriminator.layer", "generator.deep.bias", "generator.layer"],
@@ -163,7 +163,7 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         {"g": {"w": T}, "d": {"w": T}, "optim_g": STATE, "optim_d": STATE, "scaler": {"s": T}},
         ["d.w", "g.w"],
         [
-            ("left out: 'optim_g' (2 tensors), 'optim_d' (2 tensors), 'scaler' (1 tensors); choose "
+            ("left out: 'optim_g' (2 tensors), 'optim_d' (2 tensors), 'scaler' (1 tensor); choose "
             "another part with --subtree"),
             "left out: 4 values that are not tensors, in 'optim_g', 'optim_d'",
         ],
@@ -172,9 +172,9 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
         {"state_dict": WRAPPED, "best_acc1": STEP, "best": Opcodes(tensor((1,), (1,))), "arch": "x"},
         ["deep.bias", "layer"],
         [
-            ("left out: 'best_acc1' (1 tensors), 'best' (1 tensors); choose another part with "
+            ("left out: 'best_acc1' (1 tensor), 'best' (1 tensor); choose another part with "
             "--subtree"),
-            "left out: 1 values that are not tensors, in 'arch'",
+            "left out: 1 value that is not a tensor, in 'arch'",
         ],
     ),
     "weights next to it": ({"model": WRAPPED, "head": T}, ["head", "model.deep.bias", "model.layer"], []),
@@ -182,10 +182,10 @@ MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
     "a model of no tensors": (
         {"model": "resnet", "net": WRAPPED},
         ["deep.bias", "layer"],
-        ["left out: 1 values that are not tensors, in 'model'"],
+        ["left out: 1 value that is not a tensor, in 'model'"],
     ),
     "list": ([T, {"a": T}, [T]], ["0", "1.a", "2.0"], []),
-    "tuple": ((WRAPPED, 1), ["0.deep.bias", "0.layer"], ["left out: 1 values that are not tensors, in '1'"]),
+    "tuple": ((WRAPPED, 1), ["0.deep.bias", "0.layer"], ["left out: 1 value that is not a tensor, in '1'"]),
     "numbers as keys": ({0: T, 1: {7: T}}, ["0", "1.7"], []),
     "bare tensor": (T, ["tensor"], []),
     "names like parts": ({"model": T, "state_dict": T}, ["model", "state_dict"], []),
@@ -327,7 +327,7 @@ def test_shows_hostile_names_escaped() -> None:
     message = refusal(chosen, {"\x1b[2J.b": T, "\x1b[2J": {"b": T}})
     assert message == r"two tensors would be called '\x1b[2J.b'"
     notices = chosen({"model": {"a": T}, "\x1b[2J": {"b": T}, "\r": 1}).notices
-    assert r"'\x1b[2J' (1 tensors)" in notices[0]
+    assert r"'\x1b[2J' (1 tensor)" in notices[0]
     assert r"'\r'" in notices[1]
 
 
@@ -340,11 +340,11 @@ EMA = {"model": {"a": T, "b": T}, "ema": {"shadow": {"a": T}, "n": 1}, "x": [{"y
 @pytest.mark.parametrize(
     ("subtree", "expected", "left"),
     [
-        ("model", ["a", "b"], "'ema' (1 tensors), 'x' (1 tensors)"),
-        ("ema", ["shadow.a"], "'model' (2 tensors), 'x' (1 tensors)"),
-        ("ema.shadow", ["a"], "'model' (2 tensors), 'x' (1 tensors)"),
-        ("x", ["0.y"], "'model' (2 tensors), 'ema' (1 tensors)"),
-        ("x.0", ["y"], "'model' (2 tensors), 'ema' (1 tensors)"),
+        ("model", ["a", "b"], "'ema' (1 tensor), 'x' (1 tensor)"),
+        ("ema", ["shadow.a"], "'model' (2 tensors), 'x' (1 tensor)"),
+        ("ema.shadow", ["a"], "'model' (2 tensors), 'x' (1 tensor)"),
+        ("x", ["0.y"], "'model' (2 tensors), 'ema' (1 tensor)"),
+        ("x.0", ["y"], "'model' (2 tensors), 'ema' (1 tensor)"),
     ],
 )
 def test_takes_the_part_that_is_asked_for(subtree: str, expected: list[str], left: str) -> None:
@@ -352,7 +352,7 @@ def test_takes_the_part_that_is_asked_for(subtree: str, expected: list[str], lef
     assert sorted(found.tensors) == expected
     assert found.notices == [
         f"left out: {left}; choose another part with --subtree",
-        "left out: 1 values that are not tensors, in 'ema'",
+        "left out: 1 value that is not a tensor, in 'ema'",
     ]
 
 
@@ -414,8 +414,8 @@ def test_lists_a_few_of_the_parts_that_are_left_out() -> None:
         **dict.fromkeys("abcdefghij", 1),
     }
     parts, others = chosen(value).notices
-    assert parts.startswith("left out: 'p0' (1 tensors), ")
-    assert "'p7' (1 tensors) and 2 more; choose" in parts
+    assert parts.startswith("left out: 'p0' (1 tensor), ")
+    assert "'p7' (1 tensor) and 2 more; choose" in parts
     assert others == (
         "left out: 10 values that are not tensors, in 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more"
     )
@@ -461,7 +461,7 @@ def test_what_holds_no_tensors_has_none(value: Any) -> None:
 def test_a_storage_alone_is_no_tensor() -> None:
     assert tree_of(Opcodes(storage())).tensors == []
     assert chosen({"a": T, "b": Opcodes(storage())}).notices == [
-        "left out: 1 values that are not tensors, in 'b'"
+        "left out: 1 value that is not a tensor, in 'b'"
     ]
 
 
@@ -728,7 +728,7 @@ def test_skips_an_object_of_a_training_program() -> None:
     options = call(named("argparse", "Namespace")) + mapping(w=tensor()) + b"b"
     found = chosen({"model": {"a": T}, "args": Opcodes(options)})
     assert list(found.tensors) == ["a"]
-    assert found.notices == ["left out: 1 values that are not tensors, in 'args'"]
+    assert found.notices == ["left out: 1 value that is not a tensor, in 'args'"]
 
 
 def test_reads_a_state_dict_with_its_metadata(tmp_path: Path) -> None:
