@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 Order = Literal["error", "snr", "name", "size"]
 
 _HEADINGS = ("NAME", "TYPE", "BASE", "BITS", "REL ERROR", "SNR dB", "WORST GROUP")
-_NUMBERS = (3, 4, 5)
+_TENSOR_FIELDS = (
+    "name type group_size bytes=nbytes bits_per_weight base_type base_group_size "
+    "base_bytes=base_nbytes base_bits_per_weight shape equal=is_equal relative_error snr_db "
+    "max_abs_error nonfinite"
+)
+_TOTAL_FIELDS = "relative_error snr_db max_abs_error nonfinite bits_per_weight base_bits_per_weight"
 _MAX_LISTED = 20
 
 
@@ -97,9 +102,19 @@ def command(
         _write_page(target, compared)
     rows = _ordered(compared.tensors, order or ("error" if top else None))[:top]
     if as_json:
-        render.show_json(_as_json(compared, rows))
+        tensors = render.records(rows, _TENSOR_FIELDS)
+        for row, shown in zip(rows, tensors, strict=True):
+            worst = row.worst and render.record(row.worst, " ".join(row.worst._fields))
+            shown["worst_group"] = worst
+        count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
+        fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
+        total = count | render.record(compared, _TOTAL_FIELDS)
+        render.show_json(render.record(compared, fields) | {"tensors": tensors, "total": total})
         return
-    render.show(_as_text(compared, rows))
+    cells = [_cells(row) for row in rows]
+    alarming = [index for index, row in enumerate(rows) if row.nonfinite]
+    table = render.table(_HEADINGS, cells, right=(3, 4, 5), alarming=alarming)
+    render.show("\n".join([table, *_totals(compared)]))
     if target is not None:
         render.show_note(f"wrote {target}")
 
@@ -112,9 +127,6 @@ def _ordered(tensors: Sequence[TensorError], order: Order | None) -> Sequence[Te
     if order == "size":
         return sorted(tensors, key=lambda item: (-item.nbytes, item.name))
     return sorted(tensors, key=lambda item: item.name) if order == "name" else tensors
-
-
-# The page
 
 
 def _free_target(file: str) -> Path:
@@ -145,17 +157,6 @@ def _write_page(target: Path, compared: Comparison) -> None:
         write_file(target, [page(compared).encode()])
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
-
-
-# What is printed
-
-
-def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> str:
-    alarming = [index for index, row in enumerate(rows) if row.nonfinite]
-    table = render.table(
-        _HEADINGS, [_cells(row) for row in rows], right=_NUMBERS, alarming=alarming
-    )
-    return "\n".join([table, *_totals(compared)])
 
 
 def _cells(tensor: TensorError) -> tuple[str, ...]:
@@ -196,52 +197,3 @@ def _totals(compared: Comparison) -> Iterator[str]:
             listed = ", ".join(map(render.cell, names[:_MAX_LISTED]))
             more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
             yield f"only in {reference}: {listed}{more}"
-
-
-def _as_json(compared: Comparison, rows: Sequence[TensorError]) -> dict[str, Any]:
-    return {
-        "name": str(compared.reference),
-        "base": str(compared.base),
-        "tensors": [_tensor_json(row) for row in rows],
-        "only_in_name": list(compared.only_in_model),
-        "only_in_base": list(compared.only_in_base),
-        "total": {
-            "tensors": len(compared.tensors),
-            "differing": len(compared.differing),
-            "relative_error": _exact(compared.relative_error),
-            "snr_db": _exact(compared.snr_db),
-            "max_abs_error": compared.max_abs_error,
-            "nonfinite": compared.nonfinite,
-            "bits_per_weight": compared.bits_per_weight,
-            "base_bits_per_weight": compared.base_bits_per_weight,
-        },
-    }
-
-
-def _tensor_json(tensor: TensorError) -> dict[str, Any]:
-    worst = tensor.worst
-    return {
-        "name": tensor.name,
-        "type": tensor.type,
-        "group_size": tensor.group_size or None,
-        "bytes": tensor.nbytes,
-        "bits_per_weight": tensor.bits_per_weight,
-        "base_type": tensor.base_type,
-        "base_group_size": tensor.base_group_size or None,
-        "base_bytes": tensor.base_nbytes,
-        "base_bits_per_weight": tensor.base_bits_per_weight,
-        "shape": list(tensor.shape),
-        "equal": tensor.is_equal,
-        "relative_error": _exact(tensor.relative_error),
-        "snr_db": _exact(tensor.snr_db),
-        "max_abs_error": tensor.max_abs_error,
-        "nonfinite": tensor.nonfinite,
-        "worst_group": worst and worst._asdict() | {"relative_error": _exact(worst.relative_error)},
-    }
-
-
-def _exact(value: float | None) -> float | str | None:
-    """Return a number as JSON can hold it."""
-    if value is None or math.isfinite(value):
-        return value
-    return "Infinity" if value > 0 else "-Infinity"

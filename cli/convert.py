@@ -56,14 +56,7 @@ def command(
     for notice in copied.notices:
         render.show_note(notice)
     if as_json:
-        render.show_json(
-            {
-                "file": str(copied.path),
-                "tensors": copied.tensors,
-                "bytes_written": copied.bytes_written,
-                "notices": list(copied.notices),
-            }
-        )
+        render.show_json(render.record(copied, "file=path tensors bytes_written notices"))
         return
     render.show(
         f"wrote {escape(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "

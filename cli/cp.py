@@ -37,14 +37,7 @@ def naming_options(command: Callable[..., None]) -> Callable[..., None]:
 def show_named(named: Named, done: str, *, as_json: bool) -> None:
     """Print the new name of a model, and whether it belonged to another model."""
     if as_json:
-        render.show_json(
-            {
-                "source": named.source,
-                "name": named.target,
-                "digest": str(named.digest),
-                "replaced": named.replaced,
-            }
-        )
+        render.show_json(render.record(named, "source name=target digest replaced"))
         return
     replaced = ", which was the name of another model" if named.replaced else ""
     render.show(f"{done} {render.cell(named.source)} to {render.cell(named.target)}{replaced}")

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.create.create import Created
     from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions
     from blobstore.sources.base import SourceOptions
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
 PolicyName = Literal["recommended", "uniform"]
+
+_DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
@@ -152,23 +153,10 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    _show_created(created, as_json)
-
-
-def _show_created(created: Created, as_json: bool) -> None:
     _show_notes(created.notices)
     if as_json:
-        render.show_json(
-            {
-                "name": str(created.reference),
-                "tensors": created.tensors,
-                "blobs": created.blobs,
-                "bytes_written": created.bytes_written,
-                "bytes_present": created.bytes_present,
-                "seconds": round(created.seconds, 3),
-                "notices": list(created.notices),
-            }
-        )
+        fields = "name=reference tensors blobs bytes_written bytes_present seconds notices"
+        render.show_json(render.record(created, fields))
         return
     render.show(
         f"created {created.reference}: {render.count_of(created.tensors, 'tensor')} in "
@@ -202,43 +190,42 @@ def _plan(
 
 
 def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
-    sizes = [(blob, blob.size) for blob in planned.blobs]
     _show_notes(planned.notices)
+    tensors = sum(len(blob.tensors) for blob in planned.blobs)
+    size = sum(blob.size for blob in planned.blobs)
     if as_json:
+        blobs = [
+            {
+                "name": blob.name,
+                "tensors": [recipe.spec.name for recipe in blob.tensors],
+                "bytes": blob.size,
+            }
+            for blob in planned.blobs
+        ]
         render.show_json(
             {
-                "name": str(name),
-                "tensors": sum(len(blob.tensors) for blob in planned.blobs),
-                "bytes": sum(size for _, size in sizes),
-                "blobs": [
-                    {
-                        "name": blob.name,
-                        "tensors": [recipe.spec.name for recipe in blob.tensors],
-                        "bytes": size,
-                    }
-                    for blob, size in sizes
-                ],
-                "decisions": [_decision_json(row) for row in planned.decisions()],
+                "name": name,
+                "tensors": tensors,
+                "bytes": size,
+                "blobs": blobs,
+                "decisions": render.records(planned.decisions(), _DECISION_FIELDS),
                 "files": files,
-                "notices": list(planned.notices),
+                "notices": planned.notices,
             }
         )
         return
-    totals = (
-        f"{render.count_of(sum(len(blob.tensors) for blob in planned.blobs), 'tensor')} in "
-        f"{render.count_of(len(sizes), 'blob')}, "
-        f"{render.human_bytes(sum(size for _, size in sizes))}; "
-        f"{render.count_of(len(files), 'file')}; nothing was written"
-    )
     if planned.policy is None:
         rows = [
-            (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(size))
-            for blob, size in sizes
+            (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(blob.size))
+            for blob in planned.blobs
         ]
         render.show(render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2)))
     else:
         _show_decisions(list(planned.decisions()))
-    render.show(totals)
+    render.show(
+        f"{render.count_of(tensors, 'tensor')} in {render.count_of(len(planned.blobs), 'blob')}, "
+        f"{render.human_bytes(size)}; {render.count_of(len(files), 'file')}; nothing was written"
+    )
 
 
 def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
@@ -261,19 +248,6 @@ def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
     render.show(
         f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits per weight"
     )
-
-
-def _decision_json(row: PlannedTensor) -> dict[str, object]:
-    return {
-        "tensor": row.name,
-        "shape": list(row.shape),
-        "dtype": row.dtype,
-        "type": row.type,
-        "group_size": row.group_size or None,
-        "bytes_before": row.bytes_before,
-        "bytes_after": row.bytes_after,
-        "reason": row.reason,
-    }
 
 
 def _show_notes(notices: Sequence[str]) -> None:

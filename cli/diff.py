@@ -17,7 +17,7 @@ from blobstore.cli.options import (
 from blobstore.operations.ui.compare_page import type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
@@ -61,9 +61,9 @@ def command(
     with suggesting_names(store, [ours, theirs]), render.progress_bar() as progress:
         found = diff_models(ours, theirs, store=store, jobs=jobs, progress=progress)
     if as_json:
-        render.show_json(_as_json(found))
+        _show_json(found)
     else:
-        render.show("\n".join(_as_text(found, shows_all=shows_all)))
+        _show_text(found, shows_all=shows_all)
     if not found.is_same:
         ctx.exit(_DIFFERENT)
 
@@ -74,18 +74,6 @@ def _change(item: TensorDifference | FileDifference) -> str:
     if item.theirs is None:
         return "only in A"
     return "only in B" if item.ours is None else "changed"
-
-
-def _as_text(found: Difference, *, shows_all: bool) -> Iterator[str]:
-    rows = [
-        *(_tensor_cells(item) for item in found.tensors if shows_all or not item.is_same),
-        *(_file_cells(item) for item in found.files if shows_all or not item.is_same),
-    ]
-    if rows:
-        headings = ("CHANGE", "NAME", f"A: {found.ours}", f"B: {found.theirs}")
-        yield render.table(headings, rows)
-    yield f"tensors: {_counts(found.tensors)}"
-    yield f"files: {_counts(found.files)}"
 
 
 def _counts(items: tuple[TensorDifference, ...] | tuple[FileDifference, ...]) -> str:
@@ -99,11 +87,6 @@ def _counts(items: tuple[TensorDifference, ...] | tuple[FileDifference, ...]) ->
     return ", ".join(f"{count:,} {change}" for change, count in counts)
 
 
-def _tensor_cells(item: TensorDifference) -> tuple[str, ...]:
-    change = ", ".join(item.changes) if item.changes else _change(item)
-    return (change, render.cell(item.name), _tensor_cell(item.ours), _tensor_cell(item.theirs))
-
-
 def _tensor_cell(side: TensorSide | None) -> str:
     if side is None:
         return "-"
@@ -111,57 +94,50 @@ def _tensor_cell(side: TensorSide | None) -> str:
     return render.cell(f"{type_of(side.type, side.group_size)} [{shape}]")
 
 
-def _file_cells(item: FileDifference) -> tuple[str, ...]:
-    name = render.cell(item.name or item.media_type)
-    return (_change(item), name, _file_cell(item.ours), _file_cell(item.theirs))
-
-
 def _file_cell(side: Descriptor | None) -> str:
     return "-" if side is None else f"{side.digest.short} {render.human_bytes(side.size)}"
 
 
-def _as_json(found: Difference) -> dict[str, Any]:
-    return {
-        "a": str(found.ours),
-        "b": str(found.theirs),
-        "same": found.is_same,
-        "tensors": [_tensor_json(item) for item in found.tensors],
-        "files": [_file_json(item) for item in found.files],
-    }
+def _show_text(found: Difference, *, shows_all: bool) -> None:
+    rows = [
+        (
+            ", ".join(item.changes) or _change(item),
+            render.cell(item.name),
+            _tensor_cell(item.ours),
+            _tensor_cell(item.theirs),
+        )
+        for item in found.tensors
+        if shows_all or not item.is_same
+    ]
+    rows += [
+        (
+            _change(item),
+            render.cell(item.name or item.media_type),
+            _file_cell(item.ours),
+            _file_cell(item.theirs),
+        )
+        for item in found.files
+        if shows_all or not item.is_same
+    ]
+    if rows:
+        headings = ("CHANGE", "NAME", f"A: {found.ours}", f"B: {found.theirs}")
+        render.show(render.table(headings, rows))
+    render.show(f"tensors: {_counts(found.tensors)}\nfiles: {_counts(found.files)}")
 
 
-def _tensor_json(item: TensorDifference) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "change": _change(item),
-        "differs_in": list(item.changes),
-        "same_blob": item.is_shared,
-        "a": _tensor_side(item.ours),
-        "b": _tensor_side(item.theirs),
-    }
+def _show_json(found: Difference) -> None:
+    def pairs(
+        items: Sequence[TensorDifference | FileDifference], fields: str, side_fields: str
+    ) -> list[dict[str, Any]]:
+        shown = render.records(items, fields)
+        for item, pair in zip(items, shown, strict=True):
+            pair["change"] = _change(item)
+            for key, side in (("a", item.ours), ("b", item.theirs)):
+                pair[key] = side and render.record(side, side_fields)
+        return shown
 
-
-def _tensor_side(side: TensorSide | None) -> dict[str, Any] | None:
-    if side is None:
-        return None
-    return {
-        "type": side.type,
-        "group_size": side.group_size or None,
-        "shape": list(side.shape),
-        "bytes": side.nbytes,
-        "digest": str(side.blob),
-    }
-
-
-def _file_json(item: FileDifference) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "media_type": item.media_type,
-        "change": _change(item),
-        "a": _file_side(item.ours),
-        "b": _file_side(item.theirs),
-    }
-
-
-def _file_side(side: Descriptor | None) -> dict[str, Any] | None:
-    return None if side is None else {"digest": str(side.digest), "bytes": side.size}
+    side = "type group_size shape bytes=nbytes digest=blob"
+    tensors = pairs(found.tensors, "name differs_in=changes same_blob=is_shared", side)
+    files = pairs(found.files, "name media_type", "digest bytes=size")
+    whole = render.record(found, "a=ours b=theirs same=is_same")
+    render.show_json(whole | {"tensors": tensors, "files": files})

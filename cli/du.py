@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -63,7 +63,7 @@ def command(
         usage = measure_usage(names, store=store)
     rows = _ordered(usage.models, order)
     if as_json:
-        render.show_json(_as_json(usage, rows))
+        _show_json(usage, rows)
     elif usage.size:
         render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
     elif not store.root.exists():
@@ -130,41 +130,29 @@ def _cells(model: ModelUsage) -> tuple[str, ...]:
     return (name, *sizes, f"{model.blobs:,}")
 
 
-def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
-    return {
-        "models": [_model_json(model) for model in rows],
-        "together": {"bytes": usage.together.size, "unique_bytes": usage.together_unique.size},
-        "cold": {
-            "files": usage.cold.files,
-            "bytes": usage.cold.size,
-            "hot_bytes": usage.hot,
-            "saved_bytes": usage.saved,
-            "saved_share": usage.saved_share,
-        },
-        "store": {
-            "models": usage.names,
-            "blobs": usage.referenced.files,
-            "bytes": usage.referenced.size,
-            "bytes_without_sharing": usage.without_sharing,
-            "dedup_ratio": usage.dedup_ratio,
-            "bytes_in_all": usage.size,
-        },
-        **{
-            name: {"files": space.files, "bytes": space.size}
-            for name, space in ((name, getattr(usage, name)) for name in _SPACES)
-        },
-        "errors": list(map(str, usage.unreadable)),
-    }
-
-
-def _model_json(model: ModelUsage) -> dict[str, Any]:
-    is_known = model.error is None
-    return {
-        "name": model.reference,
-        "blobs": model.blobs if is_known else None,
-        "bytes": model.size if is_known else None,
-        "unique_bytes": model.unique if is_known else None,
-        "shared_bytes": model.shared if is_known else None,
-        "faults": list(map(str, model.faults)),
-        "error": None if is_known else str(model.error),
-    }
+def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> None:
+    models = render.records(
+        rows, "name=reference blobs bytes=size unique_bytes=unique shared_bytes=shared faults error"
+    )
+    for model in models:
+        if model["error"]:
+            model.update(dict.fromkeys(("blobs", "bytes", "unique_bytes", "shared_bytes")))
+    render.show_json(
+        {
+            "models": models,
+            "together": render.record(
+                usage, "bytes=together.size unique_bytes=together_unique.size"
+            ),
+            "cold": render.record(
+                usage,
+                "files=cold.files bytes=cold.size hot_bytes=hot saved_bytes=saved saved_share",
+            ),
+            "store": render.record(
+                usage,
+                "models=names blobs=referenced.files bytes=referenced.size "
+                "bytes_without_sharing=without_sharing dedup_ratio bytes_in_all=size",
+            ),
+            **{name: render.record(getattr(usage, name), "files bytes=size") for name in _SPACES},
+            "errors": usage.unreadable,
+        }
+    )

@@ -64,17 +64,8 @@ def command(
             progress=progress,
         )
     if as_json:
-        render.show_json(
-            {
-                "name": str(name),
-                "folder": str(exported.folder),
-                "files": exported.files,
-                "tensors": exported.tensors,
-                "shards": exported.shards,
-                "bytes_written": exported.bytes_written,
-                "seconds": round(exported.seconds, 3),
-            }
-        )
+        fields = "folder files tensors shards bytes_written seconds"
+        render.show_json({"name": name} | render.record(exported, fields))
         return
     render.show(
         f"exported {name} to {escape(str(exported.folder))}: "

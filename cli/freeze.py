@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -115,36 +115,23 @@ def command(
             progress=progress,
         )
     if as_json:
-        render.show_json(_as_json(frozen, dry_run=dry_run))
+        fields = "names=references bases bytes=size stored_bytes=stored blobs faults seconds"
+        blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
+        result = (
+            {"dry_run": dry_run}
+            | render.record(frozen, fields)
+            | {
+                "bases": {str(name): base for name, base in frozen.bases},
+                "blobs": render.records(frozen.blobs, blob_fields),
+            }
+        )
+        render.show_json(result)
     else:
         render.show("\n".join(_as_text(frozen, dry_run=dry_run)))
     for fault in frozen.faults:
         render.show_error(str(fault))
     if frozen.faults:
         ctx.exit(Damaged.exit_code)
-
-
-def _as_json(frozen: Frozen, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "names": [str(reference) for reference in frozen.references],
-        "bases": {str(name): str(base) for name, base in frozen.bases},
-        "bytes": frozen.size,
-        "stored_bytes": frozen.stored,
-        "blobs": [
-            {
-                "digest": str(blob.digest),
-                "name": blob.name,
-                "bytes": blob.size,
-                "stored_bytes": blob.stored,
-                "outcome": blob.outcome,
-                "base": str(blob.base) if blob.base is not None else None,
-            }
-            for blob in frozen.blobs
-        ],
-        "faults": list(map(str, frozen.faults)),
-        "seconds": round(frozen.seconds, 3),
-    }
 
 
 def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +10,7 @@ from blobstore.cli import render
 from blobstore.cli.options import json_option, parse_duration, store_option, wait_option
 
 if TYPE_CHECKING:
-    from blobstore.operations.maintenance.gc import Collected, Removed
+    from blobstore.operations.maintenance.gc import Collected
     from blobstore.store.local import LocalStore
 
 
@@ -38,25 +38,18 @@ def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) 
 
     collected = collect_garbage(store, older_than=older_than, dry_run=dry_run)
     if as_json:
-        render.show_json(_as_json(collected, dry_run=dry_run))
+        result = {
+            "dry_run": dry_run,
+            "bytes": collected.size,
+            "blobs": render.records(collected.blobs, "path bytes=size"),
+            "leftovers": render.records(collected.leftovers, "path bytes=size"),
+            "folders": collected.folders,
+            "kept": render.record(collected, "blobs=kept bytes=kept_size"),
+            "kept_as_bases": render.record(collected, "blobs=bases bytes=bases_size"),
+        }
+        render.show_json(result)
     else:
         render.show(_as_text(collected, dry_run=dry_run))
-
-
-def _as_json(collected: Collected, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "bytes": collected.size,
-        "blobs": [_removed(item) for item in collected.blobs],
-        "leftovers": [_removed(item) for item in collected.leftovers],
-        "folders": collected.folders,
-        "kept": {"blobs": collected.kept, "bytes": collected.kept_size},
-        "kept_as_bases": {"blobs": collected.bases, "bytes": collected.bases_size},
-    }
-
-
-def _removed(item: Removed) -> dict[str, Any]:
-    return {"path": item.path, "bytes": item.size}
 
 
 def _as_text(collected: Collected, *, dry_run: bool) -> str:

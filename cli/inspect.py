@@ -37,7 +37,17 @@ def command(
 
     inspected = inspect_checkpoint(file, subtree=subtree)
     if as_json:
-        render.show_json(_as_json(inspected))
+        fields = (
+            "file=path bytes=size kind refusal globals parts=subtrees tensors unreadable notices"
+        )
+        result = render.record(inspected, fields) | {
+            "globals": render.records(inspected.globals, "name use pickle offset"),
+            "parts": render.records(inspected.subtrees, "path tensors"),
+            "tensors": render.records(
+                inspected.tensors, "name dtype=dtype.value shape bytes=nbytes"
+            ),
+        }
+        render.show_json(result)
     else:
         render.show("\n\n".join(_sections(inspected, with_tensors=with_tensors)))
     if inspected.refusal is not None:
@@ -51,7 +61,7 @@ def show_parts(file: str, *, as_json: bool) -> None:
     with open_checkpoint(file) as checkpoint:
         parts = checkpoint.subtrees
     if as_json:
-        render.show_json(_parts_json(parts))
+        render.show_json(render.records(parts, "path tensors"))
     else:
         render.show(_parts_table(parts))
 
@@ -79,10 +89,6 @@ def _parts_table(subtrees: Sequence[Subtree]) -> str:
     """Return the parts of a checkpoint that ``--subtree`` can name."""
     rows = [(render.cell(part.path), f"{part.tensors:,}") for part in subtrees]
     return render.table(("PART", "TENSORS"), rows, right=(1,))
-
-
-def _parts_json(subtrees: Sequence[Subtree]) -> list[dict[str, object]]:
-    return [{"path": part.path, "tensors": part.tensors} for part in subtrees]
 
 
 def _summary(inspected: Inspection) -> str:
@@ -117,28 +123,3 @@ def _tensor_table(inspected: Inspection) -> str:
         for spec in inspected.tensors
     ]
     return render.table(("TENSOR", "TYPE", "SHAPE", "SIZE"), rows, right=(3,))
-
-
-def _as_json(inspected: Inspection) -> dict[str, object]:
-    return {
-        "file": str(inspected.path),
-        "bytes": inspected.size,
-        "kind": inspected.kind,
-        "refusal": inspected.refusal,
-        "globals": [
-            {"name": item.name, "use": item.use, "pickle": item.pickle, "offset": item.offset}
-            for item in inspected.globals
-        ],
-        "parts": _parts_json(inspected.subtrees),
-        "tensors": [
-            {
-                "name": spec.name,
-                "dtype": spec.dtype.value,
-                "shape": list(spec.shape),
-                "bytes": spec.nbytes,
-            }
-            for spec in inspected.tensors
-        ],
-        "unreadable": inspected.unreadable,
-        "notices": list(inspected.notices),
-    }

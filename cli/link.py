@@ -68,22 +68,11 @@ def command(
     for notice in linked.notices:
         render.show_note(notice)
     if as_json:
-        render.show_json(
-            {
-                "name": str(name),
-                "folder": str(linked.folder),
-                "files": linked.files,
-                "tensors": linked.tensors,
-                "links": linked.links,
-                "bytes_linked": linked.bytes_linked,
-                "shared": linked.shared,
-                "bytes_shared": linked.bytes_shared,
-                "copied": linked.copied,
-                "bytes_copied": linked.bytes_copied,
-                "notices": list(linked.notices),
-                "seconds": round(linked.seconds, 3),
-            }
+        fields = (
+            "folder files tensors links bytes_linked shared bytes_shared copied bytes_copied notices "
+            "seconds"
         )
+        render.show_json({"name": name} | render.record(linked, fields))
         return
     render.show(
         f"linked {name} in {escape(str(linked.folder))}: "

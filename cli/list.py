@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -46,7 +46,7 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
 
     models = _ordered(list_models(store), order)
     if as_json:
-        render.show_json({"models": [_as_json(model) for model in models]})
+        _show_json(models)
     elif models:
         render.show(_as_table(models))
     elif not store.root.exists():
@@ -85,14 +85,14 @@ def _as_table(models: Sequence[ListedModel]) -> str:
     return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)
 
 
-def _as_json(model: ListedModel) -> dict[str, Any]:
-    moment = datetime.fromtimestamp(min(max(model.modified, 0), _LATEST), UTC)
-    return {
-        "name": model.reference,
-        "digest": str(model.digest) if model.digest else None,
-        "bytes": None if model.error else model.size,
-        "shared_bytes": None if model.error else model.shared,
-        "frozen_bytes": None if model.error else model.frozen,
-        "modified": moment.isoformat(timespec="seconds"),
-        "error": str(model.error) if model.error else None,
-    }
+def _show_json(models: Sequence[ListedModel]) -> None:
+    shown = render.records(
+        models,
+        "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified error",
+    )
+    for model in shown:
+        moment = datetime.fromtimestamp(min(max(model["modified"], 0), _LATEST), UTC)
+        model["modified"] = moment.isoformat(timespec="seconds")
+        if model["error"]:
+            model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+    render.show_json({"models": shown})

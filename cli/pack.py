@@ -78,17 +78,8 @@ def command(
             progress=progress,
         )
     if as_json:
-        render.show_json(
-            {
-                "file": str(packed.path),
-                "names": [str(reference) for reference in packed.references],
-                "blobs": packed.blobs,
-                "deltas": packed.deltas,
-                "bytes": packed.size,
-                "stored_bytes": packed.stored,
-                "seconds": round(packed.seconds, 3),
-            }
-        )
+        fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored seconds"
+        render.show_json(render.record(packed, fields))
         return
     share = f" ({1 - packed.stored / packed.size:.1%} less)" if packed.stored < packed.size else ""
     render.show(

@@ -7,10 +7,13 @@ output; notes, errors and progress are on standard error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import os
 import sys
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +22,7 @@ from blobstore.core.escape import MAX_SHOWN, escape
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
 
@@ -68,19 +71,63 @@ def show_bytes(data: bytes) -> None:
 def show_json(value: Any) -> None:
     """Print ``value`` as one ASCII JSON document. Raises as :func:`show`.
 
-    References and paths are printed as strings. Digests are tuples, so callers convert them.
+    References, paths and errors become texts. Digests are tuples: :func:`record` converts them.
     """
-    show(json.dumps(value, indent=2 if is_terminal() else None, default=_json_text))
-
-
-def _json_text(value: object) -> str:
     from pathlib import PurePath
 
     from blobstore.manifests.reference import Reference
 
-    if isinstance(value, Reference | PurePath):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    def text_of(item: object) -> str:
+        if isinstance(item, Reference | PurePath | BlobstoreError):
+            return str(item)
+        raise TypeError(f"{type(item).__name__} has no JSON form")
+
+    show(json.dumps(value, indent=2 if is_terminal() else None, default=text_of))
+
+
+def record(item: object, fields: str) -> dict[str, Any]:
+    """Return fields of a result for :func:`show_json`. See :func:`records`."""
+    return records([item], fields)[0]
+
+
+def records(items: Iterable[object], fields: str) -> list[dict[str, Any]]:
+    """Return fields of several results for :func:`show_json`.
+
+    Args:
+        items: results of one type.
+        fields: two or more attributes, separated by spaces. ``bytes=size`` gives the attribute
+            ``size`` the key ``bytes``. The keys in ``_JSON_FORMS`` have the form of that table.
+    """
+    keys, values_of, converted = _parse_fields(fields)
+    found = [dict(zip(keys, values_of(item), strict=True)) for item in items]
+    for key, convert in converted:
+        for values in found:
+            values[key] = convert(values[key])
+    return found
+
+
+@functools.cache
+def _parse_fields(fields: str) -> tuple[list[str], Callable[[object], Any], list[Any]]:
+    # Cached, because diff and compare show each tensor with parts of its own.
+    pairs = [field.rpartition("=")[::2] for field in fields.split()]
+    keys = [key or attribute for key, attribute in pairs]
+    converted = [(key, _JSON_FORMS[key]) for key in keys if key in _JSON_FORMS]
+    return keys, attrgetter(*(attribute for _, attribute in pairs)), converted
+
+
+def _finite(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+_JSON_FORMS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("digest", "blob", "base"), lambda digest: digest and str(digest)),
+    **dict.fromkeys(("group_size", "base_group_size"), lambda size: size or None),
+    **dict.fromkeys(("relative_error", "snr_db"), _finite),
+    "seconds": lambda seconds: round(seconds, 3),
+}
+"""The keys whose values have another form in JSON. A digest is a tuple, so show_json cannot know it."""
 
 
 def show_note(message: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,7 +15,7 @@ from blobstore.cli.options import (
     suggesting_names,
     wait_option,
 )
-from blobstore.cli.verify import fault_line
+from blobstore.cli.verify import FAULT_FIELDS, fault_line
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, NotFound
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.maintenance.repair import Repaired, RepairedBlob
-    from blobstore.operations.maintenance.repair_manifests import Restored
+    from blobstore.operations.maintenance.repair import Repaired
     from blobstore.store.local import LocalStore
 
 _ADVICE = (
@@ -103,7 +101,21 @@ def command(
     for notice in repaired.notices if repaired.verified.damaged else ():
         render.show_note(notice)
     if as_json:
-        render.show_json(_as_json(repaired, dry_run=dry_run))
+        counts = (
+            "models=verified.models blobs=verified.blobs bytes_read=verified.bytes_read seconds"
+        )
+        result = (
+            {"dry_run": dry_run}
+            | render.record(repaired, counts)
+            | {
+                "manifests": render.records(repaired.restored, "model=reference quarantined"),
+                "repaired": render.records(
+                    repaired.repaired, "blob=digest bytes=size layer quarantined"
+                ),
+                "faults": render.records(repaired.faults, FAULT_FIELDS),
+            }
+        )
+        render.show_json(result)
     else:
         render.show(_as_text(repaired, dry_run=dry_run))
     if source is None and repaired.verified.damaged:
@@ -112,42 +124,17 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _as_json(repaired: Repaired, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "models": repaired.verified.models,
-        "blobs": repaired.verified.blobs,
-        "bytes_read": repaired.verified.bytes_read,
-        "seconds": round(repaired.seconds, 3),
-        "manifests": [_restored(item) for item in repaired.restored],
-        "repaired": [_repaired(item) for item in repaired.repaired],
-        "faults": [dataclasses.asdict(fault) for fault in repaired.faults],
-    }
-
-
-def _repaired(item: RepairedBlob) -> dict[str, Any]:
-    return {
-        "blob": str(item.digest),
-        "bytes": item.size,
-        "layer": item.layer,
-        "quarantined": item.quarantined,
-    }
-
-
-def _restored(item: Restored) -> dict[str, Any]:
-    return {
-        "model": item.reference,
-        "quarantined": item.quarantined,
-    }
-
-
 def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
     verb = "would rewrite" if dry_run else "rewrote"
     lines = [
         f"{verb} the manifest of model {render.cell(item.reference)}{_place_of(item.quarantined)}"
         for item in repaired.restored
     ]
-    lines += [_repaired_line(verb, item) for item in repaired.repaired]
+    lines += [
+        f"{verb} layer {render.cell(item.layer)}, blob {item.digest} "
+        f"({render.human_bytes(item.size)}){_place_of(item.quarantined)}"
+        for item in repaired.repaired
+    ]
     lines += map(fault_line, repaired.faults)
     counts = {"manifest": len(repaired.restored), "blob": len(repaired.repaired)}
     what = " and ".join(render.count_of(number, kind) for kind, number in counts.items() if number)
@@ -163,12 +150,6 @@ def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
     models = render.count_of(repaired.verified.models, "model")
     lines.append(f"{done}{state}: {models}, {render.human_seconds(repaired.seconds)}")
     return "\n".join(lines)
-
-
-def _repaired_line(verb: str, item: RepairedBlob) -> str:
-    size = render.human_bytes(item.size)
-    where = f"layer {render.cell(item.layer)}, blob {item.digest} ({size})"
-    return f"{verb} {where}{_place_of(item.quarantined)}"
 
 
 def _place_of(quarantined: Path | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -41,7 +41,14 @@ def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_j
     with suggesting_names(store, names):
         removed = remove_models(names, store=store, dry_run=dry_run)
     if as_json:
-        render.show_json(_as_json(removed, dry_run=dry_run))
+        result = {
+            "dry_run": dry_run,
+            "removed": render.records(removed.names, "name=reference digest error"),
+            "unreferenced": render.record(removed, "blobs bytes=size"),
+            "kept_as_bases": render.record(removed, "blobs=bases bytes=bases_size by=coded"),
+            "unreadable": [entry.reference for entry in removed.unreadable],
+        }
+        render.show_json(result)
     else:
         render.show(_as_text(removed, dry_run=dry_run))
     for entry in removed.names:
@@ -52,27 +59,6 @@ def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_j
             f'"blobstore gc" removes nothing until {entry.reference} is repaired or removed: '
             f"{entry.error}"
         )
-
-
-def _as_json(removed: RemovedModels, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "removed": [
-            {
-                "name": entry.reference,
-                "digest": str(entry.digest) if entry.digest else None,
-                "error": str(entry.error) if entry.error else None,
-            }
-            for entry in removed.names
-        ],
-        "unreferenced": {"blobs": removed.blobs, "bytes": removed.size},
-        "kept_as_bases": {
-            "blobs": removed.bases,
-            "bytes": removed.bases_size,
-            "by": removed.coded,
-        },
-        "unreadable": [entry.reference for entry in removed.unreadable],
-    }
 
 
 def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:

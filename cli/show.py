@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 View = Literal["tensors", "layers", "files", "manifest"]
 Order = Literal["name", "size", "type", "params"]
 
+_TENSOR_FIELDS = (
+    "name type dtype shape parameters bytes=size bits_per_weight layer digest quant_type group_size"
+)
+_BLOB_FIELDS = "name media_type bytes=size digest state frozen=is_frozen"
 _HEADINGS = {
     "tensors": ("NAME", "TYPE", "SHAPE", "BITS", "SIZE", "DIGEST"),
     "layers": ("NAME", "MEDIA TYPE", "SIZE", "DIGEST"),
@@ -83,7 +87,7 @@ def command(
         view = "layers" if model.format == "gguf" else "tensors"
     rows = _ordered(_selected(_rows(model, view), patterns, model), order)
     if as_json:
-        render.show_json(_as_json(model, view, rows))
+        _show_json(model, view, rows)
     else:
         render.show(_as_text(model, view, rows))
     for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
@@ -202,46 +206,22 @@ def _bits(size: int, elements: int) -> str:
     return f"{size * 8 / elements:.3g}" if elements else "-"
 
 
-def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[str, Any]:
-    return {
-        "name": model.reference,
-        "format": model.format,
-        "architecture": model.architecture or None,
-        "model_type": model.model_type or None,
-        "parameters": model.parameters,
-        "bytes": model.size,
-        "frozen_bytes": model.frozen_size,
-        view: [
-            _blob_json(row) if _is_blob(row) else _tensor_json(row)
-            for row in rows
-            if view != "tensors" or not _is_blob(row)
-        ],
-        "faults": [_blob_json(blob) | {"message": str(blob.fault)} for blob in model.faults],
-    }
-
-
-def _tensor_json(tensor: TensorDescription) -> dict[str, Any]:
-    quantized = {"quant_type": tensor.quant_type, "group_size": tensor.group_size or None}
-    bits = tensor.bits_per_weight
-    return {
-        "name": tensor.name,
-        "type": tensor.type,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "parameters": tensor.parameters,
-        "bytes": tensor.size,
-        "bits_per_weight": None if bits is None else round(bits, 4),
-        "layer": tensor.layer,
-        "digest": str(tensor.digest),
-    } | (quantized if tensor.is_quantized else {})
-
-
-def _blob_json(blob: BlobDescription) -> dict[str, Any]:
-    return {
-        "name": blob.name,
-        "media_type": blob.media_type,
-        "bytes": blob.size,
-        "digest": str(blob.digest),
-        "state": blob.state,
-        "frozen": blob.is_frozen,
-    }
+def _show_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> None:
+    if view == "tensors":
+        tensors = [row for row in rows if not _is_blob(row)]
+        listed = render.records(tensors, _TENSOR_FIELDS)
+        for tensor, shown in zip(tensors, listed, strict=True):
+            if not tensor.is_quantized:
+                del shown["quant_type"], shown["group_size"]
+            if shown["bits_per_weight"] is not None:
+                shown["bits_per_weight"] = round(shown["bits_per_weight"], 4)
+    else:
+        listed = render.records(rows, _BLOB_FIELDS)
+    shown = render.record(
+        model,
+        "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size",
+    )
+    for key in ("architecture", "model_type"):
+        shown[key] = shown[key] or None
+    faults = render.records(model.faults, f"{_BLOB_FIELDS} message=fault")
+    render.show_json(shown | {view: listed, "faults": faults})

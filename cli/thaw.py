@@ -48,16 +48,8 @@ def command(
     with suggesting_names(store, names), render.progress_bar() as progress:
         thawed = thaw_models(names, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
     if as_json:
-        render.show_json(
-            {
-                "names": [str(reference) for reference in thawed.references],
-                "blobs": thawed.blobs,
-                "bytes": thawed.size,
-                "stored_bytes": thawed.stored,
-                "faults": list(map(str, thawed.faults)),
-                "seconds": round(thawed.seconds, 3),
-            }
-        )
+        fields = "names=references blobs bytes=size stored_bytes=stored faults seconds"
+        render.show_json(render.record(thawed, fields))
     else:
         sizes = (
             f"{render.human_bytes(thawed.stored)} decompressed to {render.human_bytes(thawed.size)}"

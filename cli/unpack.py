@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -58,52 +58,24 @@ def command(
             unpacked = unpack_archive(
                 file, names, store=store, force=force, jobs=jobs, progress=progress
             )
+    done: CheckedArchive | Unpacked = checked if verify_only else unpacked
+    if as_json:
+        sizes = "bytes=size stored_bytes=stored" if verify_only else "bytes_written bytes_present"
+        render.show_json(render.record(done, f"file=path names=references blobs seconds {sizes}"))
+        return
     if verify_only:
-        _show_checked(checked, as_json=as_json)
+        work = (
+            f"{escape(str(checked.path))} is intact: {render.count_of(checked.blobs, 'blob')} of "
+            f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}"
+        )
     else:
-        _show_unpacked(unpacked, as_json=as_json)
-
-
-def _show_checked(checked: CheckedArchive, *, as_json: bool) -> None:
-    if as_json:
-        sizes = {"bytes": checked.size, "stored_bytes": checked.stored}
-        render.show_json(_common(checked) | sizes)
-        return
-    render.show(
-        f"{escape(str(checked.path))} is intact: {render.count_of(checked.blobs, 'blob')} of "
-        f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}; "
-        f"{render.human_seconds(checked.seconds)}"
-    )
-    _show_names(checked)
-
-
-def _show_unpacked(unpacked: Unpacked, *, as_json: bool) -> None:
-    if as_json:
-        written = {
-            "bytes_written": unpacked.bytes_written,
-            "bytes_present": unpacked.bytes_present,
-        }
-        render.show_json(_common(unpacked) | written)
-        return
-    present = unpacked.bytes_present
-    already = f", {render.human_bytes(present)} already present" if present else ""
-    render.show(
-        f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
-        f"{render.count_of(unpacked.blobs, 'blob')}, {render.human_bytes(unpacked.bytes_written)} "
-        f"written{already}; {render.human_seconds(unpacked.seconds)}"
-    )
-    _show_names(unpacked)
-
-
-def _show_names(result: CheckedArchive | Unpacked) -> None:
-    for reference in result.references:
+        present = unpacked.bytes_present
+        already = f", {render.human_bytes(present)} already present" if present else ""
+        work = (
+            f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
+            f"{render.count_of(unpacked.blobs, 'blob')}, "
+            f"{render.human_bytes(unpacked.bytes_written)} written{already}"
+        )
+    render.show(f"{work}; {render.human_seconds(done.seconds)}")
+    for reference in done.references:
         render.show(f"  {render.cell(reference)}")
-
-
-def _common(result: CheckedArchive | Unpacked) -> dict[str, Any]:
-    return {
-        "file": str(result.path),
-        "names": [str(reference) for reference in result.references],
-        "blobs": result.blobs,
-        "seconds": round(result.seconds, 3),
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import click
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.store.local import LocalStore
 
+FAULT_FIELDS = "reference layer tensor message blob"
 _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
 
 
@@ -76,7 +76,9 @@ def command(
             names, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
         )
     if as_json:
-        render.show_json(_as_json(verified))
+        faults = render.records(verified.faults, FAULT_FIELDS)
+        work = render.record(verified, "models blobs bytes_read seconds")
+        render.show_json(work | {"faults": faults})
     else:
         render.show(_as_text(verified, quick=quick))
     if verified.damaged:
@@ -85,16 +87,6 @@ def command(
         render.show_note(f"for manifests: {ADVICE}")
     if verified.faults:
         ctx.exit(Damaged.exit_code)
-
-
-def _as_json(verified: Verified) -> dict[str, object]:
-    return {
-        "models": verified.models,
-        "blobs": verified.blobs,
-        "bytes_read": verified.bytes_read,
-        "seconds": round(verified.seconds, 3),
-        "faults": [dataclasses.asdict(fault) for fault in verified.faults],
-    }
 
 
 def _as_text(verified: Verified, *, quick: bool) -> str:
