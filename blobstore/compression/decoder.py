@@ -126,22 +126,6 @@ class ColdBlobDecoder:
         ``stored_limit`` bytes. Parts that repeat another part add no planes.
         """
         current: ChunkRange | None = None
-        for chunk in self._chunks():
-            if current is None:
-                current = chunk
-            elif (
-                chunk.end - current.begin > limit
-                or chunk.stored_end - current.stored_begin > stored_limit
-            ):
-                yield current
-                current = chunk
-            else:
-                current = current._replace(end=chunk.end, stored_end=chunk.stored_end)
-        if current is not None:
-            yield current
-
-    def _chunks(self) -> Iterator[ChunkRange]:
-        """Yield the range of each single chunk."""
         stored_end = len(PREFIX)
         for part, begin, first in zip(
             self.table.parts, self._begins, self._first_chunks, strict=False
@@ -151,8 +135,19 @@ class ColdBlobDecoder:
                 if part.same_as is None:
                     stored_begin = self._stored_at[number]
                     stored_end = stored_begin + self.table.chunks[number].stored_size
-                end = min(offset + part.chunk_size, part.size)
-                yield ChunkRange(begin + offset, begin + end, stored_begin, stored_end)
+                end = begin + min(offset + part.chunk_size, part.size)
+                if (
+                    current is not None
+                    and end - current.begin <= limit
+                    and stored_end - current.stored_begin <= stored_limit
+                ):
+                    current = current._replace(end=end, stored_end=stored_end)
+                    continue
+                if current is not None:
+                    yield current
+                current = ChunkRange(begin + offset, end, stored_begin, stored_end)
+        if current is not None:
+            yield current
 
     def read_into(self, out: Buffer, begin: int = 0, *, source: FileBytes | None = None) -> None:
         """Fill ``out`` with the blob's bytes from offset ``begin``. Each chunk is verified.

@@ -56,9 +56,15 @@ def pack(exponents: Bytes) -> tuple[Bytes, Bytes] | None:
         outside = _outside(exponents, base, shifted)
         if len(outside) > count // _LIMIT:
             return None
-    listed = _list(base, outside, exponents)
     if len(outside):
         shifted[outside] = 0
+    # List the base, the gaps between positions as 16 bits each, and the exponents there.
+    gaps = np.diff(outside, prepend=0)
+    if len(gaps) and int(gaps.max()) > _FAR:  # bridge wide gaps with exponents inside the window
+        outside = np.union1d(outside, np.arange(0, count, _FAR))
+        gaps = np.diff(outside, prepend=0)
+    start = np.array([base], np.uint8)
+    listed = np.concatenate([start, gaps.astype("<u2").view(np.uint8), exponents[outside]])
     pairs = scratch("pairs", count // 2)
     np.multiply(shifted[count // 2 :], np.uint8(_WINDOW), out=pairs)
     np.bitwise_or(pairs, shifted[: count // 2], out=pairs)
@@ -100,19 +106,3 @@ def _outside(exponents: Bytes, base: int, shifted: Bytes) -> Positions:
     positions: Positions = np.concatenate([found.ravel(), np.arange(whole, len(shifted))])
     outside: Positions = positions[shifted[positions] >= _WINDOW]
     return outside
-
-
-def _list(base: int, outside: Positions, exponents: Bytes) -> Bytes:
-    """Return the base, the gaps between positions as 16 bits each, and the exponents there."""
-    gaps = _gaps(outside)
-    if len(gaps) and int(gaps.max()) > _FAR:  # bridge wide gaps with exponents inside the window
-        outside = np.union1d(outside, np.arange(0, len(exponents), _FAR))
-        gaps = _gaps(outside)
-    start = np.array([base], np.uint8)
-    return np.concatenate([start, gaps.astype("<u2").view(np.uint8), exponents[outside]])
-
-
-def _gaps(positions: Positions) -> Positions:
-    gaps = positions.copy()
-    gaps[1:] -= positions[:-1]
-    return gaps

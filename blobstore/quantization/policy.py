@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
-    from blobstore.quantization.rules import DenseLayers, Rule
+    from blobstore.quantization.rules import Rule
 
 PolicyName = Literal["recommended", "uniform"]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
@@ -157,9 +157,13 @@ class Policy:
         layers = _count(config, architecture.layers_keys)
         experts = _count(config, architecture.experts_keys)
         dense: frozenset[int] = frozenset()
-        if architecture.dense_layers is not None:
-            dense, listed = _dense_layers(config, architecture.dense_layers)
-            layers = layers or listed
+        keys = architecture.dense_layers
+        if keys is not None:
+            numbers = _list_at(config, keys.numbers_key, _is_count, "a list of layers' numbers")
+            types = _list_at(config, keys.types_key, _is_text, "a list of names")
+            named = {number for number, name in enumerate(types) if name == keys.dense_type}
+            dense = frozenset(named.union(numbers)) or keys.default
+            layers = layers or len(types) or None
         self._layers = _LayerNumbers(architecture, layers, dense)
         return tuple(
             rule
@@ -278,23 +282,21 @@ def _overridden(spec: TensorSpec, override: _Override) -> Decision:
     reason = f"override {quote(override.glob)}"
     if override.target is None:
         return _kept(reason)
-    obstacle = _obstacle(spec, override.target)
+    if spec.dtype not in _QUANTIZABLE:
+        obstacle = _wrong_dtype(spec)
+    elif len(spec.shape) not in {_MATRIX, _STACK}:
+        obstacle = (
+            f"only matrices and stacks of them are quantized, it has shape {list(spec.shape)}"
+        )
+    elif spec.elements == 0:
+        obstacle = "it has no elements"
+    else:
+        obstacle = override.target.misfit(spec)
     if obstacle:
         raise UsageError(
             f"{reason}: {quote(spec.name)} cannot be {override.target.item.name}: {obstacle}"
         )
     return Decision(override.target.item, override.target.group_size, reason)
-
-
-def _obstacle(spec: TensorSpec, target: _Target) -> str:
-    """Return why a tensor cannot have a type, or an empty string."""
-    if spec.dtype not in _QUANTIZABLE:
-        return _wrong_dtype(spec)
-    if len(spec.shape) not in {_MATRIX, _STACK}:
-        return f"only matrices and stacks of them are quantized, it has shape {list(spec.shape)}"
-    if spec.elements == 0:
-        return "it has no elements"
-    return target.misfit(spec)
 
 
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
@@ -312,16 +314,6 @@ def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
             raise _wrong(key, "a number, zero or more", value)
         counts.append(value)
     return next((count for count in counts if count), None)
-
-
-def _dense_layers(
-    config: Mapping[str, Any], keys: DenseLayers
-) -> tuple[frozenset[int], int | None]:
-    """Return the layers without experts, and the length of the list of layer types."""
-    numbers = _list_at(config, keys.numbers_key, _is_count, "a list of layers' numbers")
-    types = _list_at(config, keys.types_key, _is_text, "a list of names")
-    dense = {number for number, name in enumerate(types) if name == keys.dense_type}
-    return frozenset(dense.union(numbers)) or keys.default, len(types) or None
 
 
 def _list_at(

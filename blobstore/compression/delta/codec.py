@@ -104,7 +104,10 @@ def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array)
             return
         method, size = _PLANE.unpack_from(stored, _HEAD.size)
         at = _HEAD.size + _PLANE.size
-        changed = _unpacked(method, stored[at : at + size], len(predicted) // _BLOCK)
+        many_blocks = len(predicted) // _BLOCK
+        packed = scratch("delta plane", -(-many_blocks // 8))
+        decode_plane(method, stored[at : at + size], packed.data)
+        changed = np.unpackbits(packed, count=many_blocks).view(np.bool)
         inner = _blocks(predicted, changed)
         _decode_all(stored[at + size :], inner, dtype, inner)
     except struct.error as error:
@@ -134,12 +137,6 @@ def _blocks(elements: Array, changed: Array) -> Array:
     whole = len(changed) * _BLOCK
     kept = elements[:whole].reshape(-1, _BLOCK)[changed].ravel()
     return np.concatenate([kept, elements[whole:]])
-
-
-def _unpacked(method: int, stored: memoryview, size: int) -> Array:
-    packed = scratch("delta plane", -(-size // 8))
-    decode_plane(method, stored, packed.data)
-    return np.unpackbits(packed, count=size).view(np.bool)
 
 
 def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:

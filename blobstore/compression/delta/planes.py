@@ -194,14 +194,10 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
         if len(escaped):
             code = -(1 << (bits - 1))
             is_escape = codes.view(np.int8) == code if bits == _BYTE else out == code
-            _fill(out, escaped, is_escape)
-
-
-def _fill(out: Array, escaped: Array, is_escape: Array) -> None:
-    places = np.flatnonzero(is_escape)
-    if len(places) != len(escaped):
-        raise ColdDamaged(f"{len(places)} escape codes for {len(escaped)} differences")
-    out[places] = escaped
+            places = np.flatnonzero(is_escape)
+            if len(places) != len(escaped):
+                raise ColdDamaged(f"{len(places)} escape codes for {len(escaped)} differences")
+            out[places] = escaped
 
 
 def _block_starts(sizes: Sequence[int], bits: int) -> list[int]:

@@ -23,19 +23,16 @@ def test_gives_bytes_of_the_base(base: BaseBlob) -> None:
 
 def test_takes_a_caller_s_word_for_a_digest() -> None:
     digest = Digest.of(b"another")
-
     assert BaseBlob.hot(DATA, digest).identity.digest == digest
 
 
 def test_rejects_a_base_that_is_a_delta() -> None:
     base = BaseBlob.hot(DATA)
     delta = cold(DATA[:-2] + b"xy", spans=[Span(len(DATA), DType.BF16, base_begin=0)], base=base)
-
     with pytest.raises(ColdDamaged, match="is itself a delta"):
         ColdBlobDecoder(delta).as_base()
 
 
 def test_a_cold_blob_without_parts_of_a_base_is_no_delta() -> None:
     alone = cold(noise(100), base=BaseBlob.hot(DATA))
-
     assert ColdBlobDecoder(alone).as_base().identity.size == 100

@@ -46,7 +46,6 @@ def decoded(entry: Chunk, stored: bytes, size: int, base: Bytes | None = None) -
 
 def test_a_chunk_survives_a_round_trip() -> None:
     entry, stored = encoded(CHUNK, PAIRS)
-
     assert entry.transform == BF16_PAIRS.number
     assert len(stored) == sum(plane.size for plane in entry.planes) < 0.7 * len(CHUNK)
     assert decoded(entry, stored, len(CHUNK)).tobytes() == CHUNK.tobytes()
@@ -54,9 +53,7 @@ def test_a_chunk_survives_a_round_trip() -> None:
 
 def test_skips_a_pipeline_that_is_not_applicable() -> None:
     odd = CHUNK[:-2]
-
     entry, stored = encoded(odd, PAIRS, Pipeline(BF16, (HUFFMAN, ())))
-
     assert entry.transform == BF16.number
     assert decoded(entry, stored, len(odd)).tobytes() == odd.tobytes()
 
@@ -64,9 +61,7 @@ def test_skips_a_pipeline_that_is_not_applicable() -> None:
 @pytest.mark.parametrize("pipelines", [(), (Pipeline(BF16, (HUFFMAN, HUFFMAN)),), (PAIRS,)])
 def test_stores_incompressible_chunks_raw(pipelines: tuple[Pipeline, ...]) -> None:
     chunk = np.frombuffer(noise(3000), np.uint8)
-
     entry, stored = encoded(chunk, *pipelines)
-
     assert entry == Chunk(zlib.crc32(chunk.data), 0, (StoredPlane(Method.RAW, 3000),))
     assert stored == chunk.tobytes()
     assert decoded(entry, stored, 3000).tobytes() == chunk.tobytes()
@@ -75,7 +70,6 @@ def test_stores_incompressible_chunks_raw(pipelines: tuple[Pipeline, ...]) -> No
 def test_the_checksum_covers_lists_and_compressed_planes() -> None:
     entry, stored = encoded(CHUNK, PAIRS)
     (_, listed), (_, pairs), _ = entry.planes
-
     assert entry.planes[0].method == Method.RAW
     assert entry.checksum == zlib.crc32(CHUNK.tobytes() + stored[: listed + pairs])
 
@@ -85,7 +79,6 @@ def test_rejects_altered_planes(place: int) -> None:
     entry, stored = encoded(CHUNK, PAIRS)
     damaged = bytearray(stored)
     damaged[place] ^= 4
-
     with pytest.raises(ColdDamaged):
         decoded(entry, bytes(damaged), len(CHUNK))
 
@@ -97,7 +90,6 @@ def test_rejects_a_list_that_declares_too_many_bytes() -> None:
         StoredPlane(Method.RAW, 1000),
     )
     bomb = zstandard.compress(bytes(1 << 20))[:20].ljust(20, b"\0")
-
     with pytest.raises(ColdDamaged, match="declares 1048576"):
         decoded(Chunk(0, BF16_PAIRS.number, planes), bomb + noise(1500), 2000)
 

@@ -49,7 +49,6 @@ def test_a_cold_blob_is_smaller_and_decodes_to_the_original() -> None:
 
 def test_the_decoder_knows_size_and_digest_of_the_blob() -> None:
     blob = ColdBlobDecoder(COLD)
-
     assert blob.size == len(BLOB)
     assert blob.table.digest == Digest.of(BLOB)
     assert blob.table.base is None
@@ -58,16 +57,13 @@ def test_the_decoder_knows_size_and_digest_of_the_blob() -> None:
 def test_yields_the_blob_in_pieces() -> None:
     big = BLOB * 5
     blob = ColdBlobDecoder(cold(big, spans=[Span(len(big))]))
-
     pieces = [bytes(piece) for piece in blob.pieces()]
-
     assert len(pieces) > 1
     assert b"".join(pieces) == big
 
 
 def test_an_empty_blob_has_no_pieces() -> None:
     blob = ColdBlobDecoder(cold(b"", spans=[]))
-
     blob.read_into(bytearray())
     assert list(blob.pieces()) == []
 
@@ -76,9 +72,7 @@ def test_an_empty_blob_has_no_pieces() -> None:
 def test_reads_any_range(begin: int, size: int, is_odd: bool) -> None:
     expected = BLOB[begin : begin + size]
     memory = bytearray(len(expected) + is_odd)
-
     ColdBlobDecoder(COLD).read_into(memoryview(memory)[is_odd:], begin)
-
     assert memory[is_odd:] == expected
 
 
@@ -108,7 +102,6 @@ def test_rejects_a_blob_with_another_digest() -> None:
     _, table = cold_with_table(BLOB)
     planes = COLD[: len(COLD) - len(encode_table(table))]
     forged = ColdBlobDecoder(planes + encode_table(table._replace(digest=Digest.of(b"another"))))
-
     with pytest.raises(ColdDamaged, match=f"decodes to {Digest.of(BLOB)}, expected"):
         decoded(forged)
 
@@ -116,7 +109,6 @@ def test_rejects_a_blob_with_another_digest() -> None:
 def test_finds_a_damaged_plane() -> None:
     damaged = bytearray(COLD)
     damaged[len(COLD) // 2] ^= 16
-
     with pytest.raises(ColdDamaged):
         decoded(ColdBlobDecoder(damaged))
 
@@ -139,7 +131,6 @@ def test_equal_tensors_are_stored_once() -> None:
 def test_a_delta_decodes_with_its_base(is_cold: bool) -> None:
     blob = ColdBlobDecoder(delta())
     blob.give_base(ColdBlobDecoder(COLD).as_base() if is_cold else BaseBlob.hot(BLOB))
-
     assert decoded(blob) == FINE
     assert blob.table.base == BlobId(Digest.of(BLOB), len(BLOB))
     out = bytearray(777)
@@ -172,7 +163,6 @@ def test_detects_an_altered_base() -> None:
     altered[300_000] ^= 1
     blob = ColdBlobDecoder(delta())
     blob.give_base(BaseBlob.hot(altered, Digest.of(BLOB)))
-
     with pytest.raises(ColdDamaged, match="the file or the base is altered"):
         decoded(blob)
 
@@ -185,7 +175,6 @@ def test_memory_is_bounded_by_chunks() -> None:
     blob.read_into(out)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-
     assert peak < 1 << 18
 
 
@@ -240,7 +229,6 @@ def test_rejects_altered_factors() -> None:
     stored[stored.index(span.factors) + len(span.factors) // 2] ^= 1
     back = ColdBlobDecoder(stored)
     back.give_base(base)
-
     with pytest.raises(ColdDamaged, match="factors of a part do not match their checksum"):
         decoded(back)
 

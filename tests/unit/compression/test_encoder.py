@@ -49,9 +49,7 @@ def back(stored: bytes) -> bytes:
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.value)
 def test_every_type_survives_a_round_trip_and_never_grows_much(dtype: DType, level: Level) -> None:
     blob = safetensors({"a": (dtype, weights(dtype, 40_000)), "b": (dtype, noise(24_000))})
-
     stored = cold(blob, level=level)
-
     assert back(stored) == blob
     assert len(stored) < len(blob) + 300
 
@@ -60,20 +58,17 @@ def test_every_type_survives_a_round_trip_and_never_grows_much(dtype: DType, lev
 def test_the_division_into_pieces_does_not_change_the_result(blob: bytes, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(blob)) for cut in cuts), len(blob)]
     pieces = [blob[begin:end] for begin, end in itertools.pairwise(places)]
-
     assert back(cold(blob, pieces=pieces)) == blob
     assert cold(blob, pieces=pieces) == cold(blob)
 
 
 def test_small_is_no_larger_than_fast() -> None:
     words = text(300)
-
     assert len(cold(words, level="small")) < len(cold(words))
 
 
 def test_uses_a_known_digest() -> None:
     known = Digest.of(b"not at all")
-
     assert cold_with_table(BLOB, digest=known)[1].digest == known
     assert cold_with_table(BLOB)[1].digest == Digest.of(BLOB)
 
@@ -84,7 +79,6 @@ def test_chunks_are_of_about_one_size(dtype: DType, size: int) -> None:
     size -= size % (dtype.bits // 8) - (0 if size > 8 else dtype.bits // 8)
     part = cold_with_table(bytes(size), spans=[Span(size, dtype)])[1].parts[0]
     last = size - (part.chunks - 1) * part.chunk_size
-
     assert part.chunk_size <= MAX_CHUNK
     assert last > part.chunk_size // 2 or part.chunks > 3
     if part.chunks > 1:
@@ -126,7 +120,6 @@ def test_memory_is_bounded_by_chunks() -> None:
 def test_unaligned_tensors_survive_a_round_trip() -> None:
     blob = b"x" + weights(DType.F32, 200_000)
     spans = [Span(1), Span(len(blob) - 1, DType.F32)]
-
     assert back(cold(blob, spans=spans)) == blob
 
 
@@ -165,7 +158,6 @@ def test_ignores_a_base_that_saves_nothing() -> None:
     stored, table = cold_with_table(
         data, spans=[Span(len(data), DType.BF16, base_begin=0)], base=base
     )
-
     assert len(stored) <= len(cold(data, spans=[Span(len(data), DType.BF16)])) + 300
     assert {chunk.transform for chunk in table.chunks} == {5}
 
@@ -173,13 +165,8 @@ def test_ignores_a_base_that_saves_nothing() -> None:
 def test_a_repetition_of_a_span_with_a_base_shares_its_chunks() -> None:
     data = weights(DType.BF16, 1 << 20)
     base = BaseBlob.hot(data[:-2] + b"xy")
-    spans = [
-        Span(len(data), DType.BF16, base_begin=0),
-        Span(len(data), DType.BF16, same_as=0),
-    ]
-
+    spans = [Span(len(data), DType.BF16, base_begin=0), Span(len(data), DType.BF16, same_as=0)]
     stored = ColdBlobDecoder(cold(data * 2, spans=spans, base=base))
-
     stored.give_base(base)
     assert decoded(stored) == data * 2
 
@@ -188,7 +175,6 @@ def test_a_repetition_of_a_span_with_a_base_shares_its_chunks() -> None:
 def test_rejects_factors_for_types_that_are_not_floats(dtype: DType | None) -> None:
     data = noise(800)
     span = Span(len(data), dtype, base_begin=0, factors=b"any")
-
     with pytest.raises(UsageError, match="these factors cannot predict"):
         cold(data, spans=[span], base=BaseBlob.hot(data))
 
@@ -197,9 +183,7 @@ def test_compresses_a_chunk_that_differs_from_the_sample() -> None:
     numbers = np.frombuffer(weights(DType.F32, 1 << 20), np.uint32).copy()
     numbers[1 << 19 :] &= 0xFFFF0F00
     _, table = cold_with_table(numbers.tobytes(), spans=[Span(numbers.nbytes, DType.F32)])
-
     first, last = table.chunks[0], table.chunks[-1]
-
     assert first.transform == last.transform
     assert sum(plane.size for plane in last.planes) < 0.9 * sum(
         plane.size for plane in first.planes

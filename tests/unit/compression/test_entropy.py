@@ -8,13 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.compression.entropy import (
-    Coder,
-    Method,
-    declared_size,
-    decode_plane,
-    encode_plane,
-)
+from blobstore.compression.entropy import Coder, Method, declared_size, decode_plane, encode_plane
 from blobstore.errors import ColdDamaged
 from tests.support.cold import noise
 
@@ -32,7 +26,6 @@ def decoded(method: int, stored: bytes | memoryview, size: int) -> bytes:
 @given(st.binary(max_size=3000), st.sets(st.sampled_from(EVERY)))
 def test_every_plane_comes_back(plane: bytes, coders: set[Coder]) -> None:
     stored = encode_plane(plane, coders)
-
     assert stored.size == len(stored.data) <= len(plane)
     assert decoded(stored.method, stored.data, len(plane)) == plane
 
@@ -41,9 +34,7 @@ def test_codes_literals_near_their_entropy_where_stock_levels_find_false_matches
     counts = np.bincount(np.frombuffer(SKEWED, np.uint8))
     shares = counts[counts > 0] / len(SKEWED)
     entropy = -float((shares * np.log2(shares)).sum()) * len(SKEWED) / 8
-
     literal = encode_plane(SKEWED, (Coder.HUFFMAN,))
-
     assert literal.method == Method.ZSTD
     assert literal.size < 1.03 * entropy
     assert literal.size < encode_plane(SKEWED, (Coder.ZSTD,)).size
@@ -52,7 +43,6 @@ def test_codes_literals_near_their_entropy_where_stock_levels_find_false_matches
 
 def test_finds_repeats_when_asked_to() -> None:
     plane = noise(20_000) * 5
-
     assert encode_plane(plane, (Coder.HUFFMAN,)).method == Method.RAW
     assert encode_plane(plane, (Coder.HUFFMAN, Coder.ZSTD)).size < 21_000
 
@@ -62,9 +52,7 @@ def test_finds_repeats_when_asked_to() -> None:
 def test_two_values_are_a_bit_each(values: tuple[int, int], count: int) -> None:
     bits = np.random.default_rng(2).integers(0, 2, count)
     plane = np.array(values, np.uint8)[bits].tobytes()
-
     stored = encode_plane(plane, (Coder.BITS,))
-
     assert (stored.method, stored.size) == (Method.BITS, 2 + -(-count // 8))
     assert decoded(stored.method, stored.data, count) == plane
 
@@ -75,9 +63,7 @@ def test_three_values_are_not_bits() -> None:
 
 def test_false_matches_make_bits_worth_it() -> None:
     plane = np.random.default_rng(2).integers(0, 2, 1 << 17).astype(np.uint8).tobytes()
-
     chosen = encode_plane(plane, (Coder.HUFFMAN, Coder.BITS))
-
     assert chosen.method == Method.BITS
     assert chosen.size < 0.9 * encode_plane(plane).size
 
@@ -95,10 +81,8 @@ def test_planes_that_save_too_little_stay_raw() -> None:
 
 def test_raw_planes_are_not_copied() -> None:
     plane = bytearray(noise(100))
-
     stored = encode_plane(plane)
     plane[0] ^= 1
-
     assert bytes(stored.data) == bytes(plane)
 
 
@@ -109,9 +93,7 @@ def test_short_planes_stay_raw(size: int) -> None:
 
 def test_decodes_into_the_middle_of_memory() -> None:
     out = np.full(len(SKEWED) + 20, 255, np.uint8)
-
     decode_plane(Method.ZSTD, encode_plane(SKEWED).data, out[10:-10].data)
-
     assert out[10:-10].tobytes() == SKEWED
     assert set(out[:10]) | set(out[-10:]) == {255}
 
@@ -142,14 +124,12 @@ def test_rejects_a_raw_plane_of_another_size() -> None:
 @pytest.mark.parametrize("size", [0, 99, 101, 1 << 17])
 def test_rejects_a_frame_of_another_size(size: int) -> None:
     frame = zstandard.compress(bytes(100))
-
     with pytest.raises(ColdDamaged, match=f"declares 100 bytes, expected {size}"):
         decoded(Method.ZSTD, frame, size)
 
 
 def test_rejects_a_frame_without_a_size() -> None:
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
-
     with pytest.raises(ColdDamaged, match="declares"):
         decoded(Method.ZSTD, frame, 100)
 
@@ -171,7 +151,6 @@ def test_rejects_bytes_that_are_not_a_frame(stored: bytes) -> None:
 
 def test_rejects_a_frame_that_is_cut_anywhere() -> None:
     frame = bytes(encode_plane(SKEWED[:2000]).data)
-
     for size in range(len(frame)):
         with pytest.raises(ColdDamaged):
             decoded(Method.ZSTD, frame[:size], 2000)
@@ -179,7 +158,6 @@ def test_rejects_a_frame_that_is_cut_anywhere() -> None:
 
 def test_rejects_a_frame_that_needs_a_large_window() -> None:
     frame = zstandard.MAGIC_NUMBER.to_bytes(4, "little") + bytes([0b1100_0000, 21 << 3])
-
     with pytest.raises(ColdDamaged, match="a frame cannot be decoded"):
         decoded(Method.ZSTD, frame + (100).to_bytes(8, "little"), 100)
 

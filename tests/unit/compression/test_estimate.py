@@ -59,9 +59,7 @@ def test_estimates_what_factors_save(level: Level) -> None:
     )
 
 
-def test_samples_rows_of_large_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_rows_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     span = span_of(MERGED, SHAPE)
     _, size, _ = coded(MERGED, span, BASE, "small")

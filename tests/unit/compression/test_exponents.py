@@ -31,7 +31,6 @@ def there_and_back(values: Bytes) -> tuple[Bytes, Bytes] | None:
 
 def test_packs_two_to_a_byte_from_either_half() -> None:
     packed = there_and_back(array(100, 101, 102, 103, 104, 115))
-
     assert packed is not None
     assert packed[0].tolist() == [100]
     assert packed[1].tolist() == [0 + 16 * 3, 1 + 16 * 4, 2 + 16 * 15]
@@ -40,9 +39,7 @@ def test_packs_two_to_a_byte_from_either_half() -> None:
 def test_lists_what_lies_outside_the_window() -> None:
     values = np.full(1024, 120, np.uint8)
     values[[3, 700]] = 121, 90
-
     packed = there_and_back(values)
-
     assert packed is not None
     assert packed[0].tolist() == [106, 700 & 255, 700 >> 8, 90]
 
@@ -50,9 +47,7 @@ def test_lists_what_lies_outside_the_window() -> None:
 def test_bridges_long_ways_to_the_next_outside() -> None:
     values = np.full(1 << 18, 120, np.uint8)
     values[200_000] = 3
-
     packed = there_and_back(values)
-
     assert packed is not None
     assert 200_000 in np.cumsum(packed[0][1 : 1 + 2 * (len(packed[0]) // 3)].view("<u2"))
     assert len(packed[0]) <= exponents.list_limit(1 << 18)
@@ -61,9 +56,7 @@ def test_bridges_long_ways_to_the_next_outside() -> None:
 def test_moves_the_window_where_a_few_are_very_large() -> None:
     values = np.random.default_rng(0).integers(100, 112, 4096).astype(np.uint8)
     values[5] = 250
-
     packed = there_and_back(values)
-
     assert packed is not None
     assert len(packed[0]) == 4
 
@@ -86,7 +79,6 @@ def test_packs_the_ends_of_the_range(value: int) -> None:
 def test_everything_that_is_packed_comes_back(values: Bytes, odd: int) -> None:
     values[len(values) // 3] = odd
     packed = there_and_back(values)
-
     assert packed is None or len(packed[0]) <= exponents.list_limit(len(values))
 
 

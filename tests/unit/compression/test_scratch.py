@@ -8,7 +8,6 @@ from blobstore.compression.scratch import scratch
 def test_gives_the_same_memory_for_a_name_and_another_for_another() -> None:
     first = scratch("test one", 1000)
     first[:] = 7
-
     assert scratch("test one", 1000).tobytes() == b"\7" * 1000
     scratch("test two", 1000)[:] = 9
     assert scratch("test one", 900).tobytes() == b"\7" * 900
@@ -29,5 +28,4 @@ def test_is_a_thread_s_own() -> None:
     thread = threading.Thread(target=lambda: places.append(scratch("test thread", 100).ctypes.data))
     thread.start()
     thread.join()
-
     assert places[0] != places[1]

@@ -12,7 +12,6 @@ FILE = safetensors({"a": (DType.BF16, A), "empty": (DType.F16, b""), "b": (DType
 
 def test_a_file_has_a_span_for_the_header_and_each_tensor() -> None:
     header = len(FILE) - len(A) - len(B)
-
     assert spans_of(FILE, len(FILE)) == [
         Span(header),
         Span(len(A), DType.BF16, shape=(100,)),
@@ -31,7 +30,6 @@ def test_splits_a_stack_into_its_slices() -> None:
 
 def test_needs_only_the_bytes_of_the_header() -> None:
     header = len(FILE) - len(A) - len(B)
-
     assert spans_of(FILE[:header], len(FILE)) == spans_of(FILE, len(FILE))
 
 
@@ -51,18 +49,11 @@ def test_a_blob_with_a_truncated_header_is_one_span() -> None:
 def test_marks_spans_of_the_same_bytes_and_type() -> None:
     other = noise(len(A))
     blob = A + other + A + A + other + A
-    spans = [
-        *(Span(len(A), DType.BF16),) * 4,
-        Span(len(A), DType.BF16),
-        Span(len(A), DType.I16),
-    ]
-
+    spans = [*(Span(len(A), DType.BF16),) * 4, Span(len(A), DType.BF16), Span(len(A), DType.I16)]
     assert [span.same_as for span in mark_duplicates(spans, blob)] == [None, None, 0, 0, 1, None]
 
 
 def test_spans_with_colliding_checksums_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blobstore.compression.spans.crc32", lambda _: 7)
-
     marked = mark_duplicates([Span(4)] * 3, b"abcdefghabcd")
-
     assert [span.same_as for span in marked] == [None, None, 0]

@@ -69,13 +69,11 @@ def reject(data: memoryview | Table, match: str) -> None:
 
 def test_a_table_survives_a_round_trip() -> None:
     read = decode_table(file(TABLE))
-
     assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == TABLE
 
 
 def test_an_empty_blob_has_the_minimum_size() -> None:
     empty = Table(DIGEST, 0, None, (), ())
-
     assert len(file(empty)) == MIN_SIZE
     assert decode_table(file(empty)).size == 0
 
@@ -98,7 +96,6 @@ def test_rejects_less_than_the_minimum_size(size: int) -> None:
 def test_rejects_other_versions(version: int) -> None:
     data = bytearray(file(TABLE))
     data[7] = version
-
     reject(memoryview(data), f"of version {version}; this program reads version 1")
 
 
@@ -109,14 +106,12 @@ def test_rejects_another_end() -> None:
 def test_rejects_a_table_that_does_not_fit() -> None:
     data = bytearray(file(TABLE))
     data[-FOOTER_SIZE : -FOOTER_SIZE + 8] = (len(data) - FOOTER_SIZE - 7).to_bytes(8, "little")
-
     reject(memoryview(data), "cannot have a table of")
 
 
 def test_rejects_a_table_without_its_digest() -> None:
     data = bytearray(file(TABLE))
     data[-FOOTER_SIZE - 1] ^= 1
-
     reject(memoryview(data), "does not match its digest")
 
 
@@ -149,7 +144,6 @@ def test_rejects_an_impossible_part(fields: dict[str, int]) -> None:
 
 def test_rejects_a_copy_of_a_copy() -> None:
     parts = (*TABLE.parts[:3], Part(1000, 2, 600, same_as=2), *TABLE.parts[3:])
-
     reject(TABLE._replace(parts=parts, size=4900), "part 3: kind 1 with 2 is not possible")
 
 
@@ -163,7 +157,6 @@ def test_rejects_parts_that_do_not_add_up_to_the_blob() -> None:
 
 def test_rejects_more_chunks_than_the_table_could_list() -> None:
     huge = Part(1 << 60, 1, 1 << 20)
-
     reject(Table(DIGEST, 1 << 60, None, (huge,), ()), "do not fit in the table")
 
 
@@ -172,7 +165,6 @@ def test_rejects_more_parts_than_the_table_could_list() -> None:
     content[41:45] = b"\xff" * 4
     digest = hashlib.sha256(PREFIX + content).digest()
     footer = len(content).to_bytes(8, "little") + digest + encode_table(TABLE)[-8:]
-
     reject(memoryview(PREFIX + content + footer), "4294967295 parts do not fit")
 
 
@@ -207,7 +199,6 @@ def test_rejects_a_reserved_field_in_use() -> None:
     content[45 + 40 + 14] = 1
     digest = hashlib.sha256(PREFIX + content).digest()
     footer = len(content).to_bytes(8, "little") + digest + encode_table(TABLE)[-8:]
-
     reject(memoryview(PREFIX + bytes(STORED) + content + footer), "part 0: 1 where 0 is reserved")
 
 
@@ -216,5 +207,4 @@ def test_rejects_an_invalid_base_flag() -> None:
     content[40] = 2
     digest = hashlib.sha256(PREFIX + content).digest()
     footer = len(content).to_bytes(8, "little") + digest + encode_table(TABLE)[-8:]
-
     reject(memoryview(PREFIX + bytes(STORED) + content + footer), "2 where 0 or 1 is expected")

@@ -67,7 +67,6 @@ def like_weights(transform: Transform, count: int) -> bytes:
 def test_weights_survive_a_round_trip(transform: Transform, count: int) -> None:
     chunk = like_weights(transform, count)
     planes = split(transform, chunk)
-
     assert planes is not None
     assert merged(transform, planes, len(chunk)) == chunk
 
@@ -94,7 +93,6 @@ def test_any_elements_survive_a_round_trip(count: int, data: st.DataObject) -> N
     size = count * transform.width
     chunk = data.draw(st.binary(min_size=size, max_size=size))
     planes = split(transform, chunk)
-
     if planes is not None:
         assert merged(transform, planes, size) == chunk
     if transform.number not in {5, 7, 9, 10} and planes is None:
@@ -104,7 +102,6 @@ def test_any_elements_survive_a_round_trip(count: int, data: st.DataObject) -> N
 @pytest.mark.parametrize("number", [5, 7, 9, 10])
 def test_pairs_are_not_applicable_to_an_odd_number(number: int) -> None:
     transform = transforms._BY_NUMBER[number]
-
     assert split(transform, like_weights(transform, 1000)) is not None
     assert transform.encode(np.frombuffer(like_weights(transform, 1001), np.uint8), None) is None
     assert transform.sizes(1001) == ()
@@ -114,7 +111,6 @@ def test_pairs_are_not_applicable_to_an_odd_number(number: int) -> None:
 def test_planes_may_be_unaligned(transform: Transform) -> None:
     chunk = like_weights(transform, 500)
     planes = split(transform, chunk)
-
     assert planes is not None
     odd = [np.frombuffer(b"x" + plane.tobytes(), np.uint8)[1:] for plane in planes]
     assert merged(transform, odd, len(chunk)) == chunk
@@ -138,7 +134,6 @@ def test_any_planes_can_be_decoded(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
 def test_transforms_have_the_width_of_their_type(dtype: DType) -> None:
     kinds = transforms_for(dtype)
-
     assert width_of(dtype) in WIDTHS
     assert {transform.width for kind in kinds for transform in kind} <= {width_of(dtype)}
     assert delta_transform(dtype, SMALL).width == width_of(dtype)
@@ -155,9 +150,7 @@ def test_deltas_of_every_type_survive_a_round_trip(dtype: DType) -> None:
     chunk = bytearray(base)
     chunk[::64] = noise(len(chunk[::64]))
     transform = delta_transform(dtype, FAST)
-
     planes = split(transform, bytes(chunk), base)
-
     assert planes is not None
     assert len(planes[0]) < len(chunk) // 4
     assert merged(transform, planes, len(chunk), base) == chunk
@@ -165,7 +158,6 @@ def test_deltas_of_every_type_survive_a_round_trip(dtype: DType) -> None:
 
 def test_deltas_need_a_base() -> None:
     transform = delta_transform(DType.BF16, FAST)
-
     assert transform.needs_base
     assert transform.encode(np.zeros(64, np.uint8), None) is None
     assert not any(transform.needs_base for transform in SOLO)
@@ -184,7 +176,6 @@ def test_untyped_bytes_have_width_1() -> None:
 
 def test_the_lowest_byte_is_the_first_plane() -> None:
     planes = BYTES_4.encode(np.frombuffer(b"abcdefgh", np.uint8), None)
-
     assert planes is not None
     assert [plane.tobytes() for plane in planes] == [b"ae", b"bf", b"cg", b"dh"]
 
@@ -198,9 +189,7 @@ def test_the_identity_has_one_plane() -> None:
     transform = IDENTITY[4]
     chunk = np.arange(16, dtype=np.uint8)
     out = np.empty(16, np.uint8)
-
     planes = transform.encode(chunk, None)
-
     assert planes is not None
     assert transform.sizes(4) == (16,)
     transform.decode(planes, out, None)

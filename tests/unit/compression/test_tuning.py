@@ -51,14 +51,12 @@ def test_does_not_try_to_compress_mantissas() -> None:
 def test_rounded_floats_get_bytewise_planes() -> None:
     numbers = np.frombuffer(weights(DType.F32, 1 << 17), np.float32)
     rounded = numbers.astype(np.float16).astype(np.float32).tobytes()
-
     assert pipelines(rounded, DType.F32)[0].transform is transforms.F32_BYTE_PAIRS
 
 
 def test_exponents_outside_of_any_window_are_not_paired() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 14, 1 << 16).astype(np.uint16) << 1
     numbers = bits.view(ml_dtypes.bfloat16)
-
     assert transforms.BF16_PAIRS not in [
         pipeline.transform for pipeline in pipelines(numbers.tobytes(), DType.BF16)
     ]
@@ -66,23 +64,19 @@ def test_exponents_outside_of_any_window_are_not_paired() -> None:
 
 def test_a_plane_with_two_values_is_stored_as_bits() -> None:
     numbers = np.frombuffer(weights(DType.F32, 1 << 16), np.uint32) & 0xFFFFFF80
-
     first = pipelines(numbers.tobytes(), DType.F32)[0]
-
     assert first.transform is transforms.F32_BYTE_PAIRS
     assert first.coders[-1][0] is Coder.BITS
 
 
 def test_repetitions_are_compressed_with_zstd() -> None:
     first = pipelines(noise(1000) * 200, None)[0]
-
     assert first.transform is transforms.IDENTITY[1]
     assert first.coders == [(Coder.ZSTD,)]
 
 
 def test_level_small_tries_a_slow_coder() -> None:
     words = text(300)
-
     assert pipelines(words, None, "small")[0].coders == [(Coder.ZSTD_SMALL,)]
     assert pipelines(words, None)[0].coders == [(Coder.ZSTD,)]
 
@@ -91,7 +85,6 @@ def test_a_similar_base_is_used_and_a_different_one_is_not() -> None:
     data = weights(DType.BF16, 1 << 18)
     near = bytearray(data)
     near[::100] = bytes(byte ^ 1 for byte in near[::100])
-
     assert pipelines(data, DType.BF16, base=bytes(near))[0].transform.needs_base
     first, *others = pipelines(data, DType.BF16, base=weights(DType.BF16, 1 << 18, seed=1))
     assert first.transform is transforms.BF16_PAIRS
@@ -101,7 +94,6 @@ def test_a_similar_base_is_used_and_a_different_one_is_not() -> None:
 def test_samples_all_regions_of_a_chunk() -> None:
     half = weights(DType.BF16, 1 << 16)
     zeros_first = pipelines(bytes(len(half)) + half, DType.BF16)[0]
-
     assert zeros_first.coders[-1] != ()  # half of the mantissas can be compressed
 
 

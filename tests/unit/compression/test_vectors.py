@@ -34,7 +34,6 @@ def test_reads_what_version_1_wrote(vector: dict[str, Any]) -> None:
     blob = ColdBlobDecoder(base64.b64decode(vector["cold"]))
     if "base" in vector:
         blob.give_base(BaseBlob.hot(base64.b64decode(vector["base"])))
-
     assert str(Digest.of(decoded(blob))) == vector["digest"]
 
 
@@ -49,12 +48,10 @@ def test_the_vectors_have_every_transform() -> None:
         for vector in VECTORS
         for chunk in ColdBlobDecoder(base64.b64decode(vector["cold"])).table.chunks
     }
-
     assert found == {*range(11), 37}
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
 def test_a_second_reader_reads_what_is_written_today(dtype: DType) -> None:
     blob = safetensors({"a": (dtype, weights(dtype, 5000)), "b": (dtype, bytes(48))})
-
     assert read_cold(cold(blob, spans=spans_of(blob, len(blob)))) == blob

@@ -26,14 +26,8 @@ from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 MLX = {"quantization": {"group_size": 64, "bits": 4}}
 FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-U8, U32, F32, BF16, E4M3, E8M0 = (
-    DType.U8,
-    DType.U32,
-    DType.F32,
-    DType.BF16,
-    DType.F8_E4M3,
-    DType.F8_E8M0,
-)
+U8, U32, F32, BF16 = DType.U8, DType.U32, DType.F32, DType.BF16
+E4M3, E8M0 = DType.F8_E4M3, DType.F8_E8M0
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 random = np.random.default_rng(0)
 
@@ -61,6 +55,11 @@ def decoded(found: DetectedQuantization, name: str) -> Decoded:
     recipe = found.recipes[name]
     assert isinstance(recipe, Decoded)
     return recipe
+
+
+def sharing(strategy: str | None = None, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+    return {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
 
 
 def folder(name: str) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
@@ -134,18 +133,13 @@ def test_recognises_a_folder_of_mlx() -> None:
     assert found[1:] == ((), "int4")
 
 
-def test_a_config_without_mode_is_affine() -> None:
-    found = detect(PACKED, MLX)
-    assert set(found.recipes) == {"m.weight", "norm.weight"}
-    recipe = prequantized(found, "m.weight")
-    assert (recipe.item.name, recipe.group_size) == ("int4", 64)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 5, 6])
-def test_keeps_unusual_bits_under_their_own_types(bits: int) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_a_config_without_mode_is_affine(bits: int) -> None:
     tensors = {**PACKED, "m.weight": ("U32", 8, 128 * bits // 32)}
     found = detect(tensors, {"quantization": {"bits": bits, "group_size": 64}})
-    assert prequantized(found, "m.weight").item.name == f"int{bits}"
+    assert set(found.recipes) == {"m.weight", "norm.weight"}
+    recipe = prequantized(found, "m.weight")
+    assert (recipe.item.name, recipe.group_size) == (f"int{bits}", 64)
     assert found.quant_type == f"int{bits}"
 
 
@@ -186,28 +180,6 @@ def test_scales_belong_to_one_weight() -> None:
     found = detect(tensors, {"quantization": {"bits": 8}})
     assert isinstance(found.recipes["m"], Copied)
     assert prequantized(found, "m.weight").item.name == "int8"
-
-
-def test_rejects_packed_words_without_scales() -> None:
-    with pytest.raises(UnsupportedSource, match="'m.weight' is packed by config.json, and its sc"):
-        detect({"m.weight": ("U32", 8, 16)}, MLX)
-    with pytest.raises(UnsupportedSource, match="'m.weight' lacks its scales, 'm.scales'"):
-        detect({"m.weight": ("U32", 8, 16), "m.biases": ("BF16", 8, 2)})
-
-
-def test_rejects_types_that_are_ambiguous() -> None:
-    with pytest.raises(UnsupportedSource, match="'m.weight' .*int4 in groups of 64 or int8"):
-        detect(PACKED)
-
-
-def test_rejects_a_global_scale_of_mlx() -> None:
-    tensors: Tensors = {
-        "m.weight": ("U32", 8, 16),
-        "m.scales": ("U8", 8, 8),
-        "m.global_scale": ("F32",),
-    }
-    with pytest.raises(UnsupportedSource, match="'m.weight' \\(U32\\) has a global scale in MLX"):
-        detect(tensors)
 
 
 # Packed 4-bit floats of others.
@@ -260,46 +232,67 @@ def test_leaves_out_the_scales_of_activations_alone(tensors: Tensors) -> None:
     assert set(specs(tensors | lone)) - kept <= {"m.input_scale", "m.input_global_scale"}
 
 
+WORDS: Tensors = {"m.weight": ("U32", 8, 16)}
+
+
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("tensors", "config", "message"),
     [
+        (WORDS, MLX, "'m.weight' is packed by config.json, and its scales are missing"),
+        (WORDS | {"m.biases": ("BF16", 8, 2)}, {}, "'m.weight' lacks its scales, 'm.scales'"),
+        (PACKED, {}, "'m.weight' .*int4 in groups of 64 or int8"),
+        (
+            WORDS | {"m.scales": ("U8", 8, 8), "m.global_scale": ("F32",)},
+            {},
+            r"'m.weight' \(U32\) has a global scale in MLX",
+        ),
+        (
+            COMPRESSED,
+            sharing(num_bits=4, group_size=32),
+            "is nvfp4 in groups of 16 .* 32 by config.json",
+        ),
         (
             {"m.weight_packed": ("U8", 8, 32)},
+            {},
             "'m.weight_packed' lacks its scales, 'm.weight_scale'",
         ),
         (
             {"m.weight_packed": ("I32", 8, 8), "m.weight_scale": ("BF16", 8, 2)},
+            {},
             r"'m.weight_packed' \(I32\) is of packed integers",
         ),
         (
             {"m.weight": ("U8", 8, 32), "m.weight_scale": ("BF16", 1)},
+            {},
             r"'m.weight' \(U8\) has packed bytes with scales of type BF16",
         ),
         (
             {"m.weight": ("U8", 8, 32), "m.weight_scale_inv": ("F32", 1, 1)},
+            {},
             "'m.weight' lacks its scales",
         ),
-        ({**COMPRESSED, "m.weight": ("BF16", 8, 64)}, "'m.weight' is .* both plain and quantized"),
+        (
+            {**COMPRESSED, "m.weight": ("BF16", 8, 64)},
+            {},
+            "'m.weight' is .* both plain and quantized",
+        ),
         (
             {**COMPRESSED, "m.weight": ("U8", 8, 32), "m.weight_scale_2": ("F32",)},
+            {},
             "are both the weight 'm.weight'",
         ),
         (
             {**COMPRESSED, "m.weight_zero_point": ("I8", 8, 4)},
+            {},
             r"'m.weight_zero_point' \(I8\) has zero points",
         ),
     ],
 )
-def test_rejects_incomplete_and_other_packed_weights(tensors: Tensors, message: str) -> None:
+def test_rejects_incomplete_and_other_packed_weights(
+    tensors: Tensors, config: Any, message: str
+) -> None:
     with pytest.raises(UnsupportedSource, match=message):
-        detect(tensors)
-
-
-def test_rejects_group_sizes_that_contradict_the_config() -> None:
-    weights = {"num_bits": 4, "type": "float", "group_size": 32}
-    config = {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
-    with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16 .* 32 by config.json"):
-        detect(COMPRESSED, config)
+        detect(tensors, config)
 
 
 def test_recognises_blocks_of_experts() -> None:
@@ -374,11 +367,6 @@ def test_the_shape_of_the_scales_says_what_shares_one(
     rows, columns = recipe.weight.shape
     assert (rows, columns) == (recipe.spec.elements // weight[-1], weight[-1])
     assert -(-rows // block[0]) * -(-columns // block[1]) == recipe.scale.elements
-
-
-def sharing(strategy: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
-    return {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
 
 
 @pytest.mark.parametrize(
@@ -572,20 +560,8 @@ def test_decoded_weights_count_for_the_main_type(main: str, rows: int) -> None:
     assert detect(tensors).quant_type == main
 
 
-PIECES = [
-    "m.weight",
-    "m.scales",
-    "m.biases",
-    "m.weight_scale",
-    "m.weight_scale_inv",
-    "m.weight_scale_2",
-    "m.weight_packed",
-    "m.weight_global_scale",
-    "m.input_scale",
-    "m_blocks",
-    "m_scales",
-    "m",
-]
+PIECES = ["m", "m_blocks", "m_scales", "m.weight", "m.scales", "m.biases", "m.input_scale"]
+PIECES += [f"m.weight_{end}" for end in ("scale", "scale_inv", "scale_2", "packed", "global_scale")]
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 8, 16, 32, 64, 128, 2**40]), max_size=4).map(tuple)
 VALUES = st.sampled_from(
     [None, True, False, 0, 4, 8, 32, 64, -1, 4.5, "4", "affine", "nvfp4", [128, 128]]
@@ -776,24 +752,20 @@ WEIGHT, SCALE = spec("m.weight_packed", U8, 8, 32), spec("m.weight_scale", E4M3,
 FACTOR = spec("m.weight_global_scale", F32, 1)
 
 
-def test_relabels_nvfp4() -> None:
-    recipe = fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, (), is_reciprocal=True)
+@pytest.mark.parametrize(
+    ("factor", "is_reciprocal", "group_size"),
+    [(FACTOR, True, 16), (spec("m.weight_scale_2", F32), False, None)],
+)
+def test_relabels_nvfp4(factor: TensorSpec, is_reciprocal: bool, group_size: int | None) -> None:
+    recipe = fp4_weight("m.weight", WEIGHT, SCALE, factor, (), is_reciprocal=is_reciprocal)
     assert recipe.stored == (
         spec("m.weight", U32, 8, 8),
         spec("m.weight.scale", U8, 8, 4),
-        spec("m.weight.global_scale", F32, 1),
+        factor._replace(name="m.weight.global_scale"),
     )
-    assert recipe.sources == ("m.weight_packed", "m.weight_scale", "m.weight_global_scale")
-    assert [part.is_reciprocal for part in recipe.parts] == [False, False, True]
-    assert (recipe.item.name, recipe.group_size) == ("nvfp4", 16)
-
-
-def test_relabels_nvfp4_whose_global_scale_multiplies() -> None:
-    factor = spec("m.weight_scale_2", F32)
-    recipe = fp4_weight("m.weight", WEIGHT, SCALE, factor, (), is_reciprocal=False)
-    assert recipe.stored[2] == spec("m.weight.global_scale", F32)
-    assert not any(part.is_reciprocal for part in recipe.parts)
-    assert (recipe.item.name, recipe.group_size) == ("nvfp4", None)
+    assert recipe.sources == ("m.weight_packed", "m.weight_scale", factor.name)
+    assert [part.is_reciprocal for part in recipe.parts] == [False, False, is_reciprocal]
+    assert (recipe.item.name, recipe.group_size) == ("nvfp4", group_size)
 
 
 @pytest.mark.parametrize("dtype", [U8, E8M0])

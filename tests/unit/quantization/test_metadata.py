@@ -20,6 +20,7 @@ INT4 = {"quant_type": "int4", "group_size": "32"}
 
 def test_what_all_tensors_share_is_said_once() -> None:
     assert quant_metadata({"a": ("int4", 32), "b": None, "c": ("int4", 32)}) == INT4
+    assert quant_metadata({"a": None}) == {}
 
 
 def test_what_differs_is_said_of_each_tensor() -> None:
@@ -29,10 +30,6 @@ def test_what_differs_is_said_of_each_tensor() -> None:
         "b.quant_type": "int8",
         "b.group_size": "64",
     }
-
-
-def test_plain_tensors_need_no_words() -> None:
-    assert quant_metadata({"a": None}) == {}
 
 
 def test_a_group_size_that_the_type_implies_may_be_left_out() -> None:
@@ -51,12 +48,8 @@ def test_reads_what_it_writes() -> None:
 
 
 def test_what_is_said_of_a_tensor_goes_before_what_is_said_of_all() -> None:
-    metadata = {
-        "quant_type": "int8",
-        "group_size": "64",
-        "w.quant_type": "int4",
-        "w.group_size": "32",
-    }
+    metadata = {f"w.{key}": value for key, value in INT4.items()}
+    metadata |= {"quant_type": "int8", "group_size": "64"}
     assert parse_quant_metadata(WEIGHT, AFFINE, metadata) == (FORMATS["int4"], 32)
 
 
@@ -106,14 +99,12 @@ def test_without_a_group_size_scales_must_tell_one(groups: int) -> None:
         parse_quant_metadata(WEIGHT, companions, {"quant_type": "int4"})
 
 
-def test_a_weight_without_columns_is_damage() -> None:
-    with pytest.raises(BlobDamaged, match="packed words do not make rows of int4"):
-        parse_quant_metadata(spec(DType.U32), AFFINE, INT4)
-
-
-def test_words_that_split_an_element_are_damage() -> None:
-    with pytest.raises(BlobDamaged, match=r"\[4, 16\] packed words do not make rows of int3"):
-        parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int3", "group_size": "64"})
+@pytest.mark.parametrize(("shape", "quant_type"), [((), "int4"), ((4, 16), "int3")])
+def test_words_that_do_not_make_rows_are_damage(shape: tuple[int, ...], quant_type: str) -> None:
+    message = rf"\[{', '.join(map(str, shape))}\] packed words do not make rows of {quant_type}"
+    with pytest.raises(BlobDamaged, match=message):
+        metadata = {"quant_type": quant_type, "group_size": "64"}
+        parse_quant_metadata(spec(DType.U32, *shape), AFFINE, metadata)
 
 
 @pytest.mark.parametrize("dtype", [DType.U8, DType.F64, DType.U32])
@@ -123,11 +114,6 @@ def test_affine_scales_are_floats(dtype: DType) -> None:
         parse_quant_metadata(WEIGHT, companions, INT4)
 
 
-def test_scales_of_float_types_are_bytes() -> None:
-    with pytest.raises(BlobDamaged, match="scales of nvfp4 cannot be BF16"):
-        parse_quant_metadata(WEIGHT, {".scale": spec(DType.BF16, 4, 8)}, {"quant_type": "nvfp4"})
-
-
 @pytest.mark.parametrize("bias", [None, spec(DType.BF16, 4, 2), spec(DType.F32, 4, 4)])
 def test_affine_types_need_biases_like_their_scales(bias: TensorSpec | None) -> None:
     companions = {".scale": AFFINE[".scale"]} | ({".bias": bias} if bias else {})
@@ -135,17 +121,23 @@ def test_affine_types_need_biases_like_their_scales(bias: TensorSpec | None) -> 
         parse_quant_metadata(WEIGHT, companions, INT4)
 
 
-def test_float_types_have_no_biases() -> None:
-    with pytest.raises(BlobDamaged, match="nvfp4 has no biases"):
-        parse_quant_metadata(WEIGHT, FLOAT | {".bias": FLOAT[".scale"]}, {"quant_type": "nvfp4"})
-
-
 @pytest.mark.parametrize("scalar", [spec(DType.F32), spec(DType.F32, 1)])
 def test_a_global_scale_is_one_number(scalar: TensorSpec) -> None:
     assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
 
 
-@pytest.mark.parametrize("scalar", [spec(DType.F32, 2), spec(DType.BF16), spec(DType.F32, 0)])
-def test_a_global_scale_is_nothing_else(scalar: TensorSpec) -> None:
-    with pytest.raises(BlobDamaged, match="a global scale must be one F32 number"):
-        parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
+@pytest.mark.parametrize(
+    ("suffix", "companion", "message"),
+    [
+        (".scale", spec(DType.BF16, 4, 8), "scales of nvfp4 cannot be BF16"),
+        (".bias", FLOAT[".scale"], "nvfp4 has no biases"),
+        (".global_scale", spec(DType.F32, 2), "a global scale must be one F32 number"),
+        (".global_scale", spec(DType.BF16), "a global scale must be one F32 number"),
+        (".global_scale", spec(DType.F32, 0), "a global scale must be one F32 number"),
+    ],
+)
+def test_other_companions_of_a_float_type_are_damage(
+    suffix: str, companion: TensorSpec, message: str
+) -> None:
+    with pytest.raises(BlobDamaged, match=message):
+        parse_quant_metadata(WEIGHT, FLOAT | {suffix: companion}, {"quant_type": "nvfp4"})

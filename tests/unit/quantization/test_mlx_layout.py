@@ -85,11 +85,8 @@ def test_the_config_says_what_most_weights_are_and_which_differ() -> None:
         "mode": "affine",
         "b": {"group_size": 64, "bits": 8, "mode": "affine"},
     }
-    assert config == {
-        "model_type": "m",
-        "quantization": described,
-        "quantization_config": described,
-    }
+    both = {"quantization": described, "quantization_config": described}
+    assert config == {"model_type": "m", **both}
 
 
 @pytest.mark.parametrize("kind", ["scales", "biases"])
@@ -193,16 +190,13 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 )
 def test_adds_the_keys_that_mlx_lm_reads(new: dict[str, Any], added: dict[str, Any]) -> None:
     before = dict(new)
-
     assert mlx_config(new) == {**new, **added}
     assert new == before
 
 
 def test_adds_keys_to_the_config_of_the_text_model_too() -> None:
     config = {"model_type": "x", "text_config": {"num_local_experts": 2}}
-
     found = mlx_config(config)
-
     assert found["text_config"] == {"num_local_experts": 2, "num_experts": 2}
     assert "num_experts" not in found
 

@@ -18,16 +18,8 @@ from blobstore.safetensors.numpy import BF16
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 
 Array = np.ndarray[Any, Any]
-FLOATS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": BF16,
-}
-WORDS: dict[int, np.dtype[Any]] = {
-    4: np.dtype(np.uint32),
-    2: np.dtype(np.uint16),
-    1: np.dtype(np.uint8),
-}
+FLOATS = {name: np.dtype(name) for name in ("float32", "float16", "bfloat16")}
+WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (4, 2, 1)}
 FORMS = [(item, size) for item in FORMATS.values() for size in item.group_sizes]
 every_form = pytest.mark.parametrize(
     ("item", "group_size"), FORMS, ids=[f"{item.name}-{size}" for item, size in FORMS]

@@ -89,9 +89,7 @@ def test_a_module_can_have_a_type_of_its_own(own: Any, typed: tuple[str, int]) -
 
 @pytest.mark.parametrize("own", [False, "int4", 4, []])
 def test_refuses_scales_of_a_module_that_is_said_to_be_plain(own: Any) -> None:
-    with pytest.raises(
-        UnsupportedSource, match="tensor 'm.weight' has scales, and is not quantized"
-    ):
+    with pytest.raises(UnsupportedSource, match="^tensor 'm.weight' has scales, and is not quant"):
         mlx_type({"bits": 4, "m": own})
 
 

@@ -470,8 +470,7 @@ def test_rejects_a_range_that_ends_before_it_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [[2**63, 2], [2**32, 2**32], [2**63, 2**63, 0], [U64, U64], [2**22] * 3, [3] * 100_000],
+    "shape", [[2**63, 2], [2**32, 2**32], [2**63, 2**63, 0], [U64, U64], [2**22] * 3, [3] * 100_000]
 )
 def test_rejects_a_product_that_overflows(shape: list[int]) -> None:
     with pytest.raises(InvalidHeader, match="number of elements overflows 64 bits"):

@@ -9,6 +9,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.writer import write_safetensors
+from tests.support.dtypes import NAMES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,25 +18,8 @@ mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 as_mlx = pytest.importorskip("blobstore.safetensors.mlx").as_mlx
 
 KINDS = {
-    DType.BOOL: mx.bool_,
-    DType.U8: mx.uint8,
-    DType.I8: mx.int8,
-    DType.F8_E5M2: mx.uint8,
-    DType.F8_E4M3: mx.uint8,
-    DType.F8_E8M0: mx.uint8,
-    DType.F8_E4M3FNUZ: mx.uint8,
-    DType.F8_E5M2FNUZ: mx.uint8,
-    DType.I16: mx.int16,
-    DType.U16: mx.uint16,
-    DType.F16: mx.float16,
-    DType.BF16: mx.bfloat16,
-    DType.I32: mx.int32,
-    DType.U32: mx.uint32,
-    DType.F32: mx.float32,
-    DType.C64: mx.complex64,
-    DType.F64: mx.float64,
-    DType.I64: mx.int64,
-    DType.U64: mx.uint64,
+    dtype: mx.uint8 if name.startswith("float8") else getattr(mx, name)
+    for dtype, name in ({**NAMES, DType.BOOL: "bool_"}).items()
 }
 PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]
 

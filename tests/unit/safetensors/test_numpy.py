@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,31 +10,12 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
+from tests.support.dtypes import NAMES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-KINDS = {
-    DType.BOOL: np.bool_,
-    DType.U8: np.uint8,
-    DType.I8: np.int8,
-    DType.F8_E5M2: ml_dtypes.float8_e5m2,
-    DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
-    DType.F8_E8M0: ml_dtypes.float8_e8m0fnu,
-    DType.F8_E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
-    DType.F8_E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
-    DType.I16: np.int16,
-    DType.U16: np.uint16,
-    DType.F16: np.float16,
-    DType.BF16: ml_dtypes.bfloat16,
-    DType.I32: np.int32,
-    DType.U32: np.uint32,
-    DType.F32: np.float32,
-    DType.C64: np.complex64,
-    DType.F64: np.float64,
-    DType.I64: np.int64,
-    DType.U64: np.uint64,
-}
+KINDS = {dtype: np.dtype(name) for dtype, name in NAMES.items()}
 PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]
 
 

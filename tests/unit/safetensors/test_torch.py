@@ -11,31 +11,12 @@ from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.torch import as_tensor
+from tests.support.dtypes import NAMES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-KINDS = {
-    DType.BOOL: torch.bool,
-    DType.U8: torch.uint8,
-    DType.I8: torch.int8,
-    DType.F8_E5M2: torch.float8_e5m2,
-    DType.F8_E4M3: torch.float8_e4m3fn,
-    DType.F8_E8M0: torch.float8_e8m0fnu,
-    DType.F8_E4M3FNUZ: torch.float8_e4m3fnuz,
-    DType.F8_E5M2FNUZ: torch.float8_e5m2fnuz,
-    DType.I16: torch.int16,
-    DType.U16: torch.uint16,
-    DType.F16: torch.float16,
-    DType.BF16: torch.bfloat16,
-    DType.I32: torch.int32,
-    DType.U32: torch.uint32,
-    DType.F32: torch.float32,
-    DType.C64: torch.complex64,
-    DType.F64: torch.float64,
-    DType.I64: torch.int64,
-    DType.U64: torch.uint64,
-}
+KINDS = {dtype: getattr(torch, name) for dtype, name in NAMES.items()}
 
 
 def test_every_type_is_here() -> None:
