@@ -160,12 +160,16 @@ class Checkpoint:
         self._reader = StorageReader(self._descriptor)
         found = []
         for name, value in choice.tensors.items():
-            if not name.isascii():
-                _check_name(name)
             try:
+                if not name.isascii():
+                    name.encode()
                 found.append(reader.read(name, value))
             except UnreadableTensor as error:
                 self.unreadable[name] = str(error)
+            except UnicodeEncodeError:
+                raise CheckpointRefused(
+                    f"the name {quote(name)} of a tensor is not Unicode"
+                ) from None
         if not found and not self.unreadable:
             raise CheckpointRefused("the checkpoint has no tensors")
         found.sort(key=attrgetter("offset"))
@@ -184,18 +188,18 @@ class Checkpoint:
                 f"its tensors are {total} bytes, {stored} of compressed storages, more than "
                 f"{_MAX_GROWTH} times the file's {self._size}"
             )
-        work = sum(self._work(tensor) for tensor in others)
+        # A tensor that is not contiguous in the file needs a part of its storage, or all of it.
+        work = sum(
+            tensor.place.size
+            if self._is_swapped or tensor.place.is_deflated
+            else tensor.extent.span * tensor.itemsize
+            for tensor in others
+        )
         if work > self._size * _MAX_WORK + _SPARE_WORK:
             raise CheckpointRefused(
                 f"{work} bytes have to be read for its tensors, more than {_MAX_WORK} times the file's "
                 f"{self._size}; load them with torch and save clones of them"
             )
-
-    def _work(self, tensor: StridedTensor) -> int:
-        """Return the bytes of its storage to read for a tensor that is not contiguous in the file."""
-        if tensor.place.is_deflated or self._is_swapped:
-            return tensor.place.size
-        return tensor.extent.span * tensor.itemsize
 
     def _view(self, tensor: StridedTensor) -> TensorView:
         if tensor.is_mapped:
@@ -253,13 +257,6 @@ def check_globals(result: Result) -> None:
             f"pickle byte {refused[0].offset}: it uses {names}{more}, which checkpoints of tensors do "
             "not need; no code was executed. List them with 'blobstore inspect'"
         )
-
-
-def _check_name(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise CheckpointRefused(f"the name {quote(name)} of a tensor is not Unicode") from None
 
 
 @contextlib.contextmanager

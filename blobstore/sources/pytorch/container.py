@@ -49,7 +49,17 @@ def open_container(descriptor: int, size: int) -> Container:
     other = other_kind(head)
     if other is None and is_legacy(head):
         return LegacyStream(descriptor, size)
-    raise CheckpointRefused(f"this is {other or _pickle_or_nothing(head)}")
+    if other is None:
+        if _JOBLIB.search(head):
+            other = _JOBLIB_FILE
+        elif head[:1] == b"\x80":
+            other = (
+                "a pickle of Python objects that torch.save did not write; show its contents with "
+                "'blobstore inspect'"
+            )
+        else:
+            other = "not a PyTorch checkpoint, nor any other format that blobstore knows"
+    raise CheckpointRefused(f"this is {other}")
 
 
 def other_kind(head: bytes) -> str | None:
@@ -69,14 +79,3 @@ def other_kind(head: bytes) -> str | None:
     if head[8:10] in (b'{"', b"{}", b"{ ") and not any(head[5:8]):
         return "a safetensors file; give it the ending .safetensors"
     return None
-
-
-def _pickle_or_nothing(head: bytes) -> str:
-    if _JOBLIB.search(head):
-        return _JOBLIB_FILE
-    if head[:1] == b"\x80":
-        return (
-            "a pickle of Python objects that torch.save did not write; show its contents with "
-            "'blobstore inspect'"
-        )
-    return "not a PyTorch checkpoint, nor any other format that blobstore knows"

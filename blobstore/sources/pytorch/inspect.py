@@ -119,8 +119,14 @@ def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
     except BlobstoreError as error:
         raise SourceError(str(error)) from None
     try:
-        is_zip = read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS)
-        return size, list((_in_zip if is_zip else _in_stream)(descriptor, size))
+        if read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS):
+            return size, list(_in_zip(descriptor, size))
+        data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
+        if other_kind(data) is not None:
+            return size, []
+        # The pickles of a legacy stream are followed by storages, which are not pickles.
+        count = LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES
+        return size, list(_in_pickles(data, "", count))
     except OSError as error:
         raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
     finally:
@@ -140,14 +146,6 @@ def _in_zip(descriptor: int, size: int) -> Iterator[GlobalUse]:
                 data = read_pickle(descriptor, entry, left)
                 left -= len(data)
                 yield from _in_pickles(data, name, 1)
-
-
-def _in_stream(descriptor: int, size: int) -> Iterator[GlobalUse]:
-    """Yield the globals of the pickles at the start of a file."""
-    data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
-    if other_kind(data) is None:
-        # The pickles of a legacy stream are followed by storages, which are not pickles.
-        yield from _in_pickles(data, "", LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES)
 
 
 def _in_pickles(data: bytes, name: str, count: int) -> Iterator[GlobalUse]:

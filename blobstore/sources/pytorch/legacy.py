@@ -8,7 +8,7 @@ the list of storage keys. Then follow, for each key, the number of elements and 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly
@@ -67,7 +67,11 @@ class LegacyStream:
         if type(is_little) is not bool:
             raise CheckpointRefused("the stream does not say its byte order")
         self.is_swapped = not is_little
-        self._keys = _checked_keys(keys.value)
+        if type(keys.value) is not list or not all(type(key) is str for key in keys.value):
+            raise CheckpointRefused("the list of storage keys is not a list of strings")
+        if len(set(keys.value)) != len(keys.value):
+            raise CheckpointRefused("the list of storage keys has a key twice")
+        self._keys: list[str] = keys.value
         self._end = keys.end
         for part in (magic, protocol, machine, keys):
             if part.globals:
@@ -128,11 +132,3 @@ class LegacyStream:
                 self._window += read_exactly(self._descriptor, wanted - known, known)
                 if len(self._window) == known:
                     raise
-
-
-def _checked_keys(keys: Any) -> list[str]:
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointRefused("the list of storage keys is not a list of strings")
-    if len(set(keys)) != len(keys):
-        raise CheckpointRefused("the list of storage keys has a key twice")
-    return keys

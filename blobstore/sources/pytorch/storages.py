@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from blobstore.errors import CheckpointRefused
-from blobstore.sources.pytorch.zip_entries import read_entry
+from blobstore.sources.pytorch.zip_entries import read_entry, read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,8 +72,15 @@ class StorageReader:
         elif place.is_deflated:
             yield memoryview(self._unpack(place))[begin:end]
         else:
-            self._check(place)
-            yield from self._read(place.offset + begin, end - begin, buffer)
+            if place.crc and place.name not in self._checked:
+                with self._lock:
+                    if place.name not in self._checked:
+                        for _ in read_entry(
+                            self._descriptor, place, memoryview(bytearray(_CHECK_SIZE))
+                        ):
+                            pass
+                        self._checked.add(place.name)
+            yield from read_stored(self._descriptor, place, begin, end, buffer)
 
     def copy(self, place: ZipEntry, begin: int, end: int) -> bytearray:
         """Return bytes of a storage.
@@ -90,16 +95,6 @@ class StorageReader:
             done += len(piece)
         return data
 
-    def _check(self, place: ZipEntry) -> None:
-        """Verify the checksum of a storage once, before parts of it are read."""
-        if not place.crc or place.name in self._checked:
-            return
-        with self._lock:
-            if place.name not in self._checked:
-                for _ in read_entry(self._descriptor, place, memoryview(bytearray(_CHECK_SIZE))):
-                    pass
-                self._checked.add(place.name)
-
     def _unpack(self, place: ZipEntry) -> bytes:
         with self._lock:
             if self._unpacked[0] != place.name:
@@ -108,14 +103,3 @@ class StorageReader:
                 data = b"".join(map(bytes, read_entry(self._descriptor, place, buffer)))
                 self._unpacked = (place.name, data)
             return self._unpacked[1]
-
-    def _read(self, offset: int, left: int, buffer: memoryview) -> Iterator[memoryview]:
-        while left:
-            count = os.preadv(self._descriptor, [buffer[:left]], offset)
-            if not count:
-                raise CheckpointRefused(
-                    f"the file ended at byte {offset}: it was truncated while it was read"
-                )
-            yield buffer[:count]
-            offset += count
-            left -= count

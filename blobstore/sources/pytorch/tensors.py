@@ -177,7 +177,9 @@ class TensorReader:
             raise UnreadableTensor(
                 f"tensors of torch.{storage.kind} have no type in the safetensors format"
             )
-        extent = self._extents.get((id(shape), id(stride))) or self._extent(shape, stride)
+        extent = self._extents.get((id(shape), id(stride)))
+        if extent is None:
+            extent = self._extents[id(shape), id(stride)] = extent_of(shape, stride)
         elements, span, is_ordered = extent
         itemsize = dtype.bits // 8 or 1
         if type(offset) is not int or not 0 <= offset <= _LARGEST:
@@ -188,7 +190,10 @@ class TensorReader:
                 f"has {available // itemsize}"
             )
         begin = begin + offset * itemsize if elements else 0
-        shape = shape if dtype is not DType.F4 else _in_halves(shape)
+        if dtype is DType.F4:  # torch counts pairs
+            if not shape:
+                raise CheckpointRefused("an F4 tensor has no dimensions")
+            shape = (*shape[:-1], shape[-1] * 2)
         place = self._places[storage.key]
         is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
         is_swapped = self._is_swapped and storage.itemsize > 1
@@ -209,19 +214,6 @@ class TensorReader:
         )
         return _new(StridedTensor, parts)
 
-    def _extent(self, shape: Any, stride: Any) -> Extent:
-        found = self._extents[id(shape), id(stride)] = _measured(shape, stride)
-        return found
-
-    def _class(self, cls: Any) -> tuple[str, DType | None, int]:
-        """Return name, element type and bytes per element of a class of storages."""
-        if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
-            raise CheckpointRefused("the type of a storage is unknown")
-        dtype = _STORAGE_TYPES.get(cls.name)
-        itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
-        found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
-        return found
-
     def _storage_part(self, identifier: Any) -> tuple[Storage, int, int]:
         """Return a storage, and offset and size of the part that tensors may use, in bytes."""
         view = None
@@ -236,7 +228,13 @@ class TensorReader:
         if type(kind) is not str or kind != "storage":
             shown = quote(kind) if type(kind) is str else "unknown"
             raise CheckpointRefused(f"a reference to outside data of kind {shown} is not a storage")
-        name, dtype, itemsize = self._classes.get(id(cls)) or self._class(cls)
+        if id(cls) not in self._classes:
+            if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
+                raise CheckpointRefused("the type of a storage is unknown")
+            dtype = _STORAGE_TYPES.get(cls.name)
+            itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
+            self._classes[id(cls)] = (cls.name, dtype, itemsize)
+        name, dtype, itemsize = self._classes[id(cls)]
         if type(key) is not str or not key:
             raise CheckpointRefused("a storage's key is not a string")
         if type(count) is not int or not 0 <= count <= _LARGEST:
@@ -267,7 +265,13 @@ def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         raise CheckpointRefused(
             f"{function} has {len(arguments)} arguments, which torch does not write"
         )
-    dtype = _element_type(arguments[6]) if function.name == "_rebuild_tensor_v3" else None
+    dtype = None
+    if function.name == "_rebuild_tensor_v3":
+        cls = arguments[6]
+        if type(cls) is not Global or cls.use is not Use.DTYPE:
+            what = quote(cls) if type(cls) is Global else "something that is not a type"
+            raise UnreadableTensor(f"tensors of {what} have no type in the safetensors format")
+        dtype = _ELEMENT_TYPES[cls.name]
     flags = arguments[-1] if len(arguments) == most > least else None
     return (*arguments[:4], dtype, flags)
 
@@ -291,13 +295,6 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
         if type(function) is not Global or type(arguments) is not tuple:
             break
     raise CheckpointRefused("a tensor is wrapped as torch does not write it")
-
-
-def _element_type(dtype: Any) -> DType:
-    if type(dtype) is Global and dtype.use is Use.DTYPE:
-        return _ELEMENT_TYPES[dtype.name]
-    what = quote(dtype) if type(dtype) is Global else "something that is not a type"
-    raise UnreadableTensor(f"tensors of {what} have no type in the safetensors format")
 
 
 def _natural(number: Any, what: str) -> None:
@@ -324,13 +321,6 @@ def _view(view: Any, storage: Storage) -> tuple[int, int]:
     return offset * storage.itemsize, count * storage.itemsize
 
 
-def _in_halves(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an F4 tensor in elements. Torch counts pairs."""
-    if not shape:
-        raise CheckpointRefused("an F4 tensor has no dimensions")
-    return (*shape[:-1], shape[-1] * 2)
-
-
 def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
     if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
         raise CheckpointRefused("a tensor has flags other than conj and neg")
@@ -345,8 +335,12 @@ def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
     return conj, neg
 
 
-def _measured(shape: Any, stride: Any) -> Extent:
-    """Check sizes and strides, and return their extent."""
+def extent_of(shape: Any, stride: Any) -> Extent:
+    """Check sizes and strides, and return their extent.
+
+    Raises:
+        CheckpointRefused: they are not two tuples of equal length of valid numbers.
+    """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise CheckpointRefused("a tensor's sizes and strides are not two tuples of equal length")
     if len(shape) > MAX_RANK:

@@ -26,6 +26,8 @@ _MAX_PICKLE_RATIO = 32
 _SPARE_PICKLE_SIZE = 4 * 2**20
 _LAST_VERSION = 10
 """The newest version that torch 2.13 reads (``kMaxSupportedFileFormatVersion``)."""
+_PROGRAMS = {"constants.pkl": "TorchScript", "models/model.json": "torch.export"}
+"""Files that only archives with programs have, by the kind of archive."""
 _BYTE_ORDERS = {b"little": False, b"big": True}
 
 
@@ -45,9 +47,7 @@ class ZipCheckpoint:
         try:
             self._entries = read_entries(descriptor, size)
             self._root = self._only_root()
-            self._check_kind()
-            self.is_swapped = self._read_byte_order()
-            self._check_version()
+            self.is_swapped = self._check_records()
             pickle = read_pickle(descriptor, self._entries[f"{self._root}data.pkl"])
         except (DamagedSource, UnsupportedSource) as error:
             raise CheckpointRefused(str(error)) from None
@@ -87,6 +87,7 @@ class ZipCheckpoint:
         return [f"no tensor refers to entry {quote(min(unused))}{more}"]
 
     def _only_root(self) -> str:
+        """Return the one folder of the archive, which must be a checkpoint and no program."""
         first = next(iter(self._entries), "")
         root, slash, _ = first.partition("/")
         if not root or not slash:
@@ -97,24 +98,17 @@ class ZipCheckpoint:
                 raise CheckpointRefused(
                     f"entry {quote(name)} is outside the archive's folder {quote(root)}"
                 )
+        for name, kind in _PROGRAMS.items():
+            if root + name in self._entries:
+                raise CheckpointRefused(
+                    f"this is a {kind} archive, which has a program; save the model's "
+                    "state_dict() with torch.save instead"
+                )
+        if f"{root}data.pkl" not in self._entries:
+            raise CheckpointRefused(
+                "this zip archive has no data.pkl, so it is not a PyTorch checkpoint"
+            )
         return root
-
-    def _check_kind(self) -> None:
-        if f"{self._root}constants.pkl" in self._entries:
-            message = (
-                "this is a TorchScript archive, which has a program; save the model's "
-                "state_dict() with torch.save instead"
-            )
-        elif f"{self._root}models/model.json" in self._entries:
-            message = (
-                "this is a torch.export archive, which has a program; save the model's "
-                "state_dict() with torch.save instead"
-            )
-        elif f"{self._root}data.pkl" not in self._entries:
-            message = "this zip archive has no data.pkl, so it is not a PyTorch checkpoint"
-        else:
-            return
-        raise CheckpointRefused(message)
 
     def _record(self, name: str) -> bytes | None:
         entry = self._entries.get(self._root + name)
@@ -122,22 +116,20 @@ class ZipCheckpoint:
             return None
         return read_small_entry(self._descriptor, entry, _MAX_RECORD_SIZE)
 
-    def _read_byte_order(self) -> bool:
-        """Return whether values are big-endian. Torch before 2.1 wrote no byte order, always little."""
+    def _check_records(self) -> bool:
+        """Check byte order and version, and return whether values are big-endian."""
         order = self._record("byteorder")
         if order is None:
-            return False
+            order = b"little"  # torch before 2.1 did not write it
         if order not in _BYTE_ORDERS:
             raise CheckpointRefused(f"the byte order is {quote(order[:20].decode('latin-1'))}")
-        return _BYTE_ORDERS[order]
-
-    def _check_version(self) -> None:
         version = self._record("version") or self._record(".data/version") or b""
         if not re.fullmatch(rb"[0-9]{1,3}\n?", version) or not 1 <= int(version) <= _LAST_VERSION:
             raise CheckpointRefused(
                 f"the archive's version is {quote(version[:20].decode('latin-1'))}, not one of "
                 f"1 to {_LAST_VERSION}"
             )
+        return _BYTE_ORDERS[order]
 
 
 def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) -> bytes:

@@ -83,7 +83,10 @@ def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
             f"the directory at byte {directory.start} does not have exactly the "
             f"{directory.entries} entries that are counted at byte {directory.end}"
         )
-    _check_names(listed)
+    names = [entry[1] for entry in listed]
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise DamagedSource(f"the archive has more than one entry {quote(twice)}")
     return listed, directory.start
 
 
@@ -102,7 +105,16 @@ def widen(
 ) -> tuple[int, int, int, int]:
     """Return the fields of the entry at byte ``at``, with real values from the zip64 field."""
     narrow = (*sizes, header)
-    field = _zip64_field(extra)
+    fields = []
+    begin = 0
+    while begin < len(extra):
+        kind, size = (int.from_bytes(extra[i : i + 2], "little") for i in (begin, begin + 2))
+        end = begin + 4 + size
+        if kind == _ZIP64:
+            fields.append(extra[begin + 4 : end])
+        begin = end
+    # The field is not used if it is duplicated or truncated.
+    field = fields[0] if begin == len(extra) and len(fields) == 1 else b""
     wide_size = 8 * narrow.count(_FULL32)
     disk_size = 4 if disk == _FULL16 else 0
     if len(field) < wide_size + disk_size:
@@ -114,18 +126,6 @@ def widen(
     if disk_size:
         disk = int.from_bytes(field[wide_size : wide_size + disk_size], "little")
     return size, stored, header, disk
-
-
-def _zip64_field(extra: bytes) -> bytes:
-    """Return the zip64 extra field; empty if it is missing, duplicated or truncated."""
-    found = []
-    at = 0
-    while at < len(extra):
-        kind, size = (int.from_bytes(extra[i : i + 2], "little") for i in (at, at + 2))
-        begin, at = at + 4, at + 4 + size
-        if kind == _ZIP64:
-            found.append(extra[begin:at])
-    return found[0] if at == len(extra) and len(found) == 1 else b""
 
 
 def _find_directory(descriptor: int, file_size: int) -> _Directory:
@@ -253,10 +253,3 @@ def _fault(
     if size > _MAX_RATIO * stored + _RATIO_SLACK:
         return DamagedSource(f"{sizes}, more than deflate can compress")
     return DamagedSource(f"{sizes} from byte {header}, not all of them before the directory")
-
-
-def _check_names(listed: list[Listed]) -> None:
-    names = [entry[1] for entry in listed]
-    if len(set(names)) < len(names):
-        twice = Counter(names).most_common(1)[0][0]
-        raise DamagedSource(f"the archive has more than one entry {quote(twice)}")

@@ -99,7 +99,12 @@ def read_entry(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator
         OSError: it cannot be read.
     """
     crc = 0
-    for piece in (_inflate if entry.is_deflated else _copy)(descriptor, entry, buffer):
+    pieces = (
+        _inflate(descriptor, entry, buffer)
+        if entry.is_deflated
+        else read_stored(descriptor, entry, 0, entry.size, buffer)
+    )
+    for piece in pieces:
         crc = crc32(piece, crc) if entry.crc else 0
         yield piece
     if crc != entry.crc:
@@ -199,8 +204,18 @@ def _misplaced(entry: Listed, free: int) -> DamagedSource:
     return DamagedSource(f"{who} is the first, and {header} bytes lie before it")
 
 
-def _copy(descriptor: int, entry: ZipEntry, buffer: memoryview) -> Iterator[memoryview]:
-    offset, left = entry.offset, entry.size
+def read_stored(
+    descriptor: int, entry: ZipEntry, begin: int, end: int, buffer: memoryview
+) -> Iterator[memoryview]:
+    """Yield bytes ``begin`` to ``end`` of an entry that is not compressed, as :func:`read_entry` does.
+
+    They are not verified.
+
+    Raises:
+        DamagedSource: the entry is truncated.
+        OSError: it cannot be read.
+    """
+    offset, left = entry.offset + begin, end - begin
     while left:
         count = os.preadv(descriptor, [buffer[:left]], offset)
         if not count:

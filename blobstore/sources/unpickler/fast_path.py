@@ -122,7 +122,11 @@ def read_calls(  # noqa: C901, PLR0915 - one loop: a call costs more than most o
         if length[0] != len(key):
             break
         if checked != (called, hooks):
-            if not (_rebuilds(function) and _makes_mapping(maker)):
+            if not (
+                type(function) is type(maker) is Global
+                and function.use is Use.TENSOR
+                and maker.make is make_mapping
+            ):
                 break
             checked = (called, hooks)
             function.is_called = True
@@ -150,11 +154,3 @@ def read_calls(  # noqa: C901, PLR0915 - one loop: a call costs more than most o
             break
         begin += _PUT
     return position
-
-
-def _rebuilds(function: Any) -> bool:
-    return type(function) is Global and function.use is Use.TENSOR
-
-
-def _makes_mapping(function: Any) -> bool:
-    return type(function) is Global and function.make is make_mapping

@@ -49,34 +49,23 @@ def _u64_size(state: State, position: int) -> tuple[int, int]:
     return _U64(state.data, position)[0], position + 8
 
 
-def _text(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
-    def read(state: State, position: int) -> tuple[str, int]:
+def _sized(
+    size_of: Callable[[State, int], tuple[int, int]], decode: Callable[[bytes], Any] = bytes
+) -> Callable[[State, int], Any]:
+    def read(state: State, position: int) -> tuple[Any, int]:
         size, begin = size_of(state, position)
-        return state.text(begin, begin + size), begin + size
+        return decode(state.take(begin, begin + size)), begin + size
 
     return read
 
 
-def _bytes(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
-    def read(state: State, position: int) -> tuple[bytes, int]:
-        size, begin = size_of(state, position)
-        return state.take(begin, begin + size), begin + size
-
-    return read
-
-
-def _old_text(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[State, int], Any]:
-    """Read a ``str`` of Python 2: a string if it is UTF-8, otherwise bytes."""
-
-    def read(state: State, position: int) -> tuple[str | bytes, int]:
-        size, begin = size_of(state, position)
-        data = state.take(begin, begin + size)
-        return _as_text(data), begin + size
-
-    return read
+def _text(data: bytes) -> str:
+    """Decode a string. It may have lone surrogates, which Python allows."""
+    return str(data, "utf-8", "surrogatepass")
 
 
 def _as_text(data: bytes) -> str | bytes:
+    """Decode a ``str`` of Python 2: a string if it is UTF-8, otherwise bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -184,16 +173,16 @@ PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
     op.LONG: _text_integer,
     op.BINFLOAT: _double,
     op.FLOAT: _text_float,
-    op.BINUNICODE8: _text(_u64_size),
-    op.SHORT_BINUNICODE: _text(_byte_size),
+    op.BINUNICODE8: _sized(_u64_size, _text),
+    op.SHORT_BINUNICODE: _sized(_byte_size, _text),
     op.UNICODE: _escaped_text,
     op.STRING: _quoted_text,
-    op.BINSTRING: _old_text(_i32_size),
-    op.SHORT_BINSTRING: _old_text(_byte_size),
-    op.BINBYTES: _bytes(_u32_size),
-    op.SHORT_BINBYTES: _bytes(_byte_size),
-    op.BINBYTES8: _bytes(_u64_size),
-    op.BYTEARRAY8: _bytes(_u64_size),
+    op.BINSTRING: _sized(_i32_size, _as_text),
+    op.SHORT_BINSTRING: _sized(_byte_size, _as_text),
+    op.BINBYTES: _sized(_u32_size),
+    op.SHORT_BINBYTES: _sized(_byte_size),
+    op.BINBYTES8: _sized(_u64_size),
+    op.BYTEARRAY8: _sized(_u64_size),
     op.GLOBAL: _global,
     op.INST: _instance,
     op.GET: _get,

@@ -123,7 +123,14 @@ def scan(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Scan:
 def _run(state: State, limits: Limits) -> Result:
     data = state.data
     try:
-        return _loop(state, limits)
+        return Result(
+            _loop(state, limits),
+            state.position,
+            state.protocol,
+            tuple(state.globals.values()),
+            tuple(state.records),
+            tuple(state.persistents),
+        )
     except CutShort:
         raise
     except (IndexError, struct.error) as error:
@@ -141,8 +148,8 @@ def _run(state: State, limits: Limits) -> Result:
     raise state.refusal(reason, NAMES.get(code, f"0x{code:02x}"))
 
 
-def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR0915 - one loop
-    """Run until STOP.
+def _loop(state: State, limits: Limits) -> Any:  # noqa: C901, PLR0912, PLR0915 - one loop
+    """Run until STOP, and return the value.
 
     The most frequent opcodes of checkpoints come first and are inlined: a call would cost more than
     their work.
@@ -157,7 +164,10 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
     objects = 0
     try:
         while True:
-            _check_limits(limits, len(stack), len(frames), len(memo), objects + state.objects)
+            used = (len(stack), len(frames), len(memo), objects + state.objects)
+            for what, count, limit in zip(Limits._fields, used, limits, strict=True):
+                if count > limit:
+                    raise CheckpointRefused(f"the pickle needs more than {limit} {what}")
             segment = position + _SEGMENT
             while position < segment:
                 at = position
@@ -234,33 +244,14 @@ def _loop(state: State, limits: Limits) -> Result:  # noqa: C901, PLR0912, PLR09
                 elif code in NOTING:
                     position = NOTING[code](state, stack, position)
                 elif code == STOP:
-                    return _result(state, stack, frames, position)
+                    if len(stack) != 1 or frames:
+                        raise CheckpointRefused("the stack does not have exactly one value")
+                    return stack[0]
+                elif code in REFUSED:
+                    raise CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint does")
                 else:
-                    raise _unknown(code)
+                    raise CheckpointRefused(
+                        "there is no such opcode; this is not a pickle, or it is damaged"
+                    )
     finally:
         state.at, state.position = at, position
-
-
-def _check_limits(limits: Limits, *used: int) -> None:
-    for what, count, limit in zip(Limits._fields, used, limits, strict=True):
-        if count > limit:
-            raise CheckpointRefused(f"the pickle needs more than {limit} {what}")
-
-
-def _unknown(code: int) -> CheckpointRefused:
-    if code in REFUSED:
-        return CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint does")
-    return CheckpointRefused("there is no such opcode; this is not a pickle, or it is damaged")
-
-
-def _result(state: State, stack: list[Any], frames: list[list[Any]], end: int) -> Result:
-    if len(stack) != 1 or frames:
-        raise CheckpointRefused("the stack does not have exactly one value")
-    return Result(
-        stack[0],
-        end,
-        state.protocol,
-        tuple(state.globals.values()),
-        tuple(state.records),
-        tuple(state.persistents),
-    )

@@ -81,10 +81,6 @@ class State:
             raise self.cut_short()
         return self.data[begin:end]
 
-    def text(self, begin: int, end: int) -> str:
-        """Return a string. It may have lone surrogates, which Python allows."""
-        return str(self.take(begin, end), "utf-8", "surrogatepass")
-
     def line(self, begin: int) -> tuple[bytes, int]:
         """Return the bytes up to the end of the line, and the start of the next line."""
         end = self.data.find(b"\n", begin, begin + _MAX_LINE)
@@ -153,8 +149,12 @@ class State:
                 f"the arguments of {quote(function)} are not those that torch writes"
             ) from None
         for argument in arguments:
-            if argument is not value:
-                self.copied += _items_of(argument)
+            if argument is value:
+                continue
+            if type(argument) in (list, tuple, dict):
+                self.copied += len(argument)
+            elif type(argument) in (str, bytes):
+                self.copied += len(argument) // _RUN
         if self.copied > _MAX_COPIED:
             raise CheckpointRefused("the pickle copies its lists and strings too often")
         return self._record(value) if type(value) is Record else value
@@ -163,10 +163,3 @@ class State:
         if record.cls.use is None:
             self.records.append(record)
         return record
-
-
-def _items_of(value: Any) -> int:
-    """Return the number of items or runs of characters in a copy of a value."""
-    if type(value) in (list, tuple, dict):
-        return len(value)
-    return len(value) // _RUN if type(value) in (str, bytes) else 0

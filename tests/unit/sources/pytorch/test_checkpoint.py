@@ -591,7 +591,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(
     with open_checkpoint(path) as checkpoint:
         os.truncate(path, min(left, path.stat().st_size - 1000))
         for name in ("b", "t"):
-            with pytest.raises(CheckpointRefused, match=f"^'{path}', tensor '{name}': .*cut short"):
+            with pytest.raises(CheckpointRefused, match=f"^'{path}', tensor '{name}': .*truncated"):
                 read(checkpoint, name)
 
 

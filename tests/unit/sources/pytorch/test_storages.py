@@ -20,7 +20,7 @@ from blobstore.sources.pytorch import storages as torch_storages
 from blobstore.sources.pytorch.gather import gathered, swapped
 from blobstore.sources.pytorch.legacy import LegacyStream
 from blobstore.sources.pytorch.storages import Container, StorageReader
-from blobstore.sources.pytorch.tensors import Storage, StridedTensor, _measured
+from blobstore.sources.pytorch.tensors import Storage, StridedTensor, extent_of
 from blobstore.sources.pytorch.zip import ZipCheckpoint
 from blobstore.sources.pytorch.zip_entries import ZipEntry, read_entry
 from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
@@ -223,7 +223,7 @@ def test_a_file_can_be_truncated_after_it_was_checked() -> None:
         read_part(file)
         os.truncate(file.descriptor, 1000)
         assert file.read(0, 900) == CONTENT[:900]
-        with pytest.raises(DamagedSource, match="the file ended at byte 1000: it was truncated"):
+        with pytest.raises(DamagedSource, match="is truncated: the file ended at byte 1000"):
             file.read(900, 1100)
 
 
@@ -291,7 +291,7 @@ def strided(
 ) -> StridedTensor:
     """Return a tensor whose first element is that of its storage; a pair of F4 is an element."""
     size = dtype.bits // 8 or 1
-    extent = _measured(tuple(shape), tuple(stride))
+    extent = extent_of(tuple(shape), tuple(stride))
     given_shape = (*shape[:-1], shape[-1] * 2) if dtype is DType.F4 else tuple(shape)
     nbytes = extent.span * size
     return StridedTensor(

@@ -19,7 +19,7 @@ from blobstore.sources.pytorch.tensors import (
     StridedTensor,
     TensorReader,
     UnreadableTensor,
-    _measured,
+    extent_of,
 )
 from blobstore.sources.pytorch.zip_entries import ZipEntry
 from blobstore.sources.unpickler import globals as known
@@ -161,17 +161,17 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
 def test_measures_sizes_and_strides(
     size: tuple[int, ...], stride: tuple[int, ...], span: int, is_ordered: bool
 ) -> None:
-    assert _measured(size, stride) == Extent(math.prod(size), span, is_ordered)
+    assert extent_of(size, stride) == Extent(math.prod(size), span, is_ordered)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4))
-def test_what_is_measured_is_what_is_used(dims: list[tuple[int, int]]) -> None:
+def test_what_isextent_of_is_what_is_used(dims: list[tuple[int, int]]) -> None:
     size, stride = tuple(dim[0] for dim in dims), tuple(dim[1] for dim in dims)
     places = [
         sum(index * step for index, step in zip(at, stride, strict=True))
         for at in product(*map(range, size))
     ]
-    found = _measured(size, stride)
+    found = extent_of(size, stride)
     assert found.elements == len(places)
     assert found.span == max(places, default=-1) + 1
     assert found.is_ordered == (places == list(range(len(places))))
@@ -353,7 +353,7 @@ def test_a_storage_s_type_is_torch_s(kind: str) -> None:
         ("QUInt2x4Storage", 0),
     ],
 )
-def test_other_types_of_storages_are_not_read_but_measured(kind: str, size: int) -> None:
+def test_other_types_of_storages_are_not_read_butextent_of(kind: str, size: int) -> None:
     reader, value = reader_of(tensor(of=storage(kind=kind)))
     assert reader.storages["0"] == Storage("0", kind, None, size, 4)
     assert reader.storages["0"].nbytes == 4 * size

@@ -37,13 +37,6 @@ def test_takes_no_bytes_behind_the_end(end: int) -> None:
         state(b"abcd").take(1, end)
 
 
-def test_reads_texts_with_lone_surrogates() -> None:
-    data = "a€\ud800".encode("utf-8", "surrogatepass")
-    assert state(b"-" + data).text(1, 1 + len(data)) == "a€\ud800"
-    with pytest.raises(CutShort):
-        state(data).text(0, len(data) + 1)
-
-
 def test_reads_a_line_and_where_the_next_begins() -> None:
     assert state(b"-ab\ncd\n").line(1) == (b"ab", 4)
     assert state(b"-ab\ncd\n").line(4) == (b"cd", 7)
