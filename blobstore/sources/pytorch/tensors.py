@@ -228,13 +228,14 @@ class TensorReader:
         if type(kind) is not str or kind != "storage":
             shown = quote(kind) if type(kind) is str else "unknown"
             raise CheckpointRefused(f"a reference to outside data of kind {shown} is not a storage")
-        if id(cls) not in self._classes:
+        found = self._classes.get(id(cls))
+        if found is None:
             if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
                 raise CheckpointRefused("the type of a storage is unknown")
             dtype = _STORAGE_TYPES.get(cls.name)
             itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
-            self._classes[id(cls)] = (cls.name, dtype, itemsize)
-        name, dtype, itemsize = self._classes[id(cls)]
+            found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
+        name, dtype, itemsize = found
         if type(key) is not str or not key:
             raise CheckpointRefused("a storage's key is not a string")
         if type(count) is not int or not 0 <= count <= _LARGEST:
