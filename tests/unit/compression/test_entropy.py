@@ -116,9 +116,30 @@ def test_threads_code_at_the_same_time() -> None:
     assert back == dict(enumerate(planes))
 
 
-def test_rejects_a_raw_plane_of_another_size() -> None:
-    with pytest.raises(ColdDamaged, match="a raw plane has 3 bytes, expected 4"):
-        decoded(Method.RAW, b"abc", 4)
+MAGIC = zstandard.MAGIC_NUMBER.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("method", "stored", "message"),
+    [
+        (Method.RAW, b"abc", "a raw plane has 3 bytes, expected 100"),
+        (3, b"abc", "unknown method 3"),
+        (
+            Method.ZSTD,
+            zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100)),
+            "declares",
+        ),
+        (
+            Method.ZSTD,
+            MAGIC + bytes([0b1100_0000, 21 << 3]) + (100).to_bytes(8, "little"),
+            "a frame cannot be decoded",
+        ),
+    ],
+    ids=["raw of another size", "unknown method", "no size", "large window"],
+)
+def test_rejects_an_invalid_plane(method: int, stored: bytes, message: str) -> None:
+    with pytest.raises(ColdDamaged, match=message):
+        decoded(method, stored, 100)
 
 
 @pytest.mark.parametrize("size", [0, 99, 101, 1 << 17])
@@ -128,20 +149,7 @@ def test_rejects_a_frame_of_another_size(size: int) -> None:
         decoded(Method.ZSTD, frame, size)
 
 
-def test_rejects_a_frame_without_a_size() -> None:
-    frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
-    with pytest.raises(ColdDamaged, match="declares"):
-        decoded(Method.ZSTD, frame, 100)
-
-
-def test_rejects_an_unknown_method() -> None:
-    with pytest.raises(ColdDamaged, match="unknown method 3"):
-        decoded(3, b"abc", 3)
-
-
-@pytest.mark.parametrize(
-    "stored", [b"", b"no frame at all", zstandard.MAGIC_NUMBER.to_bytes(4, "little")]
-)
+@pytest.mark.parametrize("stored", [b"", b"no frame at all", MAGIC])
 def test_rejects_bytes_that_are_not_a_frame(stored: bytes) -> None:
     with pytest.raises(ColdDamaged, match="a frame cannot be decoded"):
         decoded(Method.ZSTD, stored, 100)
@@ -154,12 +162,6 @@ def test_rejects_a_frame_that_is_cut_anywhere() -> None:
     for size in range(len(frame)):
         with pytest.raises(ColdDamaged):
             decoded(Method.ZSTD, frame[:size], 2000)
-
-
-def test_rejects_a_frame_that_needs_a_large_window() -> None:
-    frame = zstandard.MAGIC_NUMBER.to_bytes(4, "little") + bytes([0b1100_0000, 21 << 3])
-    with pytest.raises(ColdDamaged, match="a frame cannot be decoded"):
-        decoded(Method.ZSTD, frame + (100).to_bytes(8, "little"), 100)
 
 
 def test_returns_the_size_that_a_frame_declares() -> None:

@@ -90,17 +90,6 @@ GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 16}
 
 
 @pytest.mark.parametrize(
-    ("to", "eight"), [("int4", "int8"), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp8")]
-)
-@pytest.mark.parametrize("part", ["self_attn.v_proj", "mlp.down_proj", "experts.down_proj"])
-def test_gemma4_promotes_values_and_down_projections_by_schedule(
-    part: str, to: str, eight: str
-) -> None:
-    template = f"{LAYERS}.{{}}.{part}.weight"
-    assert scheduled(GEMMA4, template, 16, to, eight) == SIXTEEN
-
-
-@pytest.mark.parametrize(
     ("name", "to", "expected"),
     [
         ("model.embed_tokens.weight", "int4", "int8"),
@@ -138,11 +127,6 @@ def test_all_gemma4_have_its_rules(name: str) -> None:
     assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
 
 
-def test_gemma4_embeddings_fall_back_to_the_requested_type_and_then_stay() -> None:
-    assert decide(GEMMA4, "model.embed_tokens.weight", "nvfp4", (64, 48)) == "nvfp4"
-    assert decide(GEMMA4, "model.embed_tokens.weight", "nvfp4", (64, 40)) is None
-
-
 @pytest.mark.parametrize("section", ["num_experts", "text_config"])
 def test_gemma4_of_eight_experts_promotes_all_keys_and_values(section: str) -> None:
     experts = {"num_experts": 8}
@@ -151,13 +135,6 @@ def test_gemma4_of_eight_experts_promotes_all_keys_and_values(section: str) -> N
         assert decide(config, f"{FIRST}.self_attn.{part}.weight") == "int8"
     assert decide(config, f"{FIRST}.mlp.down_proj.weight") == "int4"
     assert decide({**GEMMA4, "num_experts": 9}, f"{FIRST}.self_attn.k_proj.weight") == "int4"
-
-
-def test_gemma4_projections_that_8_bits_do_not_fit_take_the_requested_type() -> None:
-    for config in (GEMMA4, {**GEMMA4, "num_experts": 8}):
-        for layer in (0, 2):
-            name = f"{LAYERS}.{layer}.self_attn.v_proj.weight"
-            assert decide(config, name, "nvfp4", (64, 48)) == "nvfp4"
 
 
 def test_reasons_tell_the_schedule() -> None:
@@ -220,15 +197,6 @@ def test_other_qwen3_have_no_rules_of_their_own() -> None:
 COHERE = {"architectures": ["Cohere2MoeForCausalLM"], "num_hidden_layers": 16}
 
 
-@pytest.mark.parametrize(("to", "eight"), [("int4", "int8"), ("nvfp4", "mxfp8")])
-@pytest.mark.parametrize(
-    "part", ["self_attn.v_proj", "self_attn.k_proj", "mlp.down_proj", "mlp.experts.down_proj"]
-)
-def test_cohere2_moe_promotes_by_schedule(part: str, to: str, eight: str) -> None:
-    template = f"{LAYERS}.{{}}.{part}.weight"
-    assert scheduled(COHERE, template, 16, to, eight) == SIXTEEN
-
-
 @pytest.mark.parametrize(
     ("name", "to", "expected"),
     [
@@ -243,25 +211,10 @@ def test_cohere2_moe(name: str, to: str, expected: str | None) -> None:
     assert decide(COHERE, name, to) == expected
 
 
-def test_cohere2_moe_embeddings_are_kept_rather_than_cut_to_4_bits() -> None:
-    assert decide(COHERE, "model.embed_tokens.weight", "nvfp4", (64, 48)) is None
-
-
 GLIMMER = {
     "architectures": ["MuseGlimmerForConditionalGeneration"],
     "text_config": {"num_hidden_layers": 16},
 }
-
-
-@pytest.mark.parametrize(("to", "eight"), [("int4", "int8"), ("mxfp4", "mxfp8")])
-@pytest.mark.parametrize(
-    "part", ["self_attn.gate_proj", "self_attn.output_gate_proj", "mlp.down_proj"]
-)
-def test_muse_glimmer_promotes_gates_and_down_projections_by_schedule(
-    part: str, to: str, eight: str
-) -> None:
-    template = f"{LAYERS}.{{}}.{part}.weight"
-    assert scheduled(GLIMMER, template, 16, to, eight) == SIXTEEN
 
 
 @pytest.mark.parametrize(
@@ -295,11 +248,6 @@ def test_muse_glimmer_may_state_its_depth_outside() -> None:
     assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
 
 
-def test_muse_glimmer_falls_back_to_the_requested_type() -> None:
-    assert decide(GLIMMER, "model.embed_tokens.weight", "nvfp4", (64, 48)) == "nvfp4"
-    assert decide(GLIMMER, f"{FIRST}.self_attn.q_proj.weight", "nvfp4", (64, 48)) == "nvfp4"
-
-
 NEMOTRON = {
     "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
     "llm_config": {"num_hidden_layers": 16},
@@ -307,20 +255,46 @@ NEMOTRON = {
 BACKBONE = "language_model.backbone.layers"
 
 
-@pytest.mark.parametrize("to", ["nvfp4", "mxfp4"])
+MIXER = ("out_proj", "down_proj", "experts.3.down_proj", "experts.down_proj")
+
+
 @pytest.mark.parametrize(
-    "part",
+    ("config", "template", "parts", "targets"),
     [
-        "out_proj",
-        "down_proj",
-        "experts.3.down_proj",
-        "experts.down_proj",
-        "shared_experts.down_proj",
+        (
+            GEMMA4,
+            f"{LAYERS}.{{}}.",
+            ("self_attn.v_proj", "mlp.down_proj", "experts.down_proj"),
+            ("int4", "nvfp4", "mxfp4"),
+        ),
+        (
+            COHERE,
+            f"{LAYERS}.{{}}.",
+            ("self_attn.v_proj", "self_attn.k_proj", "mlp.down_proj", "mlp.experts.down_proj"),
+            ("int4", "nvfp4"),
+        ),
+        (
+            GLIMMER,
+            f"{LAYERS}.{{}}.",
+            ("self_attn.gate_proj", "self_attn.output_gate_proj", "mlp.down_proj"),
+            ("int4", "mxfp4"),
+        ),
+        (
+            NEMOTRON,
+            f"{BACKBONE}.{{}}.mixer.",
+            (*MIXER, "shared_experts.down_proj"),
+            ("nvfp4", "mxfp4"),
+        ),
     ],
+    ids=["Gemma4", "Cohere2Moe", "MuseGlimmer", "NemotronH"],
 )
-def test_nemotron_h_promotes_by_schedule(part: str, to: str) -> None:
-    template = f"{BACKBONE}.{{}}.mixer.{part}.weight"
-    assert scheduled(NEMOTRON, template, 16, to, "mxfp8") == SIXTEEN
+def test_promotes_sensitive_projections_by_schedule(
+    config: dict[str, Any], template: str, parts: tuple[str, ...], targets: tuple[str, ...]
+) -> None:
+    for part in parts:
+        for to in targets:
+            eight = "int8" if to == "int4" else "mxfp8"
+            assert scheduled(config, f"{template}{part}.weight", 16, to, eight) == SIXTEEN
 
 
 @pytest.mark.parametrize(
@@ -348,16 +322,6 @@ def test_nemotron_h_promotes_by_schedule(part: str, to: str) -> None:
 )
 def test_nemotron_h(name: str, to: str, expected: str | None) -> None:
     assert decide(NEMOTRON, name, to) == expected
-
-
-@pytest.mark.parametrize("part", ["q_proj", "out_proj"])
-def test_nemotron_h_falls_back_to_the_requested_type(part: str) -> None:
-    name = f"{BACKBONE}.0.mixer.{part}.weight"
-    assert decide(NEMOTRON, name, "nvfp4", (64, 48)) == "nvfp4"
-
-
-def test_nemotron_h_embeddings_are_kept_rather_than_cut_to_4_bits() -> None:
-    assert decide(NEMOTRON, "backbone.embeddings.weight", "nvfp4", (64, 48)) is None
 
 
 def test_nemotron_h_without_other_models_has_the_same_rules() -> None:
@@ -410,10 +374,34 @@ def test_laguna(part: str, nvfp4: str | None, mxfp8: str | None) -> None:
     assert decide(LAGUNA, f"{LAYERS}.20.{part}", "mxfp8") == mxfp8
 
 
-def test_laguna_promotes_embeddings_and_the_head() -> None:
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert decide(LAGUNA, name, "nvfp4") == "mxfp8"
-        assert decide(LAGUNA, name, "nvfp4", (64, 48)) is None
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_laguna_promotes_embeddings_and_the_head(name: str) -> None:
+    assert decide(LAGUNA, name, "nvfp4") == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "columns", "expected"),
+    [
+        (GEMMA4, "model.embed_tokens.weight", 48, "nvfp4"),
+        (GEMMA4, "model.embed_tokens.weight", 40, None),
+        (GEMMA4, f"{LAYERS}.0.self_attn.v_proj.weight", 48, "nvfp4"),
+        (GEMMA4, f"{FIRST}.self_attn.v_proj.weight", 48, "nvfp4"),
+        (GEMMA4 | {"num_experts": 8}, f"{LAYERS}.0.self_attn.v_proj.weight", 48, "nvfp4"),
+        (GEMMA4 | {"num_experts": 8}, f"{FIRST}.self_attn.v_proj.weight", 48, "nvfp4"),
+        (COHERE, "model.embed_tokens.weight", 48, None),
+        (GLIMMER, "model.embed_tokens.weight", 48, "nvfp4"),
+        (GLIMMER, f"{FIRST}.self_attn.q_proj.weight", 48, "nvfp4"),
+        (NEMOTRON, f"{BACKBONE}.0.mixer.q_proj.weight", 48, "nvfp4"),
+        (NEMOTRON, f"{BACKBONE}.0.mixer.out_proj.weight", 48, "nvfp4"),
+        (NEMOTRON, "backbone.embeddings.weight", 48, None),
+        (LAGUNA, "model.embed_tokens.weight", 48, None),
+        (LAGUNA, "lm_head.weight", 48, None),
+    ],
+)
+def test_what_8_bits_do_not_fit_takes_the_requested_type_or_is_kept(
+    config: dict[str, Any], name: str, columns: int, expected: str | None
+) -> None:
+    assert decide(config, name, "nvfp4", (64, columns)) == expected
 
 
 @pytest.mark.parametrize(
