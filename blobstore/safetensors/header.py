@@ -144,6 +144,14 @@ def _plain_fields(text: bytes) -> tuple[DType, tuple[int, ...], int] | None:
     return (dtype, shape, nbytes) if is_sound else None
 
 
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return specs in the order of the reference library: descending alignment, then names.
+
+    Element sizes never increase within the file, so every tensor of complete bytes is aligned.
+    """
+    return sorted(specs, key=lambda spec: (-spec.dtype.rank, spec.name))
+
+
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the 8-byte prefix and the canonical JSON for tensors laid out in the order given.
 

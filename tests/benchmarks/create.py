@@ -18,7 +18,6 @@ import numpy as np
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -29,6 +28,7 @@ from tests.benchmarks.common import (
     warm,
     workspace,
 )
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path

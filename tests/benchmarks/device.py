@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import GIB, arguments, rounds, table, timed, warm, workspace
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,6 @@ import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -32,6 +31,7 @@ from tests.benchmarks.common import (
 from tests.benchmarks.fine_tunes import pairs
 from tests.benchmarks.loading import drop, read_directly, touch
 from tests.benchmarks.slow_disk import slow_disk
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     import argparse

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 import blobstore
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -38,6 +37,7 @@ from tests.benchmarks.common import (
     warm,
     workspace,
 )
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

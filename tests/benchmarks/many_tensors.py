@@ -11,9 +11,9 @@ import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.open import compare
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

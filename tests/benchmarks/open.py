@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
     arguments,
     private_memory,
@@ -27,6 +26,7 @@ from tests.benchmarks.common import (
     warm,
     workspace,
 )
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,6 @@ from blobstore.quantization import torch as torch_engine
 from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import BF16, as_bytes
-from blobstore.safetensors.writer import write_safetensors
 from tests.benchmarks.common import (
     GIB,
     arguments,
@@ -36,6 +35,7 @@ from tests.benchmarks.common import (
     warm,
     workspace,
 )
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,11 +16,13 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.safetensors.header import encode_header
+from blobstore.safetensors.header import encode_header, in_file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
+
+    from typing_extensions import Buffer
 
     from blobstore.store.local import LocalStore
 
@@ -82,6 +84,20 @@ def write_folder(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def write_safetensors(
+    path: Path,
+    specs: Iterable[TensorSpec],
+    read: Callable[[str], Iterable[Buffer]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file whose tensors have the bytes that ``read`` returns by name."""
+    ordered = in_file_order(specs)
+    with path.open("wb") as file:
+        file.write(encode_header(ordered, metadata))
+        for spec in ordered:
+            file.writelines(read(spec.name))
 
 
 def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:

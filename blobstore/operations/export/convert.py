@@ -15,8 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
-from blobstore.safetensors.header import encode_header
-from blobstore.safetensors.writer import in_file_order
+from blobstore.safetensors.header import encode_header, in_file_order
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 

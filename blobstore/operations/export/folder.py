@@ -30,7 +30,7 @@ from blobstore.operations.export.shards import (
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS, SCALE
-from blobstore.safetensors.writer import in_file_order
+from blobstore.safetensors.header import in_file_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

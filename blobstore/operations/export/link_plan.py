@@ -23,7 +23,7 @@ from blobstore.operations.export.shards import (
     split_by_size,
     weight_file,
 )
-from blobstore.safetensors.writer import in_file_order
+from blobstore.safetensors.header import in_file_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -8,8 +8,8 @@ import pytest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.file import SafetensorsFile
-from blobstore.safetensors.writer import write_safetensors
 from tests.support.dtypes import NAMES
+from tests.support.models import write_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
