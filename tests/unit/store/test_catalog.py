@@ -27,7 +27,6 @@ def store(tmp_path: Path) -> LocalStore:
 
 def test_reads_every_name_in_order(store: LocalStore) -> None:
     a, b = read_catalog(store)
-
     assert (a.reference, b.reference) == (A, B)
     assert a.manifest == store.resolve(A)
     assert a.digest == Digest.of(store.read_manifest(A))
@@ -49,7 +48,6 @@ def test_tells_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
 def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     store.references = lambda: iter((A, B))  # type: ignore[method-assign]
     store.manifest_path(A).unlink()
-
     assert [entry.reference for entry in read_catalog(store)] == [B]
 
 

@@ -35,16 +35,9 @@ def test_a_manifest_s_path_spells_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/s/manifests/h/n/m",
-        "/s/manifests/h/n/m/t/x",
-        "/s/manifests",
-        "/s/blobs/h/n/m/t",
-        "/s/manifests/h/n/m/.DS_Store",
-        "/s/manifests/h/n/.m/t",
-        "/s/manifests/h/n.x/m/t",
-        "/s/manifests/h/n/m/t~",
-        "/s/manifests/h/n/m/a b",
-        "/elsewhere/h/n/m/t",
+        *("/s/manifests/h/n/m", "/s/manifests/h/n/m/t/x", "/s/manifests", "/s/blobs/h/n/m/t"),
+        *("/s/manifests/h/n/m/.DS_Store", "/s/manifests/h/n/.m/t", "/s/manifests/h/n.x/m/t"),
+        *("/s/manifests/h/n/m/t~", "/s/manifests/h/n/m/a b", "/elsewhere/h/n/m/t"),
     ],
 )
 def test_other_paths_spell_no_name(path: str) -> None:

@@ -41,9 +41,7 @@ def ready(layout: Layout) -> Path:
 def test_a_quarantined_file_keeps_its_inode(layout: Layout) -> None:
     blob(layout).write_bytes(b"wrong")
     inode = blob(layout).stat().st_ino
-
     aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-
     assert aside is not None
     assert aside.parent == layout.quarantine
     assert aside.name.startswith(f"sha256-{DIGEST.hex}.2")
@@ -66,7 +64,6 @@ def test_a_second_copy_gets_another_name(layout: Layout, monkeypatch: pytest.Mon
         blob(layout).unlink(missing_ok=True)
         blob(layout).write_bytes(content)
         asides.append(put_in_place(LocalStore(layout.root), DIGEST, ready(layout)))
-
     names = [aside.name.partition(".")[2] for aside in asides if aside is not None]
     assert names == ["20260101T000000Z", "20260101T000000Z-2", "20260101T000000Z-3"]
     assert [aside.read_bytes() for aside in asides if aside is not None] == [b"1", b"2", b"3"]
@@ -79,7 +76,6 @@ def test_a_file_that_an_interrupted_repair_quarantined_is_not_quarantined_twice(
     layout.quarantine.mkdir()
     before = layout.quarantine / f"{DIGEST.file_name}.20260101T000000Z"
     os.link(blob(layout), before)
-
     assert put_in_place(LocalStore(layout.root), DIGEST, ready(layout)) == before
     assert list(layout.quarantine.iterdir()) == [before]
 
@@ -101,9 +97,7 @@ def test_links_and_folders_are_quarantined_unchanged(
 ) -> None:
     make(blob(layout))
     kind = blob(layout).lstat().st_mode
-
     aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-
     assert aside is not None
     assert aside.lstat().st_mode == kind
     assert blob(layout).read_bytes() == RIGHT

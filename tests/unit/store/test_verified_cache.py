@@ -191,13 +191,8 @@ def test_a_malformed_cache_is_ignored_and_rewritten(
 @pytest.mark.parametrize(
     "text",
     [
-        f"{DIGEST.hex} 1 2 3 4\n",
-        f"{DIGEST.hex} 1 2 3 4 5 6\n",
-        f"{DIGEST.hex} 1 2 3 4 x\n",
-        f"{DIGEST.hex}\n",
-        f"{DIGEST.hex} {'9' * 5000} 2 3 4 5\n",
-        "\n",
-        "é 1 2 3 4 5\n",
+        *(f"{DIGEST.hex} 1 2 3 4\n", f"{DIGEST.hex} 1 2 3 4 5 6\n", f"{DIGEST.hex} 1 2 3 4 x\n"),
+        *(f"{DIGEST.hex}\n", f"{DIGEST.hex} {'9' * 5000} 2 3 4 5\n", "\n", "é 1 2 3 4 5\n"),
     ],
 )
 def test_malformed_lines_with_a_correct_checksum_are_ignored(store: LocalStore, text: str) -> None:

@@ -91,16 +91,10 @@ def test_groups_shared_experts_only_in_packed_form() -> None:
 @pytest.mark.parametrize(
     "prefix",
     [
-        "layers.7",
-        "model.layers.0",
-        "language_model.layers.61",
-        "language_model.model.layers.0",
-        "model.language_model.layers.0",
-        "backbone.layers.0",
-        "model.backbone.layers.0",
-        "language_model.backbone.layers.0",
-        "model.language_model.backbone.layers.0",
-        "mtp.layers.0",
+        *("layers.7", "model.layers.0", "language_model.layers.61"),
+        *("language_model.model.layers.0", "model.language_model.layers.0", "backbone.layers.0"),
+        *("model.backbone.layers.0", "language_model.backbone.layers.0"),
+        *("model.language_model.backbone.layers.0", "mtp.layers.0"),
     ],
 )
 @pytest.mark.parametrize("block", ["mlp", "moe", "mixer"])
@@ -121,25 +115,13 @@ def test_groups_the_experts_of_mixtral_only_in_packed_form() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        f"{EXPERTS}.0.up.bias",
-        f"{EXPERTS}.0.up.weight.scale",
-        f"{EXPERTS}.weight",
-        f"{EXPERTS}.0.weight",
-        f"{EXPERTS}.00.up.weight",
-        f"{EXPERTS}.-1.up.weight",
-        f"{EXPERTS}.\u0661.up.weight",
-        f"{EXPERTS}.x.up.weight",
-        f"{EXPERTS}.up.weight",
-        f"x.{EXPERTS}.0.up.weight",
-        f"{EXPERTS}.0.up.weight\n",
-        f"\n{EXPERTS}.0.up.weight",
-        "model.layers.x.mlp.experts.0.up.weight",
-        "model.layers.0.mlp.switch_mlp.up.weight",
-        "model.layers.0.experts.0.up.weight",
-        "model.layers.0.mlp.shared_expert.up.weight",
-        f"{SHARED}.weight",
-        f"{SHARED}.up.bias",
-        "model.layers.0.moe.shared_experts.up.weight",
+        *(f"{EXPERTS}.0.up.bias", f"{EXPERTS}.0.up.weight.scale", f"{EXPERTS}.weight"),
+        *(f"{EXPERTS}.0.weight", f"{EXPERTS}.00.up.weight", f"{EXPERTS}.-1.up.weight"),
+        *(f"{EXPERTS}.\u0661.up.weight", f"{EXPERTS}.x.up.weight", f"{EXPERTS}.up.weight"),
+        *(f"x.{EXPERTS}.0.up.weight", f"{EXPERTS}.0.up.weight\n", f"\n{EXPERTS}.0.up.weight"),
+        *("model.layers.x.mlp.experts.0.up.weight", "model.layers.0.mlp.switch_mlp.up.weight"),
+        *("model.layers.0.experts.0.up.weight", "model.layers.0.mlp.shared_expert.up.weight"),
+        *(f"{SHARED}.weight", f"{SHARED}.up.bias", "model.layers.0.moe.shared_experts.up.weight"),
     ],
 )
 @pytest.mark.parametrize("experts", ["packed", "stacked"])

@@ -431,7 +431,6 @@ def test_a_paranoid_import_finds_a_damaged_blob(
     assert path.read_bytes() == wrong
     assert [str(name) for name in store.references()] == ["m:latest"]
     assert not list(store.folder("temporary").iterdir())
-
     repair_models([NAME], folder, store=store)
     assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
 
