@@ -269,7 +269,13 @@ def _blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int,
     else:
         start = stored.header.data_start + stored.entry.begin
         array = as_array(region.memory, start, stored.entry.spec)
-        pieces = _row_pieces(array if tensor.place is None else array[tensor.place])
+        array = array if tensor.place is None else array[tensor.place]
+        pieces = ()
+        if array.size:
+            flat = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+            # As many rows as in the pieces of a quantized tensor of this shape.
+            step = rows_at_once(flat.shape[1])
+            pieces = [flat[row : row + step] for row in range(0, len(flat), step)]
     first = 0
     for piece in pieces:
         rows, columns = piece.shape
@@ -279,13 +285,3 @@ def _blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int,
                 block = piece[row : row + height, column : column + _BLOCK_ELEMENTS]
                 yield first + row, column, block
         first += rows
-
-
-def _row_pieces(array: Array) -> Iterator[Array]:
-    """Yield the rows of a plain tensor in the pieces that a quantized one of its shape has."""
-    if not array.size:
-        return
-    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-    height = rows_at_once(rows.shape[1])
-    for row in range(0, len(rows), height):
-        yield rows[row : row + height]

@@ -22,7 +22,6 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
@@ -133,7 +132,7 @@ def diff_models(
         ours=ours,
         theirs=theirs,
         tensors=tuple(pool.run(pairs, partial(_compare, store, pool))),
-        files=tuple(_files(store, *manifests)),
+        files=_diff_files(store, *manifests),
     )
 
 
@@ -237,26 +236,23 @@ def _extents(part: SourceTensor) -> list[tuple[int, int]]:
 # Files
 
 
-def _files(store: LocalStore, ours: Manifest, theirs: Manifest) -> Iterator[FileDifference]:
+def _diff_files(store: LocalStore, ours: Manifest, theirs: Manifest) -> tuple[FileDifference, ...]:
     found, others = _other_layers(ours), _other_layers(theirs)
-    for key in [*found, *(key for key in others if key not in found)]:
+    differences = []
+    for key in dict.fromkeys([*found, *others]):
         media_type, name, _ = key
-        sides = found.get(key), others.get(key)
-        yield FileDifference(
-            name=name,
-            media_type=media_type,
-            ours=sides[0],
-            theirs=sides[1],
-            is_same=_is_same_file(store, *sides),
+        mine, other = found.get(key), others.get(key)
+        is_same = mine is not None and other is not None and mine.digest == other.digest
+        if mine and other and not is_same and media_type == media_types.CONFIG:
+            is_same = say_the_same(
+                *(store.read_blob(side.digest, side.size) for side in (mine, other))
+            )
+        differences.append(
+            FileDifference(
+                name=name, media_type=media_type, ours=mine, theirs=other, is_same=is_same
+            )
         )
-
-
-def _is_same_file(store: LocalStore, ours: Descriptor | None, theirs: Descriptor | None) -> bool:
-    if ours is None or theirs is None or ours.digest == theirs.digest:
-        return ours is not None and theirs is not None
-    if ours.media_type != media_types.CONFIG:
-        return False
-    return say_the_same(*(store.read_blob(side.digest, side.size) for side in (ours, theirs)))
+    return tuple(differences)
 
 
 def _other_layers(manifest: Manifest) -> dict[tuple[str, str, int], Descriptor]:

@@ -69,17 +69,14 @@ class ErrorStats:
         if largest:
             errors = _squares(error, self._group_size)
             self.squared_error += float(errors.sum())
-            self._note_worst(row, column, errors, bases, error.shape[1])
-
-    def _note_worst(self, row: int, column: int, errors: Array, bases: Array, width: int) -> None:
-        with np.errstate(all="ignore"):
-            ratios = np.where(errors > 0, errors / bases, 0)
-        place, group = divmod(int(ratios.argmax()), ratios.shape[1])
-        found = math.sqrt(ratios[place, group])
-        if found > (self.worst.relative_error if self.worst else 0):
-            first = group * self._group_size
-            size = min(self._group_size, width - first)
-            self.worst = WorstGroup(found, row + place, column + first, size)
+            with np.errstate(all="ignore"):
+                ratios = np.where(errors > 0, errors / bases, 0)
+            place, group = divmod(int(ratios.argmax()), ratios.shape[1])
+            found = math.sqrt(ratios[place, group])
+            if found > (self.worst.relative_error if self.worst else 0):
+                first = group * self._group_size
+                count = min(self._group_size, error.shape[1] - first)
+                self.worst = WorstGroup(found, row + place, column + first, count)
 
 
 def relative_error(squared_error: float, squared_base: float) -> float:

@@ -106,7 +106,11 @@ def pair_tensors(
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
             raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
-    ours, theirs = _chosen(ours, patterns), _chosen(theirs, patterns)
+    if patterns:
+        ours, theirs = (
+            {name: part for name, part in parts.items() if _is_chosen(name, patterns)}
+            for parts in (ours, theirs)
+        )
     pairs = [Pair(part, theirs[name]) for name, part in ours.items() if name in theirs]
     for pair in pairs:
         _check(pair, reference, base)
@@ -164,33 +168,22 @@ def _unstacked(
         names = stacks.get(stored.name)
         if names is None and stored.shape[:1] == (len(foreign.get(stored.name, ())),):
             names = foreign.get(stored.name)
-        for tensor in _split(stored, names):
+        if names and stored.shape[:1] != (len(names),):
+            raise BlobDamaged(
+                f"tensor {quote(stored.name)} of shape {list(stored.shape)} is listed as a stack "
+                f"of {len(names)} tensors"
+            )
+        parts = [
+            SourceTensor(name, stored, place, len(names)) for place, name in enumerate(names or ())
+        ]
+        for tensor in parts or [SourceTensor(stored.name, stored)]:
             if found.setdefault(tensor.name, tensor) is not tensor:
                 raise BlobDamaged(f"two tensors would both be called {quote(tensor.name)}")
     return found
 
 
-def _split(stored: StoredTensor, names: Sequence[str] | None) -> Iterator[SourceTensor]:
-    if not names:
-        yield SourceTensor(stored.name, stored)
-        return
-    if stored.shape[:1] != (len(names),):
-        raise BlobDamaged(
-            f"tensor {quote(stored.name)} of shape {list(stored.shape)} is listed as a stack of "
-            f"{len(names)} tensors"
-        )
-    for place, name in enumerate(names):
-        yield SourceTensor(name, stored, place, len(names))
-
-
-def _chosen(parts: dict[str, SourceTensor], patterns: Sequence[str]) -> dict[str, SourceTensor]:
-    if not patterns:
-        return parts
-    return {
-        name: part
-        for name, part in parts.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+def _is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check(pair: Pair, *references: Reference) -> None:

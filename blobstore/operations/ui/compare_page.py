@@ -94,7 +94,7 @@ def page(compared: Comparison) -> str:
     maps, others = _cells_of(compared.tensors)
     shown = [cell for cells in maps.values() for cell in cells.values()] + others
     scale = _Scale.of(shown)
-    parts = [_totals(compared), *_alarms(compared)]
+    parts = [_totals(compared)]
     if compared.differing:
         parts += [_legend(scale)]
         parts += [_map(stem, cells, scale) for stem, cells in maps.items()]
@@ -265,13 +265,10 @@ def _totals(compared: Comparison) -> str:
         "Bits per weight of the base": number(compared.base_bits_per_weight),
     }
     items = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in entries.items())
-    return f"<dl>{items}</dl>"
-
-
-def _alarms(compared: Comparison) -> list[str]:
     count = compared.nonfinite
     what = "Different elements that are not finite in one of the models, not counted elsewhere"
-    return [f'<p class="alarm">{what}: {count:,}</p>'] if count else []
+    alarm = f'\n<p class="alarm">{what}: {count:,}</p>' if count else ""
+    return f"<dl>{items}</dl>{alarm}"
 
 
 def _legend(scale: _Scale) -> str:
@@ -289,7 +286,7 @@ def _legend(scale: _Scale) -> str:
 def _map(stem: str, cells: _Map, scale: _Scale) -> str:
     columns = list(dict.fromkeys(place.column for place in cells))
     heads = "".join(
-        f'<th scope="col" class="name"><span>{_text(_label(column), _MAX_LABEL)}</span></th>'
+        f'<th scope="col" class="name"><span>{_text(column.removesuffix(".weight") or "(the layer itself)", _MAX_LABEL)}</span></th>'
         for column in columns
     )
     rows = "\n".join(
@@ -304,10 +301,6 @@ def _map(stem: str, cells: _Map, scale: _Scale) -> str:
         f'<thead><tr><th scope="col">layer</th>{heads}</tr></thead>\n'
         f"<tbody>{rows}</tbody>\n</table></div>"
     )
-
-
-def _label(column: str) -> str:
-    return column.removesuffix(".weight") or "(the layer itself)"
 
 
 def _others(cells: Sequence[_Cell], scale: _Scale) -> str:
@@ -341,9 +334,11 @@ def _cell(cell: _Cell | None, scale: _Scale) -> str:
 
 def _tooltip(cell: _Cell) -> str:
     worst = cell.worst
+    ours = type_of(worst.type, worst.group_size)
+    base = type_of(worst.base_type, worst.base_group_size)
     lines = [
         _text(worst.name),
-        f"{_types(worst)}, {number(worst.bits_per_weight)} bits per weight",
+        f"{ours}, base {base}, {number(worst.bits_per_weight)} bits per weight",
         f"relative error {number(worst.relative_error)}, SNR {decibels(worst.snr_db)} dB",
         f"largest error {number(worst.max_abs_error)}",
         f"worst group: {group_of(worst.worst)}",
@@ -357,17 +352,11 @@ def _tooltip(cell: _Cell) -> str:
     return "&#10;".join(lines)
 
 
-def _types(tensor: TensorError) -> str:
-    ours = type_of(tensor.type, tensor.group_size)
-    return f"{ours}, base {type_of(tensor.base_type, tensor.base_group_size)}"
-
-
 def _worst(tensors: Sequence[TensorError]) -> str:
     chosen = sorted(tensors, key=badness, reverse=True)[:_WORST]
     heads = "".join(f'<th scope="col">{heading}</th>' for heading in _HEADINGS)
     rows = "\n".join(
-        "<tr>" + "".join(f"<td>{text}</td>" for text in _texts(tensor)) + "</tr>"
-        for tensor in chosen
+        "<tr>" + "".join(f"<td>{text}</td>" for text in _row(tensor)) + "</tr>" for tensor in chosen
     )
     title = "The tensors that differ" if len(chosen) == len(tensors) else f"The worst {_WORST}"
     return (
@@ -376,7 +365,7 @@ def _worst(tensors: Sequence[TensorError]) -> str:
     )
 
 
-def _texts(tensor: TensorError) -> tuple[str, ...]:
+def _row(tensor: TensorError) -> tuple[str, ...]:
     alarm = f' <span class="alarm">{tensor.nonfinite:,} non-finite</span>'
     return (
         _text(tensor.name),
