@@ -29,7 +29,7 @@ from blobstore.sources.sharded import (
 from blobstore.sources.small_files import files_of, unusable_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from blobstore.core.tensor import TensorSpec
@@ -95,8 +95,11 @@ class HuggingFaceFolder:
             found |= self._add_weights(folder / name, f"{name}/", options)
         if not found:
             raise _no_weights(folder, options.weights)
-        kept = _kept_files(folder, components)
-        self.files = sorted(kept, key=lambda file: file.name)
+        files = list(files_of(folder))
+        for name in (*components, *_EXTRA_FOLDERS):
+            if (folder / name).is_dir():
+                files.extend(_files_below(folder / name, name))
+        self.files = sorted(files, key=lambda file: file.name)
         weights = set(_weight_files(folder, options.weights))
         self.notices.extend(_left_out(folder, components, weights))
 
@@ -208,8 +211,8 @@ def _check_numbers(folder: Path, shards: Sequence[str]) -> None:
     total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
     if len(numbers) != total or numbers != set(range(1, total + 1)):
         raise DamagedSource(
-            f"{quote(folder)} has {len(shards)} shards ({quote(shards[0])} …) that are not a "
-            "complete set, and no index; download the complete model"
+            f"the weight files of {quote(folder)} are not a complete set of shards, and there is no "
+            f"index: {len(shards)} found, such as {quote(shards[0])}; download the complete model"
         )
 
 
@@ -239,13 +242,6 @@ def _checked_part(folder: Path, name: str) -> str:
             f"{quote(folder)} lists a component {quote(name)}, which is not a folder name"
         )
     return name
-
-
-def _kept_files(folder: Path, components: Iterable[str]) -> Iterator[SourceFile]:
-    yield from files_of(folder)
-    for name in (*components, *_EXTRA_FOLDERS):
-        if (folder / name).is_dir():
-            yield from _files_below(folder / name, name)
 
 
 def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:

@@ -150,7 +150,14 @@ def folder_contents(
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
     is_gpt_oss = gpt_oss.is_gpt_oss(_decoded(store, files, "config.json"), packed)
     tensors = _source_tensors(contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss)
-    types = {} if dequantize or is_gpt_oss else _packed_types(contents, stacks)
+    types: dict[str, tuple[QuantFormat, int]] = {}
+    if not dequantize and not is_gpt_oss:
+        types = {
+            name: (stored.item, stored.group_size)
+            for stored in contents.tensors.values()
+            if stored.item is not None
+            for name in stacks.get(stored.name, (stored.name,))
+        }
     stems = _stems(store, files)
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
@@ -193,7 +200,14 @@ def _source_tensors(
         sources = stacks.get(stored.name)
         unused.discard(stored.name)
         made = make(stored, sources)
-        for tensor in map(_as_gpt_oss, made) if is_gpt_oss and stored.companions else made:
+        if is_gpt_oss and stored.companions:  # quantized weights and their scales
+            made = (
+                tensor._replace(
+                    spec=gpt_oss.folder_spec(tensor.spec), is_transposed=tensor.packed is not None
+                )
+                for tensor in made
+            )
+        for tensor in made:
             if found.setdefault(tensor.spec.name, tensor) is not tensor:
                 raise BlobDamaged(
                     f"two tensors would both be exported as {quote(tensor.spec.name)}"
@@ -218,12 +232,6 @@ def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iter
         for number, name in enumerate(sources):
             part = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
             yield FolderTensor(part, stored.layer, start + number * size, stored.header)
-
-
-def _as_gpt_oss(tensor: FolderTensor) -> FolderTensor:
-    """Return a quantized weight, or its scales, in the layout of gpt-oss."""
-    is_plain = tensor.packed is not None
-    return tensor._replace(spec=gpt_oss.folder_spec(tensor.spec), is_transposed=is_plain)
 
 
 def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
@@ -252,18 +260,6 @@ def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence
             f"tensor {quote(stored.name)} of shape {list(shape)} is listed as a stack of "
             f"{len(sources)} tensors"
         )
-
-
-def _packed_types(
-    contents: ModelTensors, stacks: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[QuantFormat, int]]:
-    """Return type and group size of the quantized weights of the folder, by name."""
-    return {
-        name: (stored.item, stored.group_size)
-        for stored in contents.tensors.values()
-        if stored.item is not None
-        for name in stacks.get(stored.name, (stored.name,))
-    }
 
 
 def _changed_configs(

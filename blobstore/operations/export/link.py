@@ -159,7 +159,13 @@ def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool)
             try:
                 os.link(blob, base + name, follow_symlinks=False)
             except OSError as error:
-                reason = _no_hard_link(store, blob, error)
+                root = quote(store.root)
+                reason = {
+                    errno.EXDEV: f"the folder and the store {root} are on different file systems",
+                    errno.EPERM: f"the blobs of the store {root} belong to another user, or its "
+                    "file system has no hard links",
+                    errno.EMLINK: f"blob {quote(blob)} has as many names as a file can have",
+                }.get(error.errno or 0)
                 if reason is None:
                     raise
                 raise StoreError(
@@ -167,17 +173,6 @@ def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool)
                 ) from error
         else:
             os.symlink(blob, base + name)  # noqa: PTH211 - there are thousands
-
-
-def _no_hard_link(store: LocalStore, blob: str, error: OSError) -> str | None:
-    """Return why there can be no hard link to a blob; None if the error has another reason."""
-    root = quote(store.root)
-    return {
-        errno.EXDEV: f"the folder and the store {root} are on different file systems",
-        errno.EPERM: f"the blobs of the store {root} belong to someone else, or its file "
-        "system has no hard links",
-        errno.EMLINK: f"blob {quote(blob)} has as many names as a file can have",
-    }.get(error.errno or 0)
 
 
 def _shares(store: LocalStore, item: WithNewHeader, path: Path) -> bool:
@@ -203,7 +198,7 @@ def _shares(store: LocalStore, item: WithNewHeader, path: Path) -> bool:
 def _result(
     target: Path, plan: LinkPlan, copied: Sequence[WithNewHeader], seconds: float
 ) -> Linked:
-    copied_size = sum(map(_data_size, copied))
+    copied_size = sum(item.data_size for item in copied)
     gathered = len(plan.gathered.files)
     gathered_size = sum(tensor.spec.nbytes for tensor in plan.gathered.tensors)
     notices = []
@@ -226,13 +221,9 @@ def _result(
         links=len(plan.links),
         bytes_linked=sum(layer.size for _, layer in plan.links),
         shared=len(plan.relabelled) - len(copied),
-        bytes_shared=sum(map(_data_size, plan.relabelled)) - copied_size,
+        bytes_shared=sum(item.data_size for item in plan.relabelled) - copied_size,
         copied=len(copied) + gathered,
         bytes_copied=copied_size + gathered_size,
         notices=tuple(notices),
         seconds=seconds,
     )
-
-
-def _data_size(item: WithNewHeader) -> int:
-    return item.layer.size - item.data_start

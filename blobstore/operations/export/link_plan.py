@@ -52,6 +52,11 @@ class WithNewHeader(NamedTuple):
     """Offset of the data in the blob."""
     tensors: Sequence[FolderTensor]
 
+    @property
+    def data_size(self) -> int:
+        """Bytes after the header."""
+        return self.layer.size - self.data_start
+
 
 class Repacked(NamedTuple):
     """Weight files with tensors of several blobs, or in another order."""

@@ -39,7 +39,9 @@ def clone_data(source: int, size: int, data_start: int, target: int, header: byt
     boundary = data_start + -data_start % block
     if block > _MAX_BLOCK or boundary >= size:
         return False
-    padded = _padded(header, (data_start - len(header)) % block)
+    padding = (data_start - len(header)) % block
+    length = len(header) - _LENGTH_SIZE + padding
+    padded = length.to_bytes(_LENGTH_SIZE, "little") + header[_LENGTH_SIZE:] + b" " * padding
     before = boundary - data_start
     request = struct.pack("=qQQQ", source, boundary, size - boundary, len(padded) + before)
     try:
@@ -48,8 +50,3 @@ def clone_data(source: int, size: int, data_start: int, target: int, header: byt
         return False
     write_all(target, padded + read_exactly(source, before, data_start))
     return True
-
-
-def _padded(header: bytes, count: int) -> bytes:
-    length = len(header) - _LENGTH_SIZE + count
-    return length.to_bytes(_LENGTH_SIZE, "little") + header[_LENGTH_SIZE:] + b" " * count

@@ -71,7 +71,11 @@ def write_weights(
     ]
     pool.run(by_blob, partial(_write_blob, store, pool, places))
     for path in {path for path, _ in places.values()}:
-        _sync(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_blob(
@@ -225,14 +229,6 @@ def write_new(path: Path, data: Buffer) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

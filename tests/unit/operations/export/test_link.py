@@ -569,7 +569,7 @@ def test_rejects_a_folder_that_holds_something(dense: Path, store: LocalStore) -
     ("number", "complaint"),
     [
         (errno.EXDEV, "are on different file systems, so hard links cannot be made; use symbolic"),
-        (errno.EPERM, "belong to someone else, or its file system has no hard links"),
+        (errno.EPERM, "belong to another user, or its file system has no hard links"),
         (errno.EMLINK, "blob '.*' has as many names as a file can have"),
     ],
 )
