@@ -168,13 +168,14 @@ def _unstacked(
         names = stacks.get(stored.name)
         if names is None and stored.shape[:1] == (len(foreign.get(stored.name, ())),):
             names = foreign.get(stored.name)
-        if names and stored.shape[:1] != (len(names),):
+        members = names or ()
+        if members and stored.shape[:1] != (len(members),):
             raise BlobDamaged(
                 f"tensor {quote(stored.name)} of shape {list(stored.shape)} is listed as a stack "
-                f"of {len(names)} tensors"
+                f"of {len(members)} tensors"
             )
         parts = [
-            SourceTensor(name, stored, place, len(names)) for place, name in enumerate(names or ())
+            SourceTensor(name, stored, place, len(members)) for place, name in enumerate(members)
         ]
         for tensor in parts or [SourceTensor(stored.name, stored)]:
             if found.setdefault(tensor.name, tensor) is not tensor:

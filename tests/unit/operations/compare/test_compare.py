@@ -21,19 +21,14 @@ from blobstore.operations.compare.metrics import WorstGroup
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.operations.create.create import create
 from blobstore.operations.open import open_model
-from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, add_blobs, blob, dense_tensors, write_folder
 
 if TYPE_CHECKING:
     from blobstore.operations.create.blobs import ExpertForm
+    from blobstore.store.local import LocalStore
 
 LAYER = "model.layers.0.mlp"
 MATRIX = f"{LAYER}.up_proj.weight"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def make(

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 LAYER = "model.layers.0.mlp"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def make(
     store: LocalStore,
     name: str,

@@ -12,7 +12,6 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pairing, pair_tensors
 from blobstore.operations.create.create import create
-from blobstore.store.local import LocalStore
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -24,16 +23,10 @@ from tests.support.models import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from blobstore.operations.create.blobs import ExpertForm
+    from blobstore.store.local import LocalStore
 
 LAYER = "model.layers.0.mlp"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def make(

@@ -55,19 +55,6 @@ NAME = Reference.parse("m")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def dense(tmp_path: Path, store: LocalStore) -> Path:
-    """Create model ``m`` of a dense folder; return the folder."""
-    folder = write_folder(tmp_path / "dense", dense_tensors())
-    create(folder, NAME, store=store)
-    return folder
-
-
-@pytest.fixture
 def stacked(tmp_path: Path, store: LocalStore) -> Path:
     """Create model ``m`` with stacked experts; return the source folder."""
     folder = write_folder(tmp_path / "moe", moe_tensors())

@@ -44,19 +44,6 @@ NAME = Reference.parse("m")
 FORMS: list[ExpertForm] = ["packed", "stacked"]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def dense(tmp_path: Path, store: LocalStore) -> Path:
-    """Create model ``m`` of a dense folder; return the folder."""
-    folder = write_folder(tmp_path / "dense", dense_tensors())
-    create(folder, NAME, store=store)
-    return folder
-
-
 def raw_tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Return type, shape and bytes of the tensors of all files, each of which must be new."""
     found: dict[str, tuple[str, list[int], bytes]] = {}
