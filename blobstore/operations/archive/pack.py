@@ -38,18 +38,15 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import MAX_UNCOMPRESSED, plan_members, read_models
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
+from blobstore.operations.freeze.blob_encoder import SizeEstimator, chunks_of
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Final
+    from collections.abc import Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.plan import PlannedMember
-
-_CHUNK: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,44 +220,38 @@ class _ArchiveWriter:
     def _write_cold(self, planned: PlannedMember, slot: OrderedSlot) -> bool:
         """Write the cold form of a blob; return False, with nothing written, if it is not smaller."""
         blob, copied = planned.blob, planned.cold
+
+        def report(count: int) -> None:
+            self._workers.report(count, planned.label)
+
         if copied is not None and self._store.has_hot(blob.digest):
             try:
                 cold = self._store.open_cold(*blob)
-                cold.check(lambda _: self._workers.report(0, planned.label))
+                cold.check(lambda _: report(0))
             except (BlobMissing, BlobDamaged):
                 copied = None
         if copied is not None:
-            for begin in range(0, len(copied), _CHUNK):
-                slot.write(copied[begin : begin + _CHUNK])
-                self._workers.report(0, planned.label)
-            self._workers.report(blob.size, planned.label)
+            for chunk in chunks_of(copied, lambda _: report(0)):
+                slot.write(chunk)
+            report(blob.size)
             return True
         if blob.size <= MAX_UNCOMPRESSED:
             return False
         if self._store.has_hot(blob.digest):
-            encoder = self._estimator.choose_encoder(blob, planned.base)
-            encoder.write(slot.write, lambda count: self._workers.report(count, planned.label))
-        else:
-            self._compress_again(planned, slot)
+            self._estimator.choose_encoder(blob, planned.base).write(slot.write, report)
+        else:  # it is compressed again, without its base, which is not in the archive
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                for piece in self._store.read_pieces(*blob):
+                    write_all(file.fileno(), piece)
+                    report(0)
+                data = mapped(file.fileno(), blob.size)
+                spans = mark_duplicates(spans_of(data, blob.size), data)
+                chunks = chunks_of(data, report)
+                encode(chunks, spans, slot.write, level=self._level, digest=blob.digest)
         if slot.size < blob.size:
             return True
         slot.clear()
         return False
-
-    def _compress_again(self, planned: PlannedMember, slot: OrderedSlot) -> None:
-        """Compress a cold blob without its base, which is not in the archive."""
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            for piece in self._store.read_pieces(*planned.blob):
-                write_all(file.fileno(), piece)
-                self._workers.report(0, planned.label)
-            data = mapped(file.fileno(), planned.blob.size)
-            encode(
-                self._chunks(data, planned.label),
-                mark_duplicates(spans_of(data, planned.blob.size), data),
-                slot.write,
-                level=self._level,
-                digest=planned.blob.digest,
-            )
 
     def _verify(self, planned: PlannedMember, written: _WrittenBlob) -> int | None:
         """Decode and hash a blob as it is in the file; return the number of its base.
@@ -268,10 +259,14 @@ class _ArchiveWriter:
         Raises:
             BlobDamaged: it is not the blob.
         """
+
+        def report(count: int) -> None:
+            self._workers.report(count, planned.label)
+
         data = written.slot.read_back()
         if written.is_raw:
             digester = Digester()
-            for chunk in self._chunks(data, planned.label):
+            for chunk in chunks_of(data, report):
                 digester.update(chunk)
             if digester.digest() == written.slot.digest == planned.blob.digest:
                 return None
@@ -286,17 +281,10 @@ class _ArchiveWriter:
                         else ColdBlobDecoder(base.slot.read_back()).as_base()
                     )
                 for piece in cold.pieces():
-                    self._workers.report(len(piece), planned.label)
+                    report(len(piece))
                 return None if base is None else base.number
         # If the store is damaged, report that.
         self._store.check_digest(*planned.blob)
         if planned.base is not None:
             self._store.check_digest(*planned.base)
         raise BlobDamaged(f"blob {planned.blob.digest} does not match its digest after packing")
-
-    def _chunks(self, data: memoryview, label: str) -> Iterator[memoryview]:
-        """Yield and report bytes, chunk by chunk."""
-        for begin in range(0, len(data), _CHUNK):
-            chunk = data[begin : begin + _CHUNK]
-            yield chunk
-            self._workers.report(len(chunk), label)

@@ -71,7 +71,14 @@ class ArchiveReader:
             if member.kind != Kind.MANIFEST
         }
         """The number of each blob, by its digest."""
-        self._manifests = {_parse_name(name): number for name, number in table.names}
+        self._manifests: dict[Reference, int] = {}
+        for name, number in table.names:
+            reference = None
+            with contextlib.suppress(InvalidReference):
+                reference = Reference.parse(name)
+            if reference is None or reference.full != name:
+                raise ArchiveDamaged(f"{quote(name)} is not the full name of a model")
+            self._manifests[reference] = number
         if len({reference.full.casefold() for reference in self._manifests}) < len(table.names):
             raise ArchiveDamaged("two names differ in case only")
         self._lock = threading.Lock()
@@ -120,7 +127,17 @@ class ArchiveReader:
             try:
                 data = self.read(number)
                 manifest = Manifest.from_bytes(data)
-                self._check_blobs(manifest)
+                for blob in (manifest.config, *manifest.layers):
+                    member = self.blobs.get(blob.digest)
+                    size = None if member is None else self.members[member].size
+                    if size != blob.size:
+                        what = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
+                        found = f"has {size} bytes, expected {blob.size}"
+                        if size is None:
+                            found = "is not in the archive"
+                        raise ArchiveDamaged(  # noqa: TRY301 - the handler names the model
+                            f"{what}: blob {blob.digest} {found}"
+                        )
                 if manifest.config.size <= MAX_CONFIG_SIZE:
                     check_layers(data, self.read(self.blobs[manifest.config.digest]))
             except (InvalidManifest, ArchiveDamaged) as error:
@@ -215,19 +232,6 @@ class ArchiveReader:
             raise BlobMissing(f"blob {digest} is not in the archive {quote(self._path)}")
         return self.blobs[digest]
 
-    def _check_blobs(self, manifest: Manifest) -> None:
-        """Check that all blobs of a manifest are members."""
-        for blob in (manifest.config, *manifest.layers):
-            number = self.blobs.get(blob.digest)
-            what = f"layer {quote(blob.name)}" if blob.name else f"{quote(blob.media_type)}"
-            if number is None:
-                raise ArchiveDamaged(f"{what}: blob {blob.digest} is not in the archive")
-            size = self.members[number].size
-            if size != blob.size:
-                raise ArchiveDamaged(
-                    f"{what}: blob {blob.digest} has {size} bytes, expected {blob.size}"
-                )
-
     def _read_stored(self, number: int, report: Callable[[], object]) -> Iterator[memoryview]:
         """Yield the stored bytes of a member in a buffer, and check their digest at the end."""
         digester = Digester()
@@ -247,10 +251,7 @@ class ArchiveReader:
             yield buffer[:count]
             at += count
             report()
-        self._check_digest(number, digester.digest())
-
-    def _check_digest(self, number: int, found: Digest) -> None:
-        expected = self.members[number].stored_digest
+        found, expected = digester.digest(), self.members[number].stored_digest
         if found != expected:
             raise ArchiveDamaged(
                 f"{self._label(number)} is altered: its stored bytes have digest {found}, expected "
@@ -337,15 +338,6 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
         ) from None
     finally:
         os.close(descriptor)
-
-
-def _parse_name(name: str) -> Reference:
-    """Return the reference that a full name in an archive spells."""
-    with contextlib.suppress(InvalidReference):
-        reference = Reference.parse(name)
-        if reference.full == name:
-            return reference
-    raise ArchiveDamaged(f"{quote(name)} is not the full name of a model")
 
 
 def label_blobs(models: Iterable[ArchivedModel], archive: ArchiveReader) -> dict[int, str]:

@@ -75,13 +75,15 @@ class BaseFinder:
             excluded: models that have a base themselves.
         """
         mine = self._layers.get(reference, {})
-        similar = [
-            (share, other)
-            for other, layers in self._layers.items()
-            if other != reference
-            and other not in excluded
-            and (share := _similar_share(mine, layers)) >= _MIN_SIMILAR
-        ]
+        total = sum(layer.size for layer in mine.values())
+        similar: list[tuple[float, Reference]] = []
+        for other, layers in self._layers.items():
+            if not total or other == reference or other in excluded:
+                continue
+            shared = (mine[name] for name in mine.keys() & layers.keys())
+            size = sum(item.size for item in shared if layers[item.name].size == item.size)
+            if size / total >= _MIN_SIMILAR:
+                similar.append((size / total, other))
         named = set(self._named_bases(reference))
         for _, other in similar:
             if _normalize(other.model) in named:
@@ -93,16 +95,22 @@ class BaseFinder:
 
     def _named_bases(self, reference: Reference) -> Iterator[str]:
         """Yield the base models that the model card and config name, normalized."""
-        files = {"README.md": _card_bases, "config.json": _config_bases}
         for layer in self._manifests[reference].layers:
-            if layer.name not in files or layer.size > _MAX_CARD:
+            if layer.name not in {"README.md", "config.json"} or layer.size > _MAX_CARD:
                 continue
+            names: list[Any] = []
             try:
                 text = self._store.read_blob(layer.digest, layer.size).decode()
-            except (BlobstoreError, ValueError):
+                if layer.name == "README.md":
+                    front_matter = _FRONT_MATTER.match(text)
+                    names = _BASE_MODEL.findall(front_matter[1]) if front_matter else []
+                elif isinstance(config := json.loads(text), dict):
+                    names = [config.get(key) for key in ("base_model", "_name_or_path")]
+            except (BlobstoreError, ValueError, RecursionError):
                 continue
-            for name in files[layer.name](text):
-                yield _normalize(name.rpartition("/")[2])
+            for name in names:
+                if isinstance(name, str) and name:
+                    yield _normalize(name.rpartition("/")[2])
 
     def _estimate_gain(
         self, mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]
@@ -118,46 +126,17 @@ class BaseFinder:
         alone = delta = 0
         for blob, base in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLED_BLOBS]:
             try:
-                sizes = (
-                    self._estimator.estimate(blob, base).size,
-                    self._estimator.estimate(blob).size,
-                )
+                with_base = self._estimator.estimate(blob, base).size
+                alone += self._estimator.estimate(blob).size
+                delta += with_base
             except BlobstoreError:  # reported when the blob is compressed
                 continue
-            delta += sizes[0]
-            alone += sizes[1]
         return 1 - delta / alone if alone else 0.0
 
 
 def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
     """Return the tensor layers of a model by name."""
     return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
-
-
-def _similar_share(mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]) -> float:
-    total = sum(layer.size for layer in mine.values())
-    similar = sum(
-        layer.size
-        for name, layer in mine.items()
-        if name in theirs and theirs[name].size == layer.size
-    )
-    return similar / total if total else 0.0
-
-
-def _card_bases(text: str) -> list[str]:
-    front_matter = _FRONT_MATTER.match(text)
-    return _BASE_MODEL.findall(front_matter[1]) if front_matter else []
-
-
-def _config_bases(text: str) -> list[str]:
-    try:
-        config: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(config, dict):
-        return []
-    found = (config.get(key) for key in ("base_model", "_name_or_path"))
-    return [name for name in found if isinstance(name, str) and name]
 
 
 def _normalize(name: str) -> str:

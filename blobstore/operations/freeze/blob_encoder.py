@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from blobstore.compression.spans import Span
     from blobstore.core.digest import BlobId
     from blobstore.operations.freeze.fingerprints import Piece
-    from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
 MIN_GAIN: Final = 0.05
@@ -162,7 +161,7 @@ class BlobEncoder:
             for span in mark_duplicates(spans, self._data)
         ]
         encode(
-            self._chunks(report),
+            chunks_of(self._data, report),
             spans,
             write,
             level=self._level,
@@ -174,11 +173,13 @@ class BlobEncoder:
     def _key(self) -> _Key:
         return self._blob, None if self._base is None else self._base.identity, self._level
 
-    def _chunks(self, report: Callable[[int], None]) -> Iterator[memoryview]:
-        for begin in range(0, len(self._data), _CHUNK):
-            chunk = self._data[begin : begin + _CHUNK]
-            yield chunk
-            report(len(chunk))
+
+def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memoryview]:
+    """Yield bytes chunk by chunk, and report the size of each once it is used."""
+    for begin in range(0, len(data), _CHUNK):
+        chunk = data[begin : begin + _CHUNK]
+        yield chunk
+        report(len(chunk))
 
 
 def _header(data: memoryview) -> Header | None:
@@ -208,34 +209,29 @@ class _BaseAligner:
 
     def align(self, spans: Sequence[Span]) -> Iterator[Span]:
         """Yield the spans of the blob, the header first, with their offsets in the base."""
-        yield spans[0]
-        tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
-        for span, (name, entry) in zip(spans[1:], tensors, strict=True):
-            yield from self._align_tensor(span, name, entry)
-
-    def _align_tensor(self, span: Span, name: str, entry: TensorEntry) -> Sequence[Span]:
         from blobstore.compression.spans import split_rows
 
-        named = self._find_named(name, entry)
-        equal = self._find_equal(whole_of(entry, self._header.data_start), named)
-        if equal is not None or named is not None:
-            return [span._replace(base_begin=named if equal is None else equal)]
-        slices = slices_of(entry, self._header.data_start)
-        begins = [self._find_equal(piece) for piece in slices]
-        if all(begin is None for begin in begins):
-            return [span]
-        return [
-            part._replace(base_begin=begin)
-            for part, begin in zip(split_rows(span), begins, strict=True)
-        ]
-
-    def _find_named(self, name: str, entry: TensorEntry) -> int | None:
+        yield spans[0]
         theirs = self._base_header.tensors
-        is_single = len(self._header.tensors) == len(theirs) == 1
-        other = next(iter(theirs.values())) if is_single else theirs.get(name)
-        if other is None or other.spec[1:] != entry.spec[1:]:
-            return None
-        return self._base_header.data_start + other.begin
+        single = (
+            next(iter(theirs.values())) if len(self._header.tensors) == len(theirs) == 1 else None
+        )
+        tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
+        for span, (name, entry) in zip(spans[1:], tensors, strict=True):
+            other, named = single or theirs.get(name), None
+            if other is not None and other.spec[1:] == entry.spec[1:]:
+                named = self._base_header.data_start + other.begin
+            equal = self._find_equal(whole_of(entry, self._header.data_start), named)
+            if equal is not None or named is not None:
+                yield span._replace(base_begin=named if equal is None else equal)
+                continue
+            slices = slices_of(entry, self._header.data_start)
+            begins = [self._find_equal(piece) for piece in slices]
+            if all(begin is None for begin in begins):
+                yield span
+                continue
+            for part, begin in zip(split_rows(span), begins, strict=True):
+                yield part._replace(base_begin=begin)
 
     def _find_equal(self, piece: Piece, preferred: int | None = None) -> int | None:
         """Return the offset of equal data in the base, ``preferred`` if it is there too."""

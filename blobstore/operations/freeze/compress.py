@@ -97,24 +97,19 @@ class ColdBlobBuilder:
             report(count, blob.name)
 
         try:
-            encoded = self._verify_existing(blob, report_some)
+            encoded = None
+            if self._store.has_cold(blob.digest):
+                # --keep-hot or an interrupted freeze left it. If it is damaged, the hot form replaces it.
+                with contextlib.suppress(BlobMissing, BlobDamaged):
+                    self._store.open_cold(*blob.id)
+                    where = self._store.cold_path(blob.digest)
+                    encoded = self._verify(blob, where, None, report_some)
             if encoded is None:
                 encoded = self._encode(blob, files, report_some)
         except (BlobMissing, BlobDamaged) as error:
             return EncodedBlob(blob, fault=error)
         report_some(remaining)
         return encoded
-
-    def _verify_existing(
-        self, blob: Descriptor, report: Callable[[int], None]
-    ) -> EncodedBlob | None:
-        """Return the cold form that ``--keep-hot`` or an interrupted freeze left, if it is intact."""
-        if not self._store.has_cold(blob.digest):
-            return None
-        with contextlib.suppress(BlobMissing, BlobDamaged):  # the hot form will replace it
-            self._store.open_cold(*blob.id)
-            return self._verify(blob, self._store.cold_path(blob.digest), None, report)
-        return None
 
     def _encode(
         self, blob: Descriptor, files: TemporaryFiles, report: Callable[[int], None]
@@ -172,9 +167,13 @@ class ColdBlobBuilder:
         Raises:
             BlobMissing, BlobDamaged: it is not there, or does not decode to the blob.
         """
+
+        def first_form(digest: Digest, size: int) -> Iterator[BaseBlob]:
+            return islice(self._store.base_forms(digest, size), 1)  # the one that was hashed
+
         state = FileState.of(where)
         for _ in range(_ATTEMPTS):
-            cold = ColdBlob(where, blob.digest, self._first_form)
+            cold = ColdBlob(where, blob.digest, first_form)
             form = None
             if cold.base is not None:
                 form = self._verified.form(cold.base)
@@ -187,10 +186,6 @@ class ColdBlobBuilder:
             if cold.base is None or self._verified.form(cold.base) == form:
                 return EncodedBlob(blob, path, state, cold.stored, cold.base)
         return None
-
-    def _first_form(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
-        """Yield the form of a base that was hashed, and no other."""
-        return islice(self._store.base_forms(digest, size), 1)
 
 
 def count_blocks(size: int) -> int:

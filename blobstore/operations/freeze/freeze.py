@@ -295,23 +295,21 @@ class _Run:
             return "no gain"
         if digest.hex in needs:
             return needs[digest.hex]
-        if item.base is not None and (digest in bases or not self._is_base(item.base, cold)):
-            return "in use"  # no base has a base itself
-        path = item.path or self._store.cold_path(digest)
-        if (
-            FileState.of(str(path)) != item.state
-        ):  # another process has thawed it, or frozen it again
-            return "in use"
+        if item.base is not None:
+            if digest in bases:
+                return "in use"  # no base has a base itself
+            try:
+                if item.base not in cold:
+                    is_base = self._store.has_hot(item.base)
+                else:
+                    is_base = self._store.base_of(item.base, cold[item.base]) is None
+            except BlobDamaged:
+                is_base = False
+            if not is_base:
+                return "in use"
+        if FileState.of(str(item.path or self._store.cold_path(digest))) != item.state:
+            return "in use"  # another process has thawed it, or frozen it again
         return None
-
-    def _is_base(self, digest: Digest, cold: Mapping[Digest, os.stat_result]) -> bool:
-        """Return whether a blob can be a base: it is here, intact as far as is known, and no delta."""
-        if digest not in cold:
-            return self._store.has_hot(digest)
-        try:
-            return self._store.base_of(digest, cold[digest]) is None
-        except BlobDamaged:
-            return False
 
     def _add(
         self,

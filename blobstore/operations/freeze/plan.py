@@ -118,8 +118,12 @@ def _choose_models(
         if not layers and not is_named:
             continue  # a GGUF model of Ollama
         if older_than is not None:
-            files = [path, *(store.blob_path(layer.digest) for layer in layers)]
-            if time.time() - max(map(_modification_time, files)) < older_than:
+            modified = 0.0
+            for file in (path, *(store.blob_path(layer.digest) for layer in layers)):
+                with contextlib.suppress(OSError):
+                    status = os.lstat(file)
+                    modified = max(modified, status.st_mtime if stat.S_ISREG(status.st_mode) else 0)
+            if time.time() - modified < older_than:
                 continue
         plan.references.append(reference)
         plan.blobs |= {layer.digest: layer for layer in layers}
@@ -165,11 +169,3 @@ def _choose_bases(
         for digest, blob in chosen.items()
         if digest not in bases and blob.digest not in deltas  # a base has no base itself
     }
-
-
-def _modification_time(path: str) -> float:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return 0
-    return status.st_mtime if stat.S_ISREG(status.st_mode) else 0

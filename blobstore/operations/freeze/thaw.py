@@ -26,7 +26,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
@@ -91,7 +91,7 @@ def thaw_models(
         pool = WorkerPool(jobs, progress, sum(blob.size for blob in cold))
         with store.writing(), TemporaryFiles(store) as files:
             files.lease.hold(blob.digest for blob in cold)
-            decode = partial(_try_decode, store, files=files, report=pool.report)
+            decode = partial(_decode, store, files=files, report=pool.report)
             for batch in run_in_batches(pool, cold, decode):
                 faults += (item.fault for item in batch if item.fault is not None)
                 thawed += _commit(
@@ -125,37 +125,32 @@ class _DecodedBlob(NamedTuple):
     fault: BlobstoreError | None = None
 
 
-def _try_decode(
-    store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
-) -> _DecodedBlob:
-    """Decode a blob as :func:`_decode` does, and return its fault if it cannot be decoded."""
-    try:
-        return _decode(store, blob, files, report)
-    except (BlobMissing, BlobDamaged) as error:
-        if not store.has_cold(blob.digest):  # another process has thawed or removed it
-            return _DecodedBlob(blob)
-        return _DecodedBlob(blob, fault=error.at(f"layer {quote(blob.name)}"))
-
-
 def _decode(
     store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
 ) -> _DecodedBlob:
     """Decode a blob into a temporary file, or verify the hot file that is there."""
-    cold = store.open_cold(*blob.id)
-    hot = store.blob_path(blob.digest)
-    state = FileState.of(hot)
-    if state is not None and _is_intact(store, blob, report):
-        return _DecodedBlob(blob, None, state, None, cold.stored)
-    with files.create() as (path, descriptor):
-        digester = Digester()
-        for piece in cold.pieces():
-            digester.update(piece)
-            write_all(descriptor, piece)
-            report(len(piece), blob.name)
-        if digester.digest() != blob.digest:
-            cold.check()  # raises, and says what is wrong
-            raise BlobDamaged(f"blob {quote(hot)} was decoded twice, to different bytes")
-    return _DecodedBlob(blob, path, FileState.of(str(path)), state, cold.stored)
+    try:
+        cold = store.open_cold(*blob.id)
+        hot = store.blob_path(blob.digest)
+        state = FileState.of(hot)
+        if state is not None and _is_intact(store, blob, report):
+            return _DecodedBlob(blob, None, state, None, cold.stored)
+        with files.create() as (path, descriptor):
+            digester = Digester()
+            for piece in cold.pieces():
+                digester.update(piece)
+                write_all(descriptor, piece)
+                report(len(piece), blob.name)
+            if digester.digest() != blob.digest:
+                cold.check()  # raises, and says what is wrong
+                raise BlobDamaged(  # noqa: TRY301 - the handler names the layer
+                    f"blob {quote(hot)} was decoded twice, to different bytes"
+                )
+        return _DecodedBlob(blob, path, FileState.of(str(path)), state, cold.stored)
+    except (BlobMissing, BlobDamaged) as error:
+        if not store.has_cold(blob.digest):  # another process has thawed or removed it
+            return _DecodedBlob(blob)
+        return _DecodedBlob(blob, fault=error.at(f"layer {quote(blob.name)}"))
 
 
 def _is_intact(store: LocalStore, blob: Descriptor, report: Report) -> bool:
@@ -178,7 +173,17 @@ def _commit(
     """Give hot blobs their paths and remove the cold files; return the blobs that are hot now."""
     store.cold_bases()  # opens the cold blobs that are new, before the lock is held
     with store.exclusive_lock():
-        placed = list(_place(store, batch))
+        for item in batch:
+            hot = store.blob_path(item.blob.digest)
+            if item.path is not None and FileState.of(hot) == item.replaced:
+                if os.path.lexists(hot):
+                    put_in_place(store, item.blob.digest, item.path)
+                else:
+                    item.path.replace(hot)
+        # If another process has put a different file there, the blob stays cold too.
+        placed = [
+            item for item in batch if FileState.of(store.blob_path(item.blob.digest)) == item.state
+        ]
         sync_folder(store.folder("blobs"))
         if not keep_cold:
             bases = set(store.cold_bases().values())
@@ -191,17 +196,3 @@ def _commit(
                     os.unlink(cold)  # noqa: PTH108 - a blob's path is a string
             sync_folder(store.folder("cold"))
     return placed
-
-
-def _place(store: LocalStore, batch: Sequence[_DecodedBlob]) -> Iterator[_DecodedBlob]:
-    """Move verified files to their final paths, and yield the blobs that have them there."""
-    for item in batch:
-        hot = store.blob_path(item.blob.digest)
-        if item.path is not None and FileState.of(hot) == item.replaced:
-            if os.path.lexists(hot):
-                put_in_place(store, item.blob.digest, item.path)
-            else:
-                item.path.replace(hot)
-        # If another process has put a different file there, the blob stays cold too.
-        if FileState.of(hot) == item.state:
-            yield item
