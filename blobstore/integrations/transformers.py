@@ -35,7 +35,7 @@ from blobstore.integrations.source_names import (
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
-from blobstore.safetensors.torch import empty_tensor
+from blobstore.safetensors.torch import check_device, empty_tensor
 
 if TYPE_CHECKING:
     import os
@@ -100,7 +100,7 @@ def from_store(
         BlobstoreError: transformers cannot build the model. The message lists all missing and
             unexpected tensors.
     """
-    _check_device(device)
+    check_device(device)
     with open_model(
         name,
         store=store,
@@ -184,7 +184,8 @@ def _build(
     if strict:
         options["ignore_mismatched_sizes"] = True  # check_names() lists all of them
     what = _cannot_build(model)
-    with library_errors(what), _building(state, what):
+    with library_errors(what), contextlib.ExitStack() as block:
+        block.callback(_BUILT.reset, _BUILT.set((state, what)))
         used_class = _checking(model_class) if strict else model_class
         built, info = used_class.from_pretrained(
             None,
@@ -259,15 +260,6 @@ def tokenizer_from_store(
     return tokenizer
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(
-            f"torch has no device {quote(device)} here: {str(error).splitlines()[0]}"
-        ) from None
-
-
 def _stated_config(model: ModelFiles, subfolder: str) -> dict[str, Any]:
     return read_json(model, f"{subfolder}/config.json" if subfolder else "config.json")
 
@@ -334,55 +326,37 @@ def _model_class(
     config: transformers.PreTrainedConfig, wanted: type | str | None, code: Path | None
 ) -> Any:
     """Return the class to build. Classes that came with the model require ``code``, their folder."""
-    if wanted is None and config.architectures:
-        return _named_class(config, config.architectures[0], code)
+    names = config.architectures or []
+    if wanted is None and names:
+        for reference in (getattr(config, "auto_map", None) or {}).values():
+            if code is not None and str(reference).endswith(f".{names[0]}"):
+                return get_class_from_dynamic_module(reference, code)
+        found: Any = getattr(transformers, names[0], None)
+        if not _is_model_class(found):
+            raise BlobstoreError(
+                f"config.json names the class {quote(names[0])}, which transformers "
+                f"{transformers.__version__} does not have"
+            )
+        return found
     chosen: Any = transformers.AutoModel if wanted is None else wanted
     if isinstance(chosen, str):
         chosen = getattr(transformers, chosen, None)
     if (mapping := getattr(chosen, "_model_mapping", None)) is not None:
-        return _mapped_class(config, chosen, mapping)
+        try:
+            found = mapping[type(config)]
+        except KeyError:
+            raise BlobstoreError(
+                f"{chosen.__name__} has no class for models of type {quote(config.model_type)}"
+            ) from None
+        classes = found if isinstance(found, tuple) else (found,)
+        return next((item for item in classes if item.__name__ in names), classes[0])
     if not _is_model_class(chosen):
         raise UsageError(f"{quote(wanted)} is not a model class of transformers")
     return chosen
 
 
-def _named_class(config: transformers.PreTrainedConfig, name: str, code: Path | None) -> Any:
-    for reference in (getattr(config, "auto_map", None) or {}).values():
-        if code is not None and str(reference).endswith(f".{name}"):
-            return get_class_from_dynamic_module(reference, code)
-    found = getattr(transformers, name, None)
-    if not _is_model_class(found):
-        raise BlobstoreError(
-            f"config.json names the class {quote(name)}, which transformers "
-            f"{transformers.__version__} does not have"
-        )
-    return found
-
-
-def _mapped_class(config: transformers.PreTrainedConfig, auto_class: Any, mapping: Any) -> Any:
-    try:
-        found = mapping[type(config)]
-    except KeyError:
-        raise BlobstoreError(
-            f"{auto_class.__name__} has no class for models of type {quote(config.model_type)}"
-        ) from None
-    classes = found if isinstance(found, tuple) else (found,)
-    names = config.architectures or []
-    return next((item for item in classes if item.__name__ in names), classes[0])
-
-
 def _is_model_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
-
-
-@contextlib.contextmanager
-def _building(state: Mapping[str, torch.Tensor], what: str) -> Iterator[None]:
-    """Pass ``state`` to the checks of models that are built in the block."""
-    token = _BUILT.set((state, what))
-    try:
-        yield
-    finally:
-        _BUILT.reset(token)
 
 
 @functools.lru_cache(maxsize=8)  # making a class takes longer than opening a small model

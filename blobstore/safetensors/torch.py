@@ -100,7 +100,7 @@ def check_device(device: str) -> None:
     """
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = escape(str(error).partition("\n")[0])
         raise UsageError(f"torch has no device {quote(device)} here: {reason}") from None
 

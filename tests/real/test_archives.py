@@ -1,4 +1,4 @@
-"""A family of real weights, packed and unpacked in another place."""
+"""Archives of a family of real weights, unpacked into another store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHILDREN = ("one", "two")
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A store with MiniLM in bf16, and two that are as after a little training."""
+    """Return a store with MiniLM in bf16, and two models that differ from it as after brief training."""
     store = LocalStore(tmp_path / "store")
     arrays = load_file(package(MINILM[0]) / MINILM[1] / "model.safetensors")
     random = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""Real PyTorch checkpoints from packages, with torch's restricted reader as the judge."""
+"""Real PyTorch checkpoints from packages give the tensors that torch's restricted reader gives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(path: Path) -> Any:
 
 
 def flattened(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dicts and lists by their keys, joined with dots."""
+    """Return the tensors in nested dicts and lists, named by their keys joined with dots."""
     if isinstance(value, torch.Tensor):
         return {path.removeprefix("."): value}
     if isinstance(value, dict):

@@ -55,7 +55,6 @@ def test_a_file_comes_back_smaller(pin: str, place: str, level: Level) -> None:
     if path.is_dir():
         path = next(path.glob("*.pth.tar"))
     blob = path.read_bytes()
-
     assert len(frozen(blob, level)) < 0.96 * len(blob)
 
 
@@ -89,5 +88,4 @@ def test_a_cast_of_real_weights_is_compressed_to_its_entropy(
         }
         del views
     blob = safetensors(tensors)
-
     assert len(frozen(blob)) < most * len(blob)

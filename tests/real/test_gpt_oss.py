@@ -1,4 +1,4 @@
-"""The experts of gpt-oss, decoded by us and by transformers, are the same."""
+"""The experts of gpt-oss, as decoded by this library and by transformers, are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a model is one line from each integration, before a byte of it is taken."""
+"""Each integration reports a faulty model in one line, before it loads any weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(library: str, name: str, store: LocalStore, **opening: Any) -> Any:
 
 
 def refused(library: str, store: LocalStore, **opening: Any) -> BlobstoreError:
-    """Return the error, one line, with which a library's integration refuses the model ``m``."""
+    """Return the error of one line that an integration raises for the model ``m``."""
     with pytest.raises(BlobstoreError) as caught:
         load(library, "m", store, **opening)
     assert len(str(caught.value).splitlines()) == 1
@@ -73,9 +73,7 @@ def test_a_blob_of_another_size_is_named(
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
     path = blob_of(store, NORM)
     os.truncate(path, path.stat().st_size - 1)
-
     error = refused(library, store, verify=verify)
-
     assert isinstance(error, BlobDamaged)
     assert f"m:latest: layer '{NORM}'" in str(error)
 
@@ -85,11 +83,7 @@ def test_a_blob_with_a_changed_header_is_named(
     place: int, library: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    path = blob_of(store, NORM)
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
+    path = flip_bit_of_norm(store, place)
     for verify in ("header", "digest"):
         error = refused(library, store, verify=verify)
         assert isinstance(error, BlobDamaged)
@@ -102,14 +96,9 @@ def test_a_broken_header_is_named_without_an_index(
     place: int, library: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    path = blob_of(store, NORM)
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
+    flip_bit_of_norm(store, place)
     shutil.rmtree(store.folder("headers"))
-
     error = refused(library, store)
-
     assert isinstance(error, BlobDamaged)
     assert f"m:latest: layer '{NORM}': blob " in str(error)
 
@@ -117,9 +106,7 @@ def test_a_broken_header_is_named_without_an_index(
 def test_a_missing_blob_is_named(library: str, store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
     blob_of(store, NORM).unlink()
-
     error = refused(library, store)
-
     assert isinstance(error, BlobMissing)
     assert f"m:latest: layer '{NORM}'" in str(error)
 
@@ -127,8 +114,16 @@ def test_a_missing_blob_is_named(library: str, store: LocalStore, tmp_path: Path
 # Types that cannot be those of parameters
 
 
+def flip_bit_of_norm(store: LocalStore, place: int) -> Path:
+    path = blob_of(store, NORM)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    return path
+
+
 def with_norm(folder: Path, dtype: str, shape: tuple[int, ...], size: int) -> Path:
-    """Replace a norm of a saved model by one of another type."""
+    """Replace a norm weight of a saved model by a tensor of another type and shape."""
     tensors = load_file(folder / "model.safetensors")
     del tensors[NORM]
     parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -156,9 +151,7 @@ def test_a_weight_that_cannot_be_a_parameter_is_named(
 ) -> None:
     source = with_norm(saved("llama", tmp_path / "source"), dtype, (64,), size)
     blobstore.create(source, NAME, store=store)
-
     message = str(refused(library, store))
-
     assert "m:latest: 1 tensor of another type: " in message
     assert f"'{NORM}' {named} where " in message
 
@@ -169,9 +162,7 @@ def test_a_type_that_a_library_lacks_is_named(
 ) -> None:
     source = with_norm(saved("llama", tmp_path / "source"), dtype, (64,), size)
     blobstore.create(source, NAME, store=store)
-
     error = refused(library, store)
-
     assert isinstance(error, UnsupportedDType)
     assert NORM in str(error)
     assert dtype in str(error)
@@ -226,9 +217,7 @@ def test_mlx_lm_receives_no_array_of_quantized_layers_that_do_not_fit(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
     blobstore.create(source, NAME, store=store, quantize="int8", policy="uniform")
     monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
-
     message = str(refused("mlx_lm", store))
-
     assert "4 tensors of another shape: 'model.layers.0.mlp.gate_proj.weight' [64, 16]" in message
     assert "where [96, 16] is expected" in message
 

@@ -1,4 +1,4 @@
-"""Models of mlx-lm from the store compute what mlx-lm's own conversions compute, and are served."""
+"""Models loaded from the store into mlx-lm give the same results as mlx-lm's own conversions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Give a model a tokenizer of the words ``w0`` to ``w127``."""
+    """Add a tokenizer with the words ``w0`` to ``w127`` to a model's folder."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
@@ -84,7 +84,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a model of random weights, the same ones every time, as transformers writes it."""
+    """Write a model with reproducible random weights in the layout of transformers."""
     torch.manual_seed(0)
     model: Any
     if kind == "qwen3-moe":
@@ -106,7 +106,7 @@ def changed(folder: Path, **keys: Any) -> Path:
 
 
 def readable(folder: Path) -> Path:
-    """Give a config the keys that mlx-lm reads, for it to judge by itself."""
+    """Add the keys that mlx-lm requires to a config, so that mlx-lm can load the folder itself."""
     return changed(folder, rope_theta=THETA, num_experts=12)
 
 
@@ -119,7 +119,7 @@ def logits(model: Any) -> Any:
 def create_as_mlx_lm_does(
     source: Path, quant_type: str, experts: ExpertForm, store: LocalStore
 ) -> None:
-    """Create model ``m`` with the types that mlx-lm's own conversion gives its tensors."""
+    """Create model ``m`` with the quantization types that mlx-lm's own conversion chooses."""
     # What mlx-lm quantizes too, and the one module of these models that it treats in its own way.
     overrides = [f"*embed_tokens.weight={quant_type}"]
     if "num_experts_per_tok" in (source / "config.json").read_text():
@@ -137,7 +137,7 @@ def create_as_mlx_lm_does(
 
 
 def converted_by_mlx_lm(source: Path, quant_type: str) -> Any:
-    """Return mlx-lm's own conversion of a folder, whose config gets the keys that it reads."""
+    """Return mlx-lm's own conversion of a folder, after adding the keys that it requires."""
     item = FORMATS[quant_type]
     model, stated = mlx_utils.load_model(readable(source))
     model, _ = mlx_utils.quantize_model(model, stated, GROUPS[quant_type], item.bits, item.mode)
@@ -145,7 +145,7 @@ def converted_by_mlx_lm(source: Path, quant_type: str) -> Any:
 
 
 def modules_of(model: Any) -> dict[str, tuple[Any, ...]]:
-    """Return what the modules of a model are, and how those that are quantized are."""
+    """Return the type and the quantization settings of each module of a model."""
     return {
         name: (
             type(module).__name__,
@@ -164,9 +164,7 @@ def test_a_quantized_model_computes_the_same_as_mlx_lms_conversion(
 ) -> None:
     source = saved(kind, tmp_path / "source")
     create_as_mlx_lm_does(source, quant_type, experts, store)
-
     ours, config = integration.load_model(NAME, store=store)
-
     theirs = converted_by_mlx_lm(source, quant_type)
     assert type(ours) is type(theirs)
     assert modules_of(ours) == modules_of(theirs)
@@ -218,9 +216,7 @@ def test_a_plain_model_computes_the_same_as_its_folder(
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.float32)
     blobstore.create(source, NAME, store=store, experts=experts)
-
     ours, _ = integration.load_model(NAME, store=store)
-
     theirs, _ = mlx_utils.load_model(readable(source))
     assert mx.array_equal(logits(ours), logits(theirs))
 
@@ -231,9 +227,7 @@ def test_quantized_mixtral_computes_the_same_as_its_folder(
     source = readable(saved("mixtral", tmp_path / "source"))
     blobstore.create(source, NAME, store=store, quantize="int4", policy="uniform")
     export_model(NAME, tmp_path / "out", store=store)
-
     ours, _ = integration.load_model(NAME, store=store)
-
     theirs, _ = mlx_utils.load_model(tmp_path / "out")
     assert mx.array_equal(logits(ours), logits(theirs))
     assert any(type(module).__name__ == "QuantizedSwitchLinear" for module in ours.modules())
@@ -244,9 +238,7 @@ def test_gpt_oss_computes_the_same_as_its_folder(store: LocalStore, tmp_path: Pa
 
     source = write_gpt_oss(tmp_path / "source")
     blobstore.create(source, NAME, store=store)
-
     ours, _ = integration.load_model(NAME, store=store)
-
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
     theirs, _ = mlx_utils.load_model(changed(source, rope_theta=theta, rope_scaling=rope))
@@ -260,9 +252,7 @@ def test_a_model_and_its_tokenizer_generate_the_same_as_their_folder(
     blobstore.create(source, NAME, store=store)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-
     model, tokenizer = integration.load(NAME, store=store)
-
     assert list((tmp_path / "temporary").iterdir()) == []
     assert tokenizer.name_or_path == "m:latest"
     expected = mlx_lm.generate(*mlx_lm.load(str(readable(source))), prompt="w5 w6", max_tokens=6)
@@ -287,7 +277,6 @@ def test_settings_reach_the_loader(store: LocalStore, tmp_path: Path) -> None:
 
 def test_settings_reach_mlx_lm(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-
     model, tokenizer = integration.load(
         NAME,
         store=store,
@@ -295,7 +284,6 @@ def test_settings_reach_mlx_lm(store: LocalStore, tmp_path: Path) -> None:
         model_config={"rope_theta": 1e4},
         tokenizer_config={"eos_token": "w9"},
     )
-
     assert model.args.rope_theta == 1e4
     assert 9 in tokenizer.eos_token_ids
 
@@ -383,10 +371,8 @@ def test_a_config_that_cannot_be_built_is_one_line(
     source = changed(saved("llama", tmp_path / "source"), **keys)
     (source / "own.py").write_text("raise SystemExit")
     blobstore.create(source, NAME, store=store)
-
     with pytest.raises(BlobstoreError, match=message) as caught:
         integration.load_model(NAME, store=store)
-
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -396,7 +382,6 @@ def test_a_key_that_mlx_lm_needs_is_named(store: LocalStore, tmp_path: Path) -> 
     del config["hidden_size"]
     (source / "config.json").write_text(json.dumps(config))
     blobstore.create(source, NAME, store=store)
-
     with pytest.raises(BlobstoreError, match="cannot build m:latest: .*'hidden_size'"):
         integration.load_model(NAME, store=store)
 
@@ -421,7 +406,6 @@ def test_reports_a_model_without_a_tokenizer(store: LocalStore, tmp_path: Path) 
     for file in source.glob("tokenizer*"):
         file.unlink()
     blobstore.create(source, NAME, store=store)
-
     with pytest.raises(BlobstoreError, match="cannot make a tokenizer of the files of m:latest"):
         integration.load(NAME, store=store)
 
@@ -433,9 +417,7 @@ def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: P
     blobstore.create(source, NAME, store=store)
     with blobstore.open(NAME, store=store) as stored:
         assert "2_Dense/linear.weight" in stored
-
     ours, _ = integration.load_model(NAME, store=store)
-
     theirs, _ = mlx_utils.load_model(readable(source))
     assert mx.array_equal(logits(ours), logits(theirs))
 
@@ -455,7 +437,6 @@ def test_a_damaged_blob_is_reported(
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
     damage(store, cut=cut)
-
     with pytest.raises(BlobDamaged, match="m:latest"):
         integration.load(NAME, store=store, verify=verify)
 
@@ -470,7 +451,7 @@ def test_a_missing_model_is_not_found(store: LocalStore) -> None:
 
 @pytest.fixture
 def _restored() -> Iterator[None]:
-    """Undo what the program changes of its process."""
+    """Restore the parts of the process that the server changes."""
     before, arguments = dict(vars(mlx_server)), sys.argv
     handler, level = signal.getsignal(signal.SIGTERM), logging.getLogger().level
     yield
@@ -520,9 +501,7 @@ def test_the_program_reports_in_one_line_why_it_does_not_start(
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
     damage(store, cut=True)
     capsys.readouterr()
-
     found = run_program(*arguments, "--store", str(store.root))
-
     error = capsys.readouterr().err
     assert found == code
     assert message in error
@@ -539,9 +518,7 @@ def test_the_program_reports_that_a_port_is_taken(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         capsys.readouterr()
-
         code = run_program("m", "--store", str(store.root), "--port", str(port))
-
     assert code == 1
     assert f"error: cannot listen at '127.0.0.1', port {port}: " in capsys.readouterr().err
 
@@ -552,7 +529,7 @@ def free_port() -> int:
 
 
 def asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """Return the status and the decoded answer of a request."""
+    """Send a request, and return the status and the decoded response."""
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -565,7 +542,7 @@ def asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
 
 @contextlib.contextmanager
 def served(store: LocalStore, log: Path, *options: str) -> Iterator[str]:
-    """Give the address of a server of the model ``m``, when it answers."""
+    """Serve the model ``m``, and give the server's address once it responds."""
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "blobstore.integrations.mlx_lm.server", "m"]
     command += ["--store", str(store.root), "--port", str(port), *options]

@@ -1,4 +1,4 @@
-"""Models of transformers from the store compute what the same models compute from their folder."""
+"""Models loaded from the store into transformers give the same results as from their folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model of random weights, the same ones every time."""
+    """Write a model with reproducible random weights."""
     make(kind, dtype).save_pretrained(folder)
     return folder
 
@@ -56,7 +56,7 @@ def from_folder(folder: Path, **options: Any) -> Any:
 
 
 def mapped(model: Any, store: LocalStore) -> set[str]:
-    """Return the parameters that lie in a mapped blob, as the kernel tells."""
+    """Return the parameters in mapped blobs, according to the kernel's list of maps."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
@@ -81,9 +81,7 @@ def test_a_model_computes_the_same_as_its_folder(
 ) -> None:
     source = saved(kind, tmp_path / "source")
     blobstore.create(source, "m", store=store, experts=experts)
-
     model = from_store("m", store=store)
-
     expected = from_folder(source)
     assert type(model) is type(expected)
     assert not model.training
@@ -99,9 +97,7 @@ def test_every_parameter_of_a_dense_model_is_a_view_of_a_blob(
     kind: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
-
     model = from_store("m", store=store)
-
     assert mapped(model, store) == parameters(model) != set()
 
 
@@ -112,9 +108,7 @@ def test_a_small_model_needs_no_temporary_folder(
     transformers.GenerationConfig(max_new_tokens=7).save_pretrained(source)
     blobstore.create(source, "m", store=store)
     monkeypatch.setattr(tempfile, "mkdtemp", None)
-
     model = from_store("m", store=store)
-
     assert model.generation_config.max_new_tokens == 7
 
 
@@ -125,7 +119,6 @@ def test_a_config_can_name_another_one_for_this_version(store: LocalStore, tmp_p
     config["configuration_files"] = ["config.4.0.0.json"]
     (source / "config.json").write_text(json.dumps(config))
     blobstore.create(source, "m", store=store)
-
     assert from_store("m", store=store).config.bos_token_id == 3
     assert from_folder(source).config.bos_token_id == 3
 
@@ -134,9 +127,7 @@ def test_a_config_can_name_another_one_for_this_version(store: LocalStore, tmp_p
 def test_blobs_can_be_read_and_not_mapped(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
-
     model = from_store("m", store=store, read="pread")
-
     assert mapped(model, store) == set()
     assert torch.equal(logits(model), logits(from_folder(source)))
 
@@ -145,9 +136,7 @@ def test_blobs_can_be_read_and_not_mapped(store: LocalStore, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
 def test_only_fused_experts_are_new_memory(kind: str, store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
-
     model = from_store("m", store=store)
-
     copied = parameters(model) - mapped(model, store)
     assert len(copied) == 4
     assert all(".experts." in name for name in copied)
@@ -156,9 +145,7 @@ def test_only_fused_experts_are_new_memory(kind: str, store: LocalStore, tmp_pat
 def test_tied_weights_stay_tied(store: LocalStore, tmp_path: Path) -> None:
     source = saved("tied", tmp_path / "source")
     blobstore.create(source, "m", store=store)
-
     model: Any = from_store("m", store=store)
-
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(logits(model), logits(from_folder(source)))
 
@@ -180,9 +167,7 @@ def test_a_quantized_model_computes_the_same_as_its_dequantized_export(
         source, "m", store=store, quantize=quant_type, policy="uniform", experts=experts
     )
     export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
-
     model = from_store("m", store=store)
-
     assert torch.equal(logits(model), logits(from_folder(tmp_path / "out")))
     assert not torch.equal(logits(model), logits(from_folder(source)))
     assert not hasattr(model.config, "quantization_config")
@@ -194,15 +179,13 @@ def test_a_model_that_mlx_quantized_is_dequantized(store: LocalStore, tmp_path: 
     export_model(Reference.parse("first"), tmp_path / "mlx", store=store)
     assert "quantization" in json.loads((tmp_path / "mlx" / "config.json").read_text())
     blobstore.create(tmp_path / "mlx", "m", store=store)
-
     model = from_store("m", store=store)
-
     assert torch.equal(logits(model), logits(from_store("first", store=store)))
     assert not hasattr(config_from_store("m", store=store), "quantization")
 
 
 def write_gpt_oss(source: Path) -> Path:
-    """Write a model of random weights with experts in mxfp4."""
+    """Write a gpt-oss model with random weights and mxfp4 experts."""
     torch.manual_seed(0)
     shape = {**TEXT, "hidden_size": 64, "max_position_embeddings": 131072}
     config = transformers.GptOssConfig(
@@ -230,9 +213,7 @@ def test_gpt_oss_is_transposed_as_transformers_multiplies(
 ) -> None:
     blobstore.create(write_gpt_oss(tmp_path / "source"), "m", store=store)
     export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
-
     found = from_store("m", store=store)
-
     assert torch.equal(logits(found), logits(from_folder(tmp_path / "out")))
 
 
@@ -242,9 +223,7 @@ def test_another_type_gives_the_same_as_the_folder(
 ) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
-
     model = from_store("m", store=store, dtype=dtype)
-
     assert model.dtype is getattr(torch, str(dtype).removeprefix("torch."))
     assert torch.equal(logits(model), logits(from_folder(source, dtype=dtype)))
 
@@ -253,10 +232,8 @@ def test_training_never_reaches_the_store(store: LocalStore, tmp_path: Path) -> 
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
     model: Any = from_store("m", store=store)
     before = logits(model)
-
     model(torch.arange(1, 33)[None], labels=torch.arange(1, 33)[None]).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-
     assert not torch.equal(logits(model), before)
     assert verify_models(store=store).faults == ()
     assert torch.equal(logits(from_store("m", store=store)), before)
@@ -266,10 +243,8 @@ def test_a_model_outlives_its_store(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     model = from_store("m", store=store)
-
     shutil.rmtree(store.root)
     gc.collect()
-
     assert torch.equal(logits(model), logits(from_folder(source)))
 
 
@@ -284,9 +259,7 @@ def test_a_model_outlives_its_store(store: LocalStore, tmp_path: Path) -> None:
 )
 def test_a_class_can_be_named(auto_class: Any, store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
-
     model = from_store("m", store=store, auto_class=auto_class)
-
     assert type(model) is transformers.LlamaForCausalLM
 
 
@@ -295,14 +268,12 @@ def test_rejects_anything_but_model_classes(
     auto_class: Any, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
-
     with pytest.raises(UsageError, match="is not a model class"):
         from_store("m", store=store, auto_class=auto_class)
 
 
 def test_rejects_an_auto_class_without_a_matching_class(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("vit", tmp_path / "source"), "m", store=store)
-
     with pytest.raises(BlobstoreError, match="AutoModelForCausalLM has no class for .* 'vit'"):
         from_store("m", store=store, auto_class="AutoModelForCausalLM")
 
@@ -386,10 +357,8 @@ def test_a_config_that_cannot_be_built_is_one_line(
     source = saved("llama", tmp_path / "source")
     (source / "config.json").write_text(json.dumps(config))
     blobstore.create(source, "m", store=store)
-
     with pytest.raises(BlobstoreError, match=message) as caught:
         from_store("m", store=store)
-
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 1
 
@@ -397,7 +366,6 @@ def test_a_config_that_cannot_be_built_is_one_line(
 def test_rejects_a_model_without_a_config(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source / "model.safetensors", "m", store=store)
-
     with pytest.raises(BlobstoreError, match="m:latest has no config.json"):
         from_store("m", store=store)
 
@@ -429,9 +397,7 @@ def test_rejects_a_device_before_anything_is_read(store: LocalStore) -> None:
 
 def test_the_finished_model_is_moved_to_a_device(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
-
     model = from_store("m", store=store, device="meta")
-
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
@@ -440,9 +406,7 @@ def test_uses_the_generation_config(store: LocalStore, tmp_path: Path) -> None:
     settings = {"eos_token_id": [7, 9], "max_new_tokens": 5, "repetition_penalty": 1.5}
     (source / "generation_config.json").write_text(json.dumps(settings))
     blobstore.create(source, "m", store=store)
-
     model: Any = from_store("m", store=store)
-
     expected = from_folder(source).generation_config.to_dict()
     assert model.generation_config.to_dict() == expected
     assert expected["eos_token_id"] == [7, 9]
@@ -450,9 +414,7 @@ def test_uses_the_generation_config(store: LocalStore, tmp_path: Path) -> None:
 
 def test_options_reach_transformers(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
-
     model = from_store("m", store=store, attn_implementation="eager")
-
     assert model.config._attn_implementation == "eager"
 
 
@@ -462,9 +424,7 @@ def test_a_component_of_a_pipeline_is_a_model(store: LocalStore, tmp_path: Path)
     index = {"_class_name": "P", "text_encoder": ["transformers", "LlamaForCausalLM"]}
     (source / "model_index.json").write_text(json.dumps(index))
     blobstore.create(source, "m", store=store)
-
     model = from_store("m", store=store, subfolder="text_encoder")
-
     assert torch.equal(logits(model), logits(from_folder(source / "text_encoder")))
     with pytest.raises(BlobstoreError, match="has no vae/config.json"):
         from_store("m", store=store, subfolder="vae")
@@ -479,7 +439,6 @@ def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: P
     blobstore.create(source, "m", store=store)
     with blobstore.open("m", store=store) as stored:
         assert "2_Dense/linear.weight" in stored
-
     assert torch.equal(logits(from_store("m", store=store)), logits(from_folder(source)))
 
 
@@ -505,7 +464,6 @@ def test_a_tokenizer_is_made_of_the_small_files_which_are_removed(
 
 def test_reports_a_model_without_a_tokenizer(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
-
     with pytest.raises(BlobstoreError, match="cannot make a tokenizer of the files of m:latest"):
         tokenizer_from_store("m", store)
 

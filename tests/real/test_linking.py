@@ -1,4 +1,4 @@
-"""Folders of links to blobs, read by the libraries that servers read them with."""
+"""Folders of links to blobs can be read by the libraries that servers use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def assert_opened_by_safetensors(farm: Path) -> None:
-    """Check each file with the library; and the index, if there is one, against all of them."""
+    """Check that safetensors opens each file, and that the index, if any, matches the files."""
     found: dict[str, str] = {}
     for path in farm.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Llamas saved in Meta's layout and in Hugging Face's, with transformers as the judge."""
+"""Llama models in Meta's layout give the same results as transformers' own models."""
 
 from __future__ import annotations
 

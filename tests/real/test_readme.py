@@ -1,4 +1,4 @@
-"""The README: its transcript can be typed in order, on the real model that it names."""
+"""The README's transcript runs from top to bottom on the real model that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a server: real processes that are asked over HTTP."""
+"""The example server, run in real processes and queried over HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel
 
 
 class Models(NamedTuple):
-    """A store of the models ``a``, ``b`` and ``damaged``, and what the first two are to answer."""
+    """A store with the models ``a``, ``b`` and ``damaged``, and the expected answers of ``a`` and ``b``."""
 
     store: LocalStore
     texts: dict[str, str]
@@ -86,7 +86,7 @@ class Server(NamedTuple):
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def private_memory(self, blobs: set[str]) -> int:
-        """Return how much of the mapped blobs only this process has in its maps."""
+        """Return the private bytes of this process in maps of ``blobs``."""
         smaps = Path(f"/proc/{self.process.pid}/smaps").read_text(encoding="utf-8")
         regions = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)
         private = re.compile(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", re.MULTILINE)
@@ -105,7 +105,7 @@ def weights(store: LocalStore, name: str) -> list[Descriptor]:
 
 
 def make(folder: Path, dtype: torch.dtype, seed: int, hidden_size: int = 64) -> Path:
-    """Write a model of random weights, the same ones every time."""
+    """Write a model with reproducible random weights."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=128,
@@ -127,7 +127,7 @@ def make(folder: Path, dtype: torch.dtype, seed: int, hidden_size: int = 64) -> 
 
 
 def continuation(folder: Path, max_tokens: int) -> str:
-    """Return what transformers itself generates from a folder."""
+    """Return the text that transformers itself generates from a folder."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
@@ -159,7 +159,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[Server]:
-    """Start a server in a folder that keeps its log and its temporary files."""
+    """Run a server whose log and temporary files are in ``folder``."""
     (folder / "temporary").mkdir(parents=True)
     log = folder / "log"
     with log.open("wb") as stream:
@@ -200,7 +200,7 @@ def shared(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def server(shared: Server) -> Server:
-    """Give a server that serves the model ``a``."""
+    """Return the shared server, switched to the model ``a``."""
     assert shared.swap("a")[0] == 200
     return shared
 
@@ -210,9 +210,7 @@ def test_generates_the_same_as_transformers_from_the_folder(
     name: str, server: Server, models: Models
 ) -> None:
     assert server.swap(name)[0] == 200
-
     answer = server.complete(max_tokens=16)
-
     full = f"{name}:latest"
     choice = {"index": 0, "text": models.texts[full], "finish_reason": "length"}
     assert answer["model"] == full
@@ -302,7 +300,6 @@ def test_a_swap_that_fails_leaves_the_model_in_place(
     name: str, status: int, message: str, server: Server, models: Models
 ) -> None:
     found, answer = server.swap(name)
-
     assert found == status
     assert re.search(message, answer["error"]["message"]), answer
     assert len(answer["error"]["message"].splitlines()) == 1
@@ -313,7 +310,6 @@ def test_a_swap_that_fails_leaves_the_model_in_place(
 def test_swaps_run_one_after_another(server: Server, models: Models) -> None:
     with ThreadPoolExecutor() as pool:
         swaps = list(pool.map(server.swap, "abababab"))
-
     assert [status for status, _ in swaps] == [200] * 8
     assert [answer["model"][0] for _, answer in swaps] == list("abababab")
     answer = server.complete(max_tokens=16)
@@ -367,7 +363,6 @@ def test_metrics_count_loads_and_requests(server: Server, models: Models) -> Non
 )
 def test_rejects_invalid_requests(body: object, status: int, message: str, server: Server) -> None:
     found, answer = server.ask("POST", COMPLETIONS, body)
-
     assert (found, answer["error"]["code"]) == (status, status)
     assert message in answer["error"]["message"]
 
@@ -378,14 +373,12 @@ def test_a_request_that_is_cut_off_is_not_an_error(server: Server) -> None:
     connection.putheader("Content-Length", "100")
     connection.endheaders(b'{"prompt": ')
     connection.close()
-
     assert server.ask("GET", "/health")[0] == 200
     # That nothing was raised, the end of the server's fixture checks.
 
 
 def test_a_prompt_of_the_longest_length_is_answered(server: Server) -> None:
     answer = server.complete(prompt="w1 " * (CONTEXT - 1), max_tokens=1)
-
     assert answer["usage"] == {"prompt_tokens": CONTEXT - 1, "completion_tokens": 1}
 
 

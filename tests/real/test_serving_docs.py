@@ -1,4 +1,4 @@
-"""The pages on serving: what they show is run, from the first command to the last."""
+"""All commands on the pages about serving work, in their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVER = "python -m blobstore.integrations.mlx_lm.server "
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Give the variables of a process in a folder that has the model of the pages."""
+    """Return environment variables for the pages' commands, in a folder with the pages' model."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128,

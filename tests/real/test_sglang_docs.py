@@ -1,4 +1,4 @@
-"""The page on SGLang: all that it shows is run, but for SGLang's own commands."""
+"""All commands on the page about SGLang work; SGLang's own commands are not run."""
 
 from __future__ import annotations
 

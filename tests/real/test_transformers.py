@@ -1,4 +1,4 @@
-"""Models of random weights as transformers writes them, imported and exported."""
+"""Random models saved by transformers survive import and export."""
 
 from __future__ import annotations
 

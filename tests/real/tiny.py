@@ -1,4 +1,4 @@
-"""Models of random weights, as small as the libraries take them, made by transformers."""
+"""The smallest random models that the libraries accept, built by transformers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _CLASSES: dict[str, Any] = {
 
 
 def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model with random weights, the same ones every time."""
+    """Return a model with reproducible random weights."""
     torch.manual_seed(0)
     # Made in its type, not converted to it: a conversion also rounds what is not stored.
     return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Return what a model computes for a fixed input."""
+    """Return a model's logits for a fixed input."""
     with torch.no_grad():
         if "ViT" in type(model).__name__:
             image = torch.linspace(-1, 1, 3 * 32 * 32, dtype=model.dtype)

@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment when it is imported: see .ci/vllm, which runs these tests."""
+"""Sets the environment variables that vLLM reads on import. Run these tests with .ci/vllm."""
 
 from __future__ import annotations
 

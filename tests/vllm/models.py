@@ -1,4 +1,4 @@
-"""Tiny models as transformers saves them, and vLLM run on them."""
+"""Tiny models saved by transformers, and helpers that run vLLM on them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAST: dict[str, Any] = {
     "seed": 0,
     "num_gpu_blocks_override": 64,
 }
-"""Options of an engine that is soon done."""
+"""Options of an engine that starts quickly."""
 _GPT_OSS = _TEXT | {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -56,11 +56,11 @@ PROMPTS = [{"prompt_token_ids": list(range(1, 9))}, {"prompt_token_ids": [7, 200
 class Answer(NamedTuple):
     tokens: list[list[int]]
     parameters: dict[str, str]
-    """The digest of each parameter as vLLM holds it."""
+    """The digest of each parameter in vLLM's memory."""
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """Write a model of random weights, the same ones every time, as transformers writes it."""
+    """Write a model with reproducible random weights in the layout of transformers."""
     torch.manual_seed(0)
     model: Any
     if kind == "qwen3-moe":
@@ -79,7 +79,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **change
 
 
 def _with_quantized_experts(folder: Path) -> Path:
-    """Give a saved gpt-oss experts of random blocks and scales, as the published ones have them."""
+    """Replace the experts of a saved gpt-oss by random blocks and scales, as in published models."""
 
     def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
@@ -104,7 +104,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 
 def answer(**options: Any) -> Answer:
-    """Return what vLLM answers to the prompts, and what it made of the weights."""
+    """Return vLLM's answers to the prompts, and the weights that it has loaded."""
     gc.freeze()  # vLLM collects eight times an engine: all that was ever imported, each time
     llm = LLM(**FAST, **options)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -115,7 +115,7 @@ def answer(**options: Any) -> Answer:
 
 @cache
 def expected(kind: str, dtype: str = "bfloat16") -> Answer:
-    """Return the answer from the folder of a model that is saved without changes."""
+    """Return vLLM's answers from the folder of an unmodified model."""
     with tempfile.TemporaryDirectory() as name:
         folder = saved(kind, Path(name), getattr(torch, dtype))
         return answer(model=str(folder), dtype=dtype)

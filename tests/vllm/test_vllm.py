@@ -1,4 +1,4 @@
-"""vLLM computes the same from the store as from the folder, and rejects damaged models."""
+"""vLLM gives the same results from the store as from a folder, and rejects damaged models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Return options of vLLM for the config and tokenizer of a folder, and weights of the store."""
+    """Return vLLM options that take config and tokenizer from a folder, and weights from the store."""
     extra = {"name": "m", "store": str(store.root), **settings}
     return {
         "model": str(folder),
@@ -56,7 +56,7 @@ def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def refused(store: LocalStore, folder: Path, **settings: Any) -> str:
-    """Return the error with which vLLM rejects a model."""
+    """Return the error that vLLM raises for a model."""
     with pytest.raises(BlobstoreError) as caught:
         LLM(**FAST, **options(store, folder, **settings))
     message = str(caught.value)
@@ -79,10 +79,8 @@ def test_answers_the_same_from_the_store_as_from_the_folder(
 ) -> None:
     source = saved(kind, tmp_path / "source", getattr(torch, dtype))
     blobstore.create(source, "m", store=store, experts=experts)
-
     with engine_options("m", store=store) as engine:
         ours = answer(dtype=dtype, **engine)
-
     assert ours == expected(kind, dtype)
 
 
@@ -92,10 +90,8 @@ def test_quantized_models_are_served_dequantized(
 ) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store, quantize="int4")
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
-
     with engine_options("m", store=store, verify="digest", read="pread") as engine:
         ours = answer(**engine)
-
     assert ours == answer(model=str(tmp_path / "plain"))
     assert ours != expected(kind)
 
@@ -104,10 +100,8 @@ def test_experts_of_gpt_oss_are_served_dequantized(store: LocalStore, tmp_path: 
     source = saved("gpt-oss", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
-
     with engine_options("m", store=store) as engine:
         ours = answer(**engine)
-
     assert ours == answer(model=str(tmp_path / "plain"))
 
 
@@ -117,7 +111,6 @@ def test_a_folder_of_links_is_served_like_any_other_folder(
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, "m", store=store)
     link_model("m", tmp_path / "links", store=store)
-
     assert answer(model=str(tmp_path / "links")) == expected("llama")
     assert answer(**options(store, tmp_path / "links")) == expected("llama")
 
@@ -130,10 +123,8 @@ def test_the_type_of_the_weights_is_added_to_a_config_without_one(
     del config["dtype"]
     (source / "config.json").write_text(json.dumps(config))
     blobstore.create(source, "m", store=store)
-
     with engine_options("m", store=store) as engine:
         ours = answer(**engine)
-
     assert ours == answer(model=str(source))
 
 
@@ -195,9 +186,7 @@ def test_missing_experts_are_all_listed(store: LocalStore, tmp_path: Path) -> No
     source = saved("qwen3-moe", tmp_path / "source")
     changed(source, lambda tensors: [tensors.pop(name) for name in absent])
     blobstore.create(source, "m", store=store)
-
     message = refused(store, source)
-
     assert message.endswith(": 3 tensors missing: " + ", ".join(f"'{name}'" for name in absent))
 
 
@@ -225,7 +214,6 @@ def test_unexpected_names_are_only_logged_on_request(store: LocalStore, tmp_path
         source, lambda tensors: tensors.update({f"{LAYER}.self_attn.q_proj.bias": torch.ones(8)})
     )
     blobstore.create(source, "m", store=store)
-
     assert answer(**options(store, source, strict=False)) == expected("llama")
 
 
@@ -236,7 +224,6 @@ def test_tensors_that_vllm_computes_itself_are_accepted(store: LocalStore, tmp_p
         lambda tensors: tensors.update({f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
     )
     blobstore.create(source, "m", store=store)
-
     with engine_options("m", store=store) as engine:
         assert answer(**engine) == expected("llama")
 
@@ -246,9 +233,7 @@ def test_a_tensor_of_another_shape_is_named(store: LocalStore, tmp_path: Path) -
     source = saved("llama", tmp_path / "source")
     changed(source, lambda tensors: tensors.update({name: torch.ones(3, 5)}))
     blobstore.create(source, "m", store=store)
-
     message = refused(store, source)
-
     assert f"cannot take tensor '{name}' of m:latest, float32 [3, 5]: " in message
 
 
@@ -293,11 +278,9 @@ def test_damage_is_reported_before_memory_is_taken(store: LocalStore, tmp_path: 
 
 def test_the_load_format_is_found_by_its_entry_point(store: LocalStore) -> None:
     load_general_plugins()
-
     loader = get_model_loader(
         LoadConfig(load_format="BlobStore", model_loader_extra_config={"name": "m"})
     )
-
     assert type(loader).__module__ == "blobstore.integrations.vllm.loader"
     with pytest.raises(UsageError, match="must name the model"):
         get_model_loader(LoadConfig(load_format="blobstore"))
@@ -305,12 +288,10 @@ def test_the_load_format_is_found_by_its_entry_point(store: LocalStore) -> None:
 
 def test_the_temporary_folder_is_removed(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store, quantize="int4")
-
     with engine_options("m", store=store) as engine:
         folder = tmp_path / engine["model"]
         config = json.loads((folder / "config.json").read_bytes())
         names = {path.name for path in folder.iterdir()}
-
     assert "quantization" not in config
     assert names == {path.name for path in (tmp_path / "source").iterdir()} - {"model.safetensors"}
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""The page on vLLM: what it shows is run, from the first command to the last."""
+"""All commands on the page about vLLM work, in their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EAGER = "--enforce-eager --max-model-len 64"
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Give the variables of a process in a folder that has the model of the page."""
+    """Return environment variables for the page's commands, in a folder with the page's model."""
     saved("llama", tmp_path / "llama-3.2-1b")
     monkeypatch.chdir(tmp_path)
     return {
@@ -56,7 +56,7 @@ def free_port() -> str:
 
 @contextlib.contextmanager
 def serving(command: str, port: str, environment: dict[str, str]) -> Iterator[None]:
-    """Run a server of the page at another port, and check that it ends well."""
+    """Run one of the page's servers on another port, and check its exit status."""
     assert "--port 8000" in command
     line = in_python(f"{command.replace('8000', port)} {EAGER}")
     environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -114,7 +114,6 @@ def test_the_server_reports_in_one_line_what_the_store_lacks(environment: dict[s
         env=environment,
         text=True,
     )
-
     assert done.returncode == 3
     assert done.stderr.startswith("blobstore: error: no model 'nothing:latest' in the store ")
     assert done.stderr.count("\n") == 1
@@ -131,6 +130,5 @@ def test_the_server_rejects_another_source_of_the_weights(
         env=environment,
         text=True,
     )
-
     assert done.returncode == 2
     assert "is not given here: the model is NAME" in done.stderr

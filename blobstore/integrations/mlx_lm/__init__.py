@@ -35,7 +35,6 @@ from blobstore.quantization.mlx_layout import exported_config, mlx_config
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Unpack
 
@@ -92,10 +91,7 @@ def load_all(
     **opening: Unpack[OpenOptions],
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return a model, its tokenizer and its config; otherwise the same as :func:`load`."""
-    with (
-        _opened(name, store, opening) as (stored, weights, config),
-        _folder(stored, config) as folder,
-    ):
+    with _opened(name, store, opening) as (stored, weights, folder):
         with library_errors(f"mlx-lm cannot make a tokenizer of the files of {stored.reference}"):
             tokenizer = utils.load_tokenizer(
                 folder,
@@ -116,10 +112,7 @@ def load_model(
     **opening: Unpack[OpenOptions],
 ) -> tuple[Any, dict[str, Any]]:
     """Return a model and its config, without a tokenizer; otherwise the same as :func:`load`."""
-    with (
-        _opened(name, store, opening) as (stored, weights, config),
-        _folder(stored, config, ("*config.json",)) as folder,
-    ):
+    with _opened(name, store, opening, ("*config.json",)) as (stored, weights, folder):
         return _build(stored.reference, folder, weights, model_config, lazy=lazy)
 
 
@@ -128,8 +121,9 @@ def _opened(
     name: str | Reference,
     store: LocalStore | str | os.PathLike[str] | None,
     opening: OpenOptions,
-) -> Iterator[tuple[Model, Weights, dict[str, Any]]]:
-    """Give a model, and its weights (not read yet) and config in the form that mlx-lm expects."""
+    patterns: Sequence[str] = ("*",),
+) -> Iterator[tuple[Model, Weights, Path]]:
+    """Give a model, its weights (not read yet), and a folder with its files as mlx-lm expects them."""
     with open_model(name, store=store, framework="numpy", **opening) as stored:
         config = read_json(stored, "config.json")
         if "model_file" in config:
@@ -144,14 +138,9 @@ def _opened(
         weights = Weights(stored, specs, naming, experts)
         if not experts:  # mlx-lm reads the config of gpt-oss unchanged
             config = exported_config(config, naming.types) or config
-        yield stored, weights, mlx_config(config)
-
-
-def _folder(
-    stored: Model, config: dict[str, Any], patterns: Sequence[str] = ("*",)
-) -> AbstractContextManager[Path]:
-    written = {"config.json": json.dumps(config).encode()}
-    return temporary_folder(stored, patterns, written)
+        written = {"config.json": json.dumps(mlx_config(config)).encode()}
+        with temporary_folder(stored, patterns, written) as folder:
+            yield stored, weights, folder
 
 
 def _build(
@@ -226,9 +215,8 @@ def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
     }
     for module in packed:
         weight = f"{module}weight"
-        if (
-            weight in expected and weight in given
-        ):  # the layer will be quantized, and take all three
+        if weight in expected and weight in given:
+            # The layer will be quantized, and take all three.
             for kind in ("scales", "biases"):
                 given.pop(module + kind, None)
             rows = expected[weight].shape[:-1]

@@ -11,7 +11,7 @@ from blobstore.quantization.mlx_layout import joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.quantization.formats import QuantFormat
 
@@ -51,13 +51,17 @@ def mlx_naming(
     packed: dict[str, TensorSpec] = {}
     plain: list[str] = []
     types: dict[str, tuple[QuantFormat, int]] = {}
-    companions = _companions(all_specs, quantized)
+    companions: dict[str, tuple[str, str]] = {}
+    for weight, (kind, _) in quantized.items():
+        for suffix, end in COMPANIONS.items():
+            # A weight without offsets may have an unrelated tensor of that name.
+            is_unrelated = suffix == BIAS and kind in FORMATS and not FORMATS[kind].has_bias
+            if not is_unrelated and weight + end in all_specs:
+                companions[weight + end] = (weight, suffix)
     for runtime, spec in all_specs.items():
         weight, suffix = companions.get(runtime, (runtime, ""))
-        names, shape = (
-            [mlx_name(name, suffix) for name in stacks.get(weight, (weight,))],
-            spec.shape,
-        )
+        names = [mlx_name(name, suffix) for name in stacks.get(weight, (weight,))]
+        shape = spec.shape
         if weight in stacks:
             split[runtime], shape = names, shape[1:]
         else:
@@ -71,21 +75,6 @@ def mlx_naming(
         if kind in FORMATS and not suffix:
             types |= dict.fromkeys(names, (FORMATS[kind], group_size))
     return _joined(Naming(single, split, {}, types), packed, plain)
-
-
-def _companions(
-    names: Collection[str], quantized: Mapping[str, tuple[str, int]]
-) -> dict[str, tuple[str, str]]:
-    """Return the weight and the suffix of each companion, by its runtime name."""
-    found: dict[str, tuple[str, str]] = {}
-    for weight, (kind, _) in quantized.items():
-        for suffix, end in COMPANIONS.items():
-            # A weight without offsets may have an unrelated tensor of that name.
-            if suffix == BIAS and kind in FORMATS and not FORMATS[kind].has_bias:
-                continue
-            if weight + end in names:
-                found[weight + end] = (weight, suffix)
-    return found
 
 
 def _joined(naming: Naming, specs: Mapping[str, TensorSpec], plain: Sequence[str]) -> Naming:

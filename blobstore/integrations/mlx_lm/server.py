@@ -125,29 +125,25 @@ def _serve(options: ServerOptions) -> None:
     def run(host: str, port: int, provider: StoreProvider) -> None:
         if provider.reference != reference:
             raise UsageError("the model is the first argument here; do not give --model")
-        _run(host, port, provider)
+        if port not in range(_PORTS):  # others would be taken modulo 65536
+            raise UsageError(f"port {port} is not one of 0 to {_PORTS - 1}")
+        cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
+        generator = server.ResponseGenerator(provider, cache)
+        try:
+            provider.wait()
+            with _listen(host, port, generator) as httpd:
+                place = httpd.server_address
+                logging.getLogger(__name__).info(
+                    "serving %s at http://%s:%s", provider.reference, *place[:2]
+                )
+                httpd.serve_forever()
+        finally:
+            generator.stop_and_join()
 
     vars(server).update(load=load, run=run, ModelProvider=StoreProvider)
     sys.argv = ["mlx_lm.server", "--model", str(reference), *options.rest]
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     server.main()
-
-
-def _run(host: str, port: int, provider: StoreProvider) -> None:
-    if port not in range(_PORTS):  # others would be taken modulo 65536
-        raise UsageError(f"port {port} is not one of 0 to {_PORTS - 1}")
-    cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
-    generator = server.ResponseGenerator(provider, cache)
-    try:
-        provider.wait()
-        with _listen(host, port, generator) as httpd:
-            place = httpd.server_address
-            logging.getLogger(__name__).info(
-                "serving %s at http://%s:%s", provider.reference, *place[:2]
-            )
-            httpd.serve_forever()
-    finally:
-        generator.stop_and_join()
 
 
 def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
@@ -167,11 +163,6 @@ def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
         return Server(place, partial(_Handler, generator))
     except (OSError, OverflowError) as error:
         raise BlobstoreError(f"cannot listen at {quote(host)}, port {port}: {error}") from error
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    del number, frame
-    sys.exit(_TERMINATED)
 
 
 def _exit(code: int) -> NoReturn:

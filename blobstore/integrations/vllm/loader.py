@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
     from blobstore.operations.open import Model
 
-_LOGGER = init_logger(
-    "vllm.plugins.blobstore"
-)  # a child of vLLM's logger, so that messages are shown
+# A child of vLLM's logger, so that messages are shown.
+_LOGGER = init_logger("vllm.plugins.blobstore")
 _UNKNOWN = "There is no module or parameter named "
 _COMPUTED = re.compile(r"rotary_(emb|pos_emb)\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that vLLM computes itself, even if a checkpoint has them."""
@@ -83,9 +82,15 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             with watch:
                 loaded = _load(model, offered, stored)
             missing = _missing(model, watch, loaded.names, offered.names)
-            unexpected = _unexpected(offered, model, model_config, stored)
-            unexpected = list(dict.fromkeys([*loaded.refused, *unexpected]))
-            self._judge(model, stored, missing, unexpected)
+            unused = _unexpected(offered, model, model_config, stored)
+            unexpected = list(dict.fromkeys([*loaded.refused, *unused]))
+            what = f"{type(model).__name__} of vLLM cannot take the tensors of {stored.reference}"
+            try:
+                check_names(what, missing=missing, unexpected=unexpected)
+            except BlobstoreError as error:
+                if self._settings.strict:
+                    raise
+                _LOGGER.warning("%s; accepted, because strict is false", error)
             if loaded.error is not None:
                 raise loaded.error
             _LOGGER.info(
@@ -95,15 +100,6 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 time.perf_counter() - began,
                 self._settings.verify,
             )
-
-    def _judge(self, model: Any, stored: Model, missing: list[str], unexpected: list[str]) -> None:
-        what = f"{type(model).__name__} of vLLM cannot take the tensors of {stored.reference}"
-        try:
-            check_names(what, missing=missing, unexpected=unexpected)
-        except BlobstoreError as error:
-            if self._settings.strict:
-                raise
-            _LOGGER.warning("%s; accepted, because strict is false", error)
 
     @contextlib.contextmanager
     def _stored(self) -> Iterator[Model]:
@@ -173,7 +169,13 @@ def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:
 
 def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> list[str]:
     """Return the names of missing tensors, or of incomplete parameters with their extent."""
-    exempt = _computed_by_vllm(model)
+    exempt = {  # vLLM computes these, or quantizes them while it loads them
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod)
+        or getattr(method, "uses_meta_device", False)
+        for name, _ in module.named_parameters()
+    }
     found: dict[str, None] = {}
     for name, parameter in model.named_parameters():
         if name in exempt or not parameter.numel():
@@ -185,17 +187,6 @@ def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> li
             whole = f"{name} ({count} of {parameter.numel()} elements)"
             found |= dict.fromkeys(_absent_parts(model, name, given) or [whole])
     return list(found)
-
-
-def _computed_by_vllm(model: Any) -> set[str]:
-    """Return the parameters that vLLM computes, or converts while it loads them."""
-    return {
-        f"{place}.{name}" if place else name
-        for place, module in model.named_modules()
-        if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod)
-        or getattr(method, "uses_meta_device", False)  # quantized while loading
-        for name, _ in module.named_parameters()
-    }
 
 
 def _absent_parts(model: Any, name: str, given: list[str]) -> list[str]:

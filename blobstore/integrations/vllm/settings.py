@@ -160,7 +160,14 @@ def engine_options(
     with contextlib.ExitStack() as stack:
         with checked.open() as model:
             check_types(model)
-            written = {"config.json": json.dumps(_config(model)).encode()}
+            stated = read_json(model, "config.json")
+            config = exported_config(stated, {}) or stated
+            sections = [config, *(part for part in config.values() if isinstance(part, dict))]
+            if not any(section.get(key) for section in sections for key in _DTYPE_KEYS):
+                # Otherwise vLLM would look into weight files, which the folder does not have.
+                found = {NAMES[spec.dtype] for spec in model.specs.values() if spec.dtype in NAMES}
+                config = {**config, "dtype": found.pop() if len(found) == 1 else "float32"}
+            written = {"config.json": json.dumps(config).encode()}
             folder = stack.enter_context(temporary_folder(model, written=written))
         yield {
             "model": str(folder),
@@ -182,15 +189,3 @@ def check_types(model: Model) -> None:
                 f"vLLM cannot take {model.reference}: tensor {quote(name)} is of type "
                 f"{spec.dtype.value}"
             )
-
-
-def _config(model: Model) -> dict[str, Any]:
-    """Return ``config.json`` without quantization, and with the element type of the weights."""
-    stated = read_json(model, "config.json")
-    plain = exported_config(stated, {}) or stated
-    sections = [plain, *(part for part in plain.values() if isinstance(part, dict))]
-    if any(section.get(key) for section in sections for key in _DTYPE_KEYS):
-        return plain
-    # Otherwise vLLM would look into weight files, which the folder does not have.
-    found = {NAMES[spec.dtype] for spec in model.specs.values() if spec.dtype in NAMES}
-    return {**plain, "dtype": found.pop() if len(found) == 1 else "float32"}

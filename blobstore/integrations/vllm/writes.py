@@ -104,16 +104,13 @@ class Watch(TorchDispatchMode):
                         self._offered.saw(item)
         result = func(*args, **kwargs)
         for place, name in _written_arguments(func):
-            self._wrote(args[place] if place < len(args) else kwargs.get(name))
+            tensor = args[place] if place < len(args) else kwargs.get(name)
+            if not isinstance(tensor, torch.Tensor) or not _address(tensor):
+                continue
+            parts = self._parts.get(tensor.untyped_storage().data_ptr())
+            if parts is not None:
+                parts[tensor.data_ptr(), tuple(tensor.shape), tensor.stride()] = tensor.numel()
         return result
-
-    def _wrote(self, tensor: Any) -> None:
-        if not isinstance(tensor, torch.Tensor) or not _address(tensor):
-            return
-        parts = self._parts.get(tensor.untyped_storage().data_ptr())
-        if parts is not None:
-            part = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-            parts[part] = tensor.numel()
 
     def written(self, name: str) -> int | None:
         """Return how many elements of a parameter were written; None if its memory was replaced."""

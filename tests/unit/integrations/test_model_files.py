@@ -1,4 +1,4 @@
-"""Small files in a folder for a while, and errors of a library in one line."""
+"""Temporary folders of small files, and library errors in one line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore.Model) -> None:
     with temporary_folder(model) as folder:
         found = contents(folder)
-
     assert found == {"config.json": b'{"model_type": "tiny"}\n', **FILES}
     assert not folder.exists()
 
@@ -63,7 +62,6 @@ def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore
 def test_removes_the_folder_after_an_error(model: blobstore.Model) -> None:
     with pytest.raises(ZeroDivisionError), temporary_folder(model) as folder:
         _ = 1 / 0
-
     assert not folder.exists()
 
 
@@ -149,7 +147,6 @@ def test_names_a_file_that_is_not_an_object(
 def test_a_librarys_error_becomes_one_printable_line() -> None:
     with pytest.raises(BlobstoreError) as caught, library_errors("it cannot load"):
         raise ValueError("two\n\tlines of \x1b[31mred" + "d" * 10_000)
-
     assert str(caught.value).startswith(r"it cannot load: ValueError: two lines of \x1b[31mreddd")
     assert len(str(caught.value)) < 600
     assert isinstance(caught.value.__cause__, ValueError)
@@ -159,7 +156,6 @@ def test_a_librarys_error_becomes_one_printable_line() -> None:
 def test_other_errors_are_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, library_errors("it cannot load"):
         raise error
-
     assert caught.value is error
 
 

@@ -1,4 +1,4 @@
-"""The frame of the commands that serve: options, errors and exit codes."""
+"""Options, errors and exit codes shared by the serving commands."""
 
 from __future__ import annotations
 

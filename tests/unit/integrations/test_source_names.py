@@ -1,4 +1,4 @@
-"""What stacked tensors, components and the experts of gpt-oss were called before."""
+"""The source names of stacked tensors, components and gpt-oss experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -> blobstore.Model:
-    """Return a model whose list of stacked tensors differs."""
+    """Return a model with the given list of stacked tensors."""
     data = json.dumps(stacks).encode()
     with store.ingest() as ingest:
         ingest.add(len(data), lambda: [data])
@@ -70,7 +70,6 @@ def test_returns_the_source_names_of_stacked_tensors(store: LocalStore, tmp_path
 
 def test_a_packed_model_has_no_stacks(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "source", moe_tensors()), "m", store=store)
-
     with blobstore.open("m", store=store) as model:
         assert stacked_names(model) == {}
 
@@ -92,7 +91,6 @@ def test_rejects_a_list_that_contradicts_the_tensors(
 ) -> None:
     source = write_folder(tmp_path / "source", moe_tensors())
     blobstore.create(source, "m", store=store, experts="stacked")
-
     with with_stacks(store, "m", stacks) as model, pytest.raises(BlobDamaged, match=message):
         stacked_names(model)
 
@@ -105,7 +103,6 @@ def test_finds_components_by_their_files(store: LocalStore, tmp_path: Path) -> N
     }
     source = write_folder(tmp_path / "source", moe_tensors(), files=files)
     blobstore.create(source, "m", store=store)
-
     with blobstore.open("m", store=store) as model:
         assert component_prefixes(model) == ("1_Pooling/", "2_Dense/")
 
@@ -133,6 +130,5 @@ def test_does_not_mistake_other_quantized_models_for_gpt_oss(
     source = write_folder(tmp_path / "source", quantizable_tensors())
     blobstore.create(source, "m", store=store, quantize="mxfp4")
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-
     with blobstore.open("m", store=store) as model:
         assert list(gpt_oss_experts(model, config)) == []

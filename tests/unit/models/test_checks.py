@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def settled(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
-    """Return a store whose blobs count as unchanged for long."""
+    """Return a store whose blobs are old enough for the verified cache."""
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     return store
 
@@ -72,14 +72,14 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def give_another_header(path: Path, *specs: TensorSpec) -> None:
-    """Give a blob a sound header of the same length and the bytes that it had."""
+    """Replace a blob's header by a valid one of the same length, and keep its data."""
     old = path.read_bytes()
     new = encode_header(specs)
     rewrite(path, new + old[len(new) :])
 
 
 def hashed(store: LocalStore, level: Verify, **options: Any) -> set[str]:
-    """Open a model; return the layers that were hashed for it."""
+    """Open a model, and return the layers that were hashed."""
     reported: set[str] = set()
 
     def progress(what: str, done: int, total: int) -> None:

@@ -36,7 +36,7 @@ BLOBS = {
     "fine": layer("fine", tuned(4, of=5, count=2 << 20)),
     "tiny": layer("tiny", weights(6, 8000)),
 }
-"""One of each kind: read in a batch, at once, in cuts, and against a base."""
+"""Blobs of each kind: decoded in a batch, whole, in pieces, and against a base."""
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_base_may_be_removed_while_its_blob_is_decoded(
     class Changing(MappedRegion):
         @contextlib.contextmanager
         def writable_slot(self, slot: int, size: int) -> Iterator[memoryview]:
-            """Return the memory for a blob that is open by now, after removing its base."""
+            """Remove the base of a blob that is already open, and return the blob's memory."""
             assert store.open_cold(fine.digest).base == base.digest
             thaw_models(["m"], store=store)
             for path in (store.blob_path(base.digest), store.base_path(base.digest)):

@@ -50,7 +50,7 @@ BUFFERS = 10
 
 
 class Clock:
-    """A stream that works as late as possible: it copies when something waits for a copy."""
+    """A stream that copies as late as possible: only when something waits for a copy."""
 
     def __init__(self) -> None:
         self._asked: deque[Callable[[], None]] = deque()
@@ -93,7 +93,7 @@ class LateStaging:
 
 
 class Memory(bytearray):
-    """Memory of a device that supports weak references."""
+    """Device memory that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
@@ -139,7 +139,7 @@ class LateStream:
         self.clock.reach(None)
 
     def use(self, tensor: Memory) -> bytes:
-        """Use a tensor as the caller's stream does, after the copies that it waits for."""
+        """Read a tensor after the copies that the caller's stream waits for."""
         self.clock.reach(self._awaited)
         return bytes(tensor)
 
@@ -504,7 +504,7 @@ PACKED = quantizable_tensors()
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a device with a stream, or the CPU as if it had one."""
+    """Return the name of a device. The CPU acts as if it had a stream."""
     if request.param == "cpu":
         is_torch = property(lambda target: target.framework == "torch")
         monkeypatch.setattr(frameworks.ArrayTarget, "has_stream", is_torch)
@@ -711,7 +711,7 @@ def test_a_model_reports_a_type_that_torch_does_not_have(device: str, tmp_path: 
 
 
 class FailingStream(TorchDeviceStream):
-    """A device that fails at the end."""
+    """A device that fails when it is drained."""
 
     drained = 0
 

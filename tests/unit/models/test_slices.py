@@ -485,7 +485,7 @@ def file_store(tmp_path: Path) -> Iterator[LocalStore]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """Return where the requests for bytes of files begin and end, to be filled."""
+    """Record the begin and end of each request for bytes of a file."""
     found: Reads = []
     real = os.preadv
 
@@ -500,7 +500,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 class StoredArray(NamedTuple):
-    """An array in a blob, as read_part() takes it."""
+    """An array in a blob, with the arguments that read_part() needs."""
 
     blob: tuple[Digest, int]
     location: TensorLocation

@@ -632,7 +632,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
 
 
 def as_float32(array: Any) -> Any:
-    """Return an array of any framework as one of numpy."""
+    """Convert an array of any framework to numpy."""
     if isinstance(array, torch.Tensor):
         return array.float().numpy()
     if isinstance(array, np.ndarray):
@@ -890,7 +890,7 @@ def test_a_pickled_model_keeps_its_options(store: LocalStore) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
-    """Return a store with a model of 3,000 blobs, which was opened before."""
+    """Return a store with a model of 3,000 blobs that has a header index."""
     store = LocalStore(tmp_path_factory.mktemp("many"))
     add_blobs(store, "m", {"w0": blob(("w0", "U32", (), bytes(4)))})
     layers = []

@@ -43,7 +43,7 @@ def load(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bytes_go_where_they_are_sent(device: str) -> None:
+def test_sends_bytes_to_the_given_places(device: str) -> None:
     stream = TorchDeviceStream(device)
     tensor = stream.empty(TensorSpec("a", DType.I16, (2, 2)))
     other = stream.empty(TensorSpec("b", DType.U8, ()))
@@ -59,7 +59,7 @@ def test_bytes_go_where_they_are_sent(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_are_where_they_should_be_and_own_their_memory(device: str) -> None:
+def test_tensors_are_on_the_device_and_own_their_memory(device: str) -> None:
     found = load(
         [TensorSpec("a", DType.F32, (2,)), TensorSpec("b", DType.F32, ())], bytes(12), device
     )
@@ -71,7 +71,7 @@ def test_tensors_are_where_they_should_be_and_own_their_memory(device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_that_is_not_there_is_one_clear_error(device: str) -> None:
+def test_reports_exhausted_memory_in_one_line(device: str) -> None:
     with pytest.raises(BlobstoreError) as caught:
         TorchDeviceStream(device).empty(LARGE)
     assert "\n" not in str(caught.value)
@@ -97,7 +97,7 @@ def test_reports_the_tensor_when_device_memory_runs_out(
         copy_to("cpu", torch.zeros(2), spec)
 
 
-def test_a_device_that_is_not_there_is_a_wrong_argument() -> None:
+def test_rejects_a_device_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="torch has no device 'cuda:99' here: "):
         TorchDeviceStream("cuda:99")
 
@@ -114,7 +114,7 @@ def test_an_empty_tensor_has_type_and_shape(dtype: DType, shape: tuple[int, ...]
     assert tensor.nbytes == spec.nbytes
 
 
-def test_an_empty_tensor_of_four_bit_floats_has_pairs() -> None:
+def test_an_empty_tensor_of_four_bit_floats_holds_pairs() -> None:
     tensor = empty_tensor(TensorSpec("a", DType.F4, (2, 6)), torch.device("cpu"))
     assert (tensor.dtype, tensor.shape) == (torch.float4_e2m1fn_x2, (2, 3))
     with pytest.raises(UnsupportedDType, match="torch has no type for F4 of shape"):
@@ -137,7 +137,7 @@ def test_a_buffer_for_cuda_is_pinned() -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("buffer", [64, 4096, 1 << 20])
-def test_many_buffers_bring_the_right_bytes_to_cuda(buffer: int) -> None:
+def test_copies_through_many_buffers_to_cuda(buffer: int) -> None:
     data = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
     sizes = [1, 0, 63, 65, 4096, 200_000, 7, 50_000]
     specs = [TensorSpec(str(i), DType.U8, (size,)) for i, size in enumerate(sizes)]
@@ -148,7 +148,7 @@ def test_many_buffers_bring_the_right_bytes_to_cuda(buffer: int) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.bits != 6])
-def test_cuda_gets_the_bits_of_every_type(dtype: DType) -> None:
+def test_copies_every_type_to_cuda_bit_for_bit(dtype: DType) -> None:
     spec = TensorSpec("a", dtype, (3, 14))
     data = bytes(i % 2 for i in range(spec.nbytes))
     tensor = load([spec], data, "cuda")["a"]
@@ -156,7 +156,7 @@ def test_cuda_gets_the_bits_of_every_type(dtype: DType) -> None:
 
 
 @needs_cuda
-def test_every_cuda_device_can_be_named() -> None:
+def test_loads_onto_any_cuda_device() -> None:
     last = torch.cuda.device_count() - 1
     tensor = load([TensorSpec("a", DType.U8, (3,))], b"\1\2\3", f"cuda:{last}")["a"]
     assert tensor.device == torch.device("cuda", last)
@@ -182,7 +182,7 @@ def test_does_not_touch_memory_that_the_caller_s_stream_still_writes() -> None:
 
 
 @needs_cuda
-def test_the_caller_s_stream_waits_for_a_tensor() -> None:
+def test_makes_the_caller_s_stream_wait_for_copies() -> None:
     spec = TensorSpec("a", DType.U8, (64 << 20,))
     data = b"\1" * spec.nbytes
     for current in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ def test_the_caller_s_stream_waits_for_a_tensor() -> None:
 
 
 @needs_cuda
-def test_a_device_out_of_memory_says_so_and_gives_back_what_it_took() -> None:
+def test_frees_all_tensors_when_device_memory_runs_out() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     spec = TensorSpec("small", DType.U8, (1 << 20,))
