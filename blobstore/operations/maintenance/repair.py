@@ -39,7 +39,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place, quarantine_cold
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from typing_extensions import Buffer
@@ -264,39 +264,41 @@ class _Repair:
                 make_folders(folder, self._store.root)
             # The lease only marks the temporary files as used; manifests reference the blobs.
             with self._store.lease() as self._lease:
-                self._quarantine_cold()
+                for key, blob in list(self._wanted.items()):
+                    # A damaged cold blob whose hot form is intact is not needed.
+                    seen = states(self._store, blob.digest)
+                    if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
+                        with self._store.exclusive_lock():
+                            if states(self._store, blob.digest) == seen:
+                                self._note_repair(blob, quarantine_cold(self._store, blob.digest))
+                                del self._wanted[key]
                 self._try_providers(own, provider)
         # A blob that is delta-encoded against a damaged base is intact again with its base.
         cold = {key: it for key, it in self._wanted.items() if self._store.has_cold(it.digest)}
         self.intact |= {key for key, blob in cold.items() if self._judge(blob) == (True, True)}
-        self._renew_indexes()
-
-    def _quarantine_cold(self) -> None:
-        """Quarantine damaged cold blobs whose hot form is intact."""
-        for key, blob in list(self._wanted.items()):
-            seen = states(self._store, blob.digest)
-            if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
-                with self._store.exclusive_lock():
-                    if states(self._store, blob.digest) == seen:
-                        self._note_repair(blob, quarantine_cold(self._store, blob.digest))
-                        del self._wanted[key]
+        # Header indexes may come from damaged headers.
+        digests = {digest for digest, _ in self.intact}
+        for reference in self._store.references():
+            with contextlib.suppress(BlobstoreError):
+                data, manifest = self._store.parse(reference)
+                if any(blob.digest in digests for blob in manifest.blobs):
+                    write_index(self._store, data, load_index(self._store, data, use_index=False))
 
     def _try_providers(self, own: OtherForms, provider: BlobProvider | None) -> None:
-        for candidates in own.rounds(self._wanted):
-            self._try_all(candidates)
+        self._try_all(own.rounds(self._wanted))
         self.reasons = {}
         if provider is not None:
             missing = f"nothing in {self._source_name} has its name and size"
             self.reasons = {str(digest): missing for digest, _ in self._wanted}
-            for candidates in provider.rounds(self._wanted):
-                self._try_all(candidates)
+            self._try_all(provider.rounds(self._wanted))
 
-    def _try_all(self, candidates: Sequence[Candidate]) -> None:
-        total = sum(candidate.blob.size for candidate in candidates)
-        self._pool = WorkerPool(self._jobs, self._progress, total)
-        self._pool.run(candidates, self._try)
-        for key in self.intact:
-            self._wanted.pop(key, None)
+    def _try_all(self, rounds: Iterable[Sequence[Candidate]]) -> None:
+        for candidates in rounds:
+            total = sum(candidate.blob.size for candidate in candidates)
+            self._pool = WorkerPool(self._jobs, self._progress, total)
+            self._pool.run(candidates, self._try)
+            for key in self.intact:
+                self._wanted.pop(key, None)
 
     def _try(self, candidate: Candidate) -> None:
         blob = candidate.blob
@@ -376,12 +378,3 @@ class _Repair:
         self.intact.add(blob.id)
         name = blob.name or blob.media_type
         self.repaired.append(RepairedBlob(blob.digest, blob.size, name, quarantined))
-
-    def _renew_indexes(self) -> None:
-        """Rewrite header indexes that may come from damaged headers."""
-        digests = {digest for digest, _ in self.intact}
-        for reference in self._store.references():
-            with contextlib.suppress(BlobstoreError):
-                data, manifest = self._store.parse(reference)
-                if any(blob.digest in digests for blob in manifest.blobs):
-                    write_index(self._store, data, load_index(self._store, data, use_index=False))

@@ -86,7 +86,7 @@ class OtherForms:
         """Yield first the cold blobs, then the linked bases; see :class:`BlobProvider`."""
         store = self._store
         for has, pieces in (
-            (store.has_cold, self._decoded),
+            (store.has_cold, lambda digest, size: store.open_cold(digest, size).pieces()),
             (store.has_base_link, store.read_base_link),
         ):
             there = [blob for blob in wanted.values() if has(blob.digest)]
@@ -98,9 +98,6 @@ class OtherForms:
             self._store.has_cold(blob.digest) or self._store.has_base_link(blob.digest)
             for blob in wanted.values()
         )
-
-    def _decoded(self, digest: Digest, size: int) -> Iterator[Buffer]:
-        return self._store.open_cold(digest, size).pieces()
 
 
 class RebuiltBlobs:
@@ -136,7 +133,22 @@ class RebuiltBlobs:
                 config_json(self._source, planned.quant_type, layers)
                 for layers in (*self._lists, None)
             ]
-            yield [*_small((*files, *made), wanted), *self._large(planned, wanted, tried)]
+            found = []
+            for data in (*files, *made):
+                blob = wanted.get(BlobId(Digest.of(data), len(data)))
+                if blob is not None:
+                    found.append(Candidate(blob, partial(list, [data])))
+            by_name: dict[str, list[Descriptor]] = defaultdict(list)
+            for blob in wanted.values():
+                by_name[blob.name].append(blob)
+            for new in planned.blobs:
+                for blob in by_name.get(new.name, ()):
+                    # Equal headers mean equal types and group sizes, and so equal bytes.
+                    attempt = (str(blob.digest), Digest.of(new.header))
+                    if blob.size == new.size and attempt not in tried:
+                        tried.add(attempt)
+                        found.append(Candidate(blob, partial(new.buffers, self._converter.convert)))
+            yield found
             files = []
             if not wanted:
                 return
@@ -145,7 +157,16 @@ class RebuiltBlobs:
         """Yield all plans, the most likely first."""
         yield from self._planned([QuantizeOptions()], must_be=True)
         # Without overrides, a source that cannot be quantized is no error.
-        yield from self._planned(_quantizing(self._overrides), must_be=bool(self._overrides))
+        quantizing = [
+            QuantizeOptions(
+                quant_type=item.name, group_size=size, policy=policy, overrides=self._overrides
+            )
+            for policy in POLICIES
+            for item in FORMATS.values()
+            if item.is_target
+            for size in sorted(item.group_sizes, key=lambda size: size != item.group_size)
+        ]
+        yield from self._planned(quantizing, must_be=bool(self._overrides))
 
     def _planned(
         self, requests: Iterable[QuantizeOptions], *, must_be: bool
@@ -162,23 +183,6 @@ class RebuiltBlobs:
         if must_be and failure is not None:
             raise failure
 
-    def _large(
-        self,
-        planned: ModelPlan,
-        wanted: Wanted,
-        tried: set[tuple[str, Digest]],
-    ) -> Iterator[Candidate]:
-        by_name: dict[str, list[Descriptor]] = defaultdict(list)
-        for blob in wanted.values():
-            by_name[blob.name].append(blob)
-        for made in planned.blobs:
-            for blob in by_name.get(made.name, ()):
-                # Equal headers mean equal types and group sizes, and so equal bytes.
-                attempt = (str(blob.digest), Digest.of(made.header))
-                if blob.size == made.size and attempt not in tried:
-                    tried.add(attempt)
-                    yield Candidate(blob, partial(made.buffers, self._converter.convert))
-
 
 def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> LocalStore | None:
     """Return the store at ``source``; None if ``source`` is not the folder of a store.
@@ -194,21 +198,3 @@ def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> Local
             f"{quote(source)} is the store itself, which cannot be repaired from itself"
         )
     return LocalStore(path)
-
-
-def _small(contents: Iterable[bytes], wanted: Wanted) -> Iterator[Candidate]:
-    for data in contents:
-        blob = wanted.get(BlobId(Digest.of(data), len(data)))
-        if blob is not None:
-            yield Candidate(blob, lambda data=data: [data])  # type: ignore[misc]
-
-
-def _quantizing(overrides: Sequence[str]) -> tuple[QuantizeOptions, ...]:
-    """Return every way to quantize a source."""
-    return tuple(
-        QuantizeOptions(quant_type=item.name, group_size=size, policy=policy, overrides=overrides)
-        for policy in POLICIES
-        for item in FORMATS.values()
-        if item.is_target
-        for size in sorted(item.group_sizes, key=lambda size: size != item.group_size)
-    )

@@ -182,7 +182,7 @@ class _BlobCheck:
         for key in blobs:
             self.bases.pop(key.digest, None)
         self.of_models |= blobs.keys()
-        self._add(blobs, as_bases=False)
+        self._check(blobs, as_bases=False)
         bases = bases_of(self._store, blobs.values())
         self.bases |= bases
         unchecked = {
@@ -191,7 +191,7 @@ class _BlobCheck:
             if (base.id not in self.seen or base.id in self.damaged)
             and base.id not in self.of_models
         }
-        self._add(unchecked, as_bases=True)
+        self._check(unchecked, as_bases=True)
 
     def base_fault(self, blob: Descriptor) -> tuple[BlobId, str] | None:
         """Return the base of a delta-encoded blob and its fault; None if there is no fault."""
@@ -201,17 +201,19 @@ class _BlobCheck:
             return None
         return base.id, f"its base, {base.digest}, is damaged: {_without_advice(error)}"
 
-    def _add(self, blobs: Mapping[BlobId, Descriptor], *, as_bases: bool) -> None:
+    def _check(self, blobs: Mapping[BlobId, Descriptor], *, as_bases: bool) -> None:
         self.seen |= blobs
         for key in blobs:
             self.damaged.pop(key, None)
-        check = self._check_sizes if self._is_quick else self._hash
-        found = check(list(blobs.values()), as_bases=as_bases)
-        self.damaged |= {blob.id: error for blob, error in found}
-
-    def _hash(
-        self, blobs: Sequence[Descriptor], *, as_bases: bool
-    ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
+        if self._is_quick:
+            for key, blob in blobs.items():
+                try:
+                    self._store.check_size(blob.digest, blob.size, as_base=as_bases)
+                    with contextlib.suppress(BlobMissing):  # most are not cold
+                        self._store.open_cold(blob.digest, blob.size)
+                except BlobstoreError as error:
+                    self.damaged[key] = error
+            return
         before = self.bytes_read
 
         def count(what: str, done: int, total: int) -> None:
@@ -219,9 +221,9 @@ class _BlobCheck:
             if self._progress is not None:
                 self._progress(what, done, total)
 
-        return damaged_blobs(
+        found = damaged_blobs(
             self._store,
-            blobs,
+            list(blobs.values()),
             jobs=self._jobs,
             progress=count,
             verified=VerifiedBlobs(self._store),
@@ -229,17 +231,7 @@ class _BlobCheck:
             both_forms=True,
             as_bases=as_bases,
         )
-
-    def _check_sizes(
-        self, blobs: Sequence[Descriptor], *, as_bases: bool
-    ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
-        for blob in blobs:
-            try:
-                self._store.check_size(blob.digest, blob.size, as_base=as_bases)
-                with contextlib.suppress(BlobMissing):  # most are not cold
-                    self._store.open_cold(blob.digest, blob.size)
-            except BlobstoreError as error:
-                yield blob, error
+        self.damaged |= {blob.id: error for blob, error in found}
 
 
 def _parse(

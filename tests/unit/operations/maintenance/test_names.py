@@ -4,8 +4,8 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,15 +24,12 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
+from blobstore.operations.maintenance.names import Named, copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.models import add_blobs, blob
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 A, B = map(Reference.parse, "ab")
 
@@ -89,13 +86,16 @@ def test_a_manifest_is_copied_byte_for_byte(store: LocalStore) -> None:
     assert store.read_manifest(Reference.parse("c")) == strange
 
 
-Giving = pytest.mark.parametrize("give", [copy_model, rename_model])
+Give = Callable[..., Named]
 
 
-@Giving
-def test_a_name_of_another_model_is_taken_by_force_only(
-    store: LocalStore, give: Callable[..., object]
-) -> None:
+@pytest.fixture(params=[copy_model, rename_model])
+def give(request: pytest.FixtureRequest) -> Give:
+    """An operation that gives a model a name."""
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_name_of_another_model_is_taken_by_force_only(store: LocalStore, give: Give) -> None:
     make(store, "a", b"one")
     make(store, "b", b"two")
     old = store.read_manifest(B)
@@ -103,13 +103,12 @@ def test_a_name_of_another_model_is_taken_by_force_only(
         give(A, B, store=store)
     assert (store.read_manifest(B), listed(store)) == (old, ["a:latest", "b:latest"])
     new = store.read_manifest(A)
-    assert give(A, B, store=store, force=True).replaced  # type: ignore[attr-defined]
+    assert give(A, B, store=store, force=True).replaced
     assert store.read_manifest(B) == new
 
 
-@Giving
 def test_a_manifest_that_cannot_be_read_is_replaced_by_force_only(
-    store: LocalStore, give: Callable[..., object]
+    store: LocalStore, give: Give
 ) -> None:
     make(store, "a", b"one")
     break_manifest(store, "b").unlink()
@@ -124,31 +123,22 @@ def test_a_manifest_that_cannot_be_read_is_replaced_by_force_only(
     assert store.resolve(B)
 
 
-@Giving
-def test_the_same_model_under_the_name_is_no_obstacle(
-    store: LocalStore, give: Callable[..., object]
-) -> None:
+def test_the_same_model_under_the_name_is_no_obstacle(store: LocalStore, give: Give) -> None:
     for name in "ab":
         make(store, name, b"one")
-    assert not give(A, B, store=store).replaced  # type: ignore[attr-defined]
+    assert not give(A, B, store=store).replaced
     assert listed(store) == (["a:latest", "b:latest"] if give is copy_model else ["b:latest"])
 
 
-@Giving
 @pytest.mark.parametrize("source", ["a", "registry.ollama.ai/library/a:latest"])
-def test_a_name_cannot_become_itself(
-    store: LocalStore, give: Callable[..., object], source: str
-) -> None:
+def test_a_name_cannot_become_itself(store: LocalStore, give: Give, source: str) -> None:
     make(store, "a", b"one")
     with pytest.raises(UsageError, match="are the same name"):
         give(source, A, store=store, force=True)
     assert listed(store) == ["a:latest"]
 
 
-@Giving
-def test_a_name_that_differs_in_case_only_is_refused(
-    store: LocalStore, give: Callable[..., object]
-) -> None:
+def test_a_name_that_differs_in_case_only_is_refused(store: LocalStore, give: Give) -> None:
     make(store, "Model", b"one")
     with pytest.raises(NameConflict):
         give("Model", "model", store=store, force=True)
@@ -160,10 +150,7 @@ def test_a_name_that_differs_in_case_only_is_refused(
     assert listed(store) == ["model:latest"]
 
 
-@Giving
-def test_only_what_is_there_and_whole_gets_a_name(
-    store: LocalStore, give: Callable[..., object]
-) -> None:
+def test_only_an_intact_model_gets_a_name(store: LocalStore, give: Give) -> None:
     with pytest.raises(ModelNotFound):
         give(A, B, store=store)
     assert not store.root.exists()
@@ -182,18 +169,16 @@ def test_only_what_is_there_and_whole_gets_a_name(
     assert listed(store) == ["a:latest"]
 
 
-@Giving
-def test_rejects_invalid_names(store: LocalStore, give: Callable[..., object]) -> None:
+def test_rejects_invalid_names(store: LocalStore, give: Give) -> None:
     for names in (("../a", "b"), ("a", "-b"), ("a", "b:")):
         with pytest.raises(InvalidReference):
             give(*names, store=store)
 
 
-@Giving
-def test_nothing_is_collected_or_removed_in_the_middle(
-    store: LocalStore, give: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_collected_or_removed_during_the_change(
+    store: LocalStore, give: Give, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the blobs were looked at, and before the new name holds them."""
+    """After the blobs are checked, and before the new name references them."""
     make(store, "a", b"one")
     other = LocalStore(store.root, lock_timeout=0)
     attempts = []
@@ -215,15 +200,14 @@ def test_nothing_is_collected_or_removed_in_the_middle(
     assert store.resolve(B)
 
 
-@Giving
-def test_waits_for_those_who_hold_the_store(store: LocalStore, give: Callable[..., object]) -> None:
+def test_a_name_needs_the_exclusive_lock(store: LocalStore, give: Give) -> None:
     make(store, "a", b"one")
     with store.shared_lock(), pytest.raises(StoreBusy):
         give(A, B, store=store)
     assert listed(store) == ["a:latest"]
 
 
-def test_works_in_a_store_of_ollama_s(store: LocalStore) -> None:
+def test_works_in_a_store_of_ollama(store: LocalStore) -> None:
     add_gguf_model(store, "a")
     assert not store._layout.lock.parent.exists()
     copy_model(A, B, store=store)
@@ -295,7 +279,7 @@ def test_a_failed_sync_is_a_failed_rename(
     assert failed == count > 2
 
 
-# Killed at every step. What a process does to names and files it tells its audit hooks, but for syncing.
+# The process is killed at every step. Audit hooks report all changes of names and files except fsync.
 KILLED = """
 import json, os, signal, sys
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
@@ -415,19 +399,19 @@ def test_reports_what_a_collection_frees(
     expected = [config if data is None else len(content(data)) for data in freed]
     for dry_run in (True, False):
         assert len(listed(store)) == 3
-        told = remove_models(names, store=store, dry_run=dry_run)
-        assert (told.blobs, told.size) == (len(expected), sum(expected))
+        removed = remove_models(names, store=store, dry_run=dry_run)
+        assert (removed.blobs, removed.size) == (len(expected), sum(expected))
     collected = collect_garbage(store, older_than=0)
-    assert len(collected.blobs) == told.blobs
-    assert sum(item.size for item in collected.blobs) == told.size
+    assert len(collected.blobs) == removed.blobs
+    assert sum(item.size for item in collected.blobs) == removed.size
 
 
 def test_counts_only_blobs_that_are_there(store: LocalStore) -> None:
     make(store, "a", b"one")
     manifest = store.resolve(A)
     Path(store.blob_path(manifest.layers[0].digest)).unlink()
-    told = remove_models(["a"], store=store)
-    assert (told.blobs, told.size) == (1, manifest.config.size)
+    removed = remove_models(["a"], store=store)
+    assert (removed.blobs, removed.size) == (1, manifest.config.size)
 
 
 def test_all_names_or_none(store: LocalStore) -> None:
@@ -456,7 +440,7 @@ def test_a_name_that_vanishes_before_the_lock_leaves_the_others(
     assert listed(store) == ["a:latest"]
 
 
-def test_a_name_goes_also_if_its_manifest_cannot_be_read(store: LocalStore) -> None:
+def test_removes_a_name_whose_manifest_cannot_be_read(store: LocalStore) -> None:
     make(store, "whole", b"one")
     break_manifest(store, "a")
     link = store.manifest_path(Reference.parse("link"))
@@ -468,9 +452,9 @@ def test_a_name_goes_also_if_its_manifest_cannot_be_read(store: LocalStore) -> N
     pipe.parent.mkdir()
     os.mkfifo(pipe)
     names = ["a", "link", "pipe"]
-    told = remove_models(names, store=store)
-    assert [type(entry.error) for entry in told.names] == [InvalidManifest] * 3
-    assert (told.blobs, told.size, told.unreadable) == (0, 0, ())
+    removed = remove_models(names, store=store)
+    assert [type(entry.error) for entry in removed.names] == [InvalidManifest] * 3
+    assert (removed.blobs, removed.size, removed.unreadable) == (0, 0, ())
     assert listed(store) == ["whole:latest"]
     assert outside.read_bytes() == b"{"
 
@@ -491,7 +475,7 @@ def test_a_folder_in_the_place_of_a_manifest_is_not_removed(store: LocalStore) -
     assert listed(store) == ["a:latest"]
 
 
-def test_removing_waits_for_those_who_hold_the_store(store: LocalStore) -> None:
+def test_removing_needs_the_exclusive_lock(store: LocalStore) -> None:
     make(store, "a", b"one")
     with store.shared_lock(), pytest.raises(StoreBusy):
         remove_models(["a"], store=store)
@@ -507,7 +491,7 @@ def test_a_store_without_the_name_is_not_touched(store: LocalStore) -> None:
         remove_models(["a"], store=store)
 
 
-def test_says_that_the_store_is_closed_to_writing() -> None:
+def test_reports_a_store_without_write_permission() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
         make(store, "a", b"one")
@@ -540,7 +524,7 @@ def copy(number):
     copy_model(f"c:{number}", f"c:{number + 1}", store=store)
     remove_models([f"c:{number}"], store=store)
 
-def make(number):  # what is caught, if anybody can
+def make(number):  # a name that the catcher may copy
     add_blobs(store, "prey", {"x": blob(("x", "U8", (3,), b"x%02d" % number))})
     remove_models(["prey"], store=store)
 
@@ -583,8 +567,8 @@ def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Pa
             role: stack.enter_context(sandbox.start(PLAYERS, role, store.root, rounds, stop))
             for role in ("move", "copy", "make", "catch", "collect")
         }
-        stack.callback(stop.touch)  # also where one has failed, lest the others go on for ever
-        for player in players.values():  # all have come before any begins
+        stack.callback(stop.touch)  # also after a failure, so that the others end
+        for player in players.values():  # all are ready before any begins
             assert player.stdout is not None
             assert player.stdout.readline() == "ready\n"
         for player in players.values():
@@ -599,6 +583,6 @@ def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Pa
     names = set(listed(store))
     assert names - {"caught:latest"} == {f"m:{rounds}", f"c:{rounds}"}
     assert verify_models(store=store).faults == ()
-    # Each of the prey's blobs was garbage once, but for that which is caught.
+    # Each blob of the prey was garbage once, except the one that was caught.
     left = len(collect_garbage(store, older_than=0).blobs)
     assert int(output) + left == rounds - len(names & {"caught:latest"})

@@ -24,14 +24,20 @@ NAME = Reference.parse("m")
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> tuple[LocalStore, LocalStore]:
-    """Return two stores that have the same model, in the second one under another name too."""
-    folder = write_folder(tmp_path / "source", dense_tensors())
-    store, other = (LocalStore(tmp_path / name, lock_timeout=0.01) for name in ("store", "other"))
-    create(folder, "m", store=store)
+def store(tmp_path: Path) -> LocalStore:
+    """A store with a model."""
+    store = LocalStore(tmp_path / "store", lock_timeout=0.01)
+    create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    return store
+
+
+@pytest.fixture
+def other(store: LocalStore, tmp_path: Path) -> LocalStore:
+    """Another store with the same model, under a second name too."""
+    other = LocalStore(tmp_path / "other", lock_timeout=0.01)
     for name in ("m", "another"):
-        create(folder, name, store=other)
-    return store, other
+        create(tmp_path / "source", name, store=other)
+    return other
 
 
 def restored(store: LocalStore, other: LocalStore, *, is_dry: bool = False) -> tuple[Restored, ...]:
@@ -67,46 +73,45 @@ def publish(
         (b'"layers"', b'"laye\xf2s"'),
     ],
 )
-def test_a_damaged_manifest_is_put_back(
-    old: bytes, new: bytes, stores: tuple[LocalStore, LocalStore]
+def test_restores_a_damaged_manifest(
+    old: bytes, new: bytes, store: LocalStore, other: LocalStore
 ) -> None:
-    store, other = stores
     whole = store.read_manifest(NAME)
     wrong = change(store, old, new)
-    (found,) = restored(*stores)
+    (found,) = restored(store, other)
     assert (found.reference, found.manifest) == (NAME, other.resolve(NAME))
     assert store.read_manifest(NAME) == whole
     assert found.quarantined is not None
     assert list(store.folder("quarantine").iterdir()) == [found.quarantined]
     assert found.quarantined.read_bytes() == wrong
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
 
 
-def test_one_that_names_another_config_is_put_back(stores: tuple[LocalStore, LocalStore]) -> None:
-    store = stores[0]
+def test_restores_a_manifest_that_names_another_config(
+    store: LocalStore, other: LocalStore
+) -> None:
     whole = store.read_manifest(NAME)
     digest = store.resolve(NAME).config.digest.hex.encode()
     change(store, digest, digest[::-1])
-    assert len(restored(*stores)) == 1
+    assert len(restored(store, other)) == 1
     assert store.read_manifest(NAME) == whole
 
 
-def test_the_other_store_may_have_it_under_another_name(
-    stores: tuple[LocalStore, LocalStore],
+def test_finds_the_model_under_another_name(
+    store: LocalStore,
+    other: LocalStore,
 ) -> None:
-    store, other = stores
     whole = store.read_manifest(NAME)
     with other.exclusive_lock():
         other.remove(NAME)
     change(store, b"image.tensor", b"image.tenror")
-    assert len(restored(*stores)) == 1
+    assert len(restored(store, other)) == 1
     assert store.read_manifest(NAME) == whole
 
 
-def test_one_that_cannot_be_read_there_hinders_no_other(
-    stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+def test_skips_models_of_the_other_store_that_cannot_be_read(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = stores
     read_blob = other.read_blob
     failed: list[bool] = []
 
@@ -118,31 +123,29 @@ def test_one_that_cannot_be_read_there_hinders_no_other(
 
     monkeypatch.setattr(other, "read_blob", reading)
     change(store, b"image.tensor", b"image.tenror")
-    assert len(restored(*stores)) == 1
+    assert len(restored(store, other)) == 1
     assert failed
 
 
-def test_another_model_of_the_name_is_not_taken(
-    stores: tuple[LocalStore, LocalStore], tmp_path: Path
+def test_does_not_use_another_model_of_the_same_name(
+    store: LocalStore, other: LocalStore, tmp_path: Path
 ) -> None:
-    store, other = stores
     folder = write_folder(tmp_path / "moe", moe_tensors())
     for name in ("m", "another"):
         create(folder, name, store=other)
     wrong = change(store, b"image.tensor", b"image.tenror")
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
     assert store.read_manifest(NAME) == wrong
 
 
-def test_does_not_use_a_manifest_that_is_damaged_too(stores: tuple[LocalStore, LocalStore]) -> None:
-    store, other = stores
-    for either in stores:
+def test_does_not_use_a_manifest_that_is_damaged_too(store: LocalStore, other: LocalStore) -> None:
+    for either in (store, other):
         change(either, b"image.tensor", b"image.tenror")
     with other.exclusive_lock():
         other.remove(Reference.parse("another"))
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
     change(store, b"image.json", b"image.jsoo")
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
 
 
 def test_does_not_use_a_manifest_that_no_config_confirms(tmp_path: Path) -> None:
@@ -153,55 +156,53 @@ def test_does_not_use_a_manifest_that_no_config_confirms(tmp_path: Path) -> None
     assert restored(store, other) == ()
 
 
-def test_whole_and_missing_manifests_are_left(stores: tuple[LocalStore, LocalStore]) -> None:
-    store, other = stores
+def test_leaves_intact_and_missing_manifests(store: LocalStore, other: LocalStore) -> None:
     change(store, b"}\n", b"}")  # as Ollama pulls it
     manifest = store.resolve(NAME)
     store.publish(Reference.parse("less"), with_layers(store, manifest, manifest.layers[1:]))
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
     names = [Reference.parse("gone")]
     assert tuple(restore_manifests(store, other, names, is_dry=False)) == ()
 
 
-def test_a_whole_manifest_whose_config_is_lost_is_left(
-    stores: tuple[LocalStore, LocalStore],
+def test_leaves_an_intact_manifest_whose_config_is_missing(
+    store: LocalStore,
+    other: LocalStore,
 ) -> None:
-    blob_path(stores[0], "").unlink()
-    assert restored(*stores) == ()
+    blob_path(store, "").unlink()
+    assert restored(store, other) == ()
 
 
-def test_then_no_other_model_of_the_same_layers_is_taken(
-    stores: tuple[LocalStore, LocalStore],
+def test_does_not_use_another_model_of_the_same_layers(
+    store: LocalStore,
+    other: LocalStore,
 ) -> None:
-    store, other = stores
     manifest = other.resolve(NAME)
     config = ModelConfig(file_type="another", layers_digest=layers_digest(manifest.layers))
     publish(other, "another", config, manifest.layers)
     blob_path(store, "").unlink()
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
 
 
-def test_a_model_without_layers_is_like_no_other(stores: tuple[LocalStore, LocalStore]) -> None:
-    store, other = stores
+def test_does_not_use_a_model_without_layers(store: LocalStore, other: LocalStore) -> None:
     with other.exclusive_lock():
         other.remove(NAME)
     publish(other, "another", ModelConfig(layers_digest=layers_digest([])), ())
     wrong = change(store, b'"name":"mask"', b'"name":"ma[]"')
-    assert restored(*stores) == ()
+    assert restored(store, other) == ()
     assert store.read_manifest(NAME) == wrong
 
 
-def test_at_no_moment_is_the_name_gone(
-    stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+def test_the_name_exists_at_every_moment(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not where a file can have no second name."""
-    store = stores[0]
+    """Also on file systems without hard links."""
     change(store, b"image.tensor", b"image.tenror")
     monkeypatch.setattr(os, "link", forbidden)
     monkeypatch.setattr(restoring, "write_file", forbidden)
     wrong = store.read_manifest(NAME)
     with pytest.raises(StoreError):
-        restored(*stores)
+        restored(store, other)
     assert store.read_manifest(NAME) == wrong
 
 
@@ -209,49 +210,46 @@ def forbidden(*_: object, **__: object) -> None:
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def test_a_name_that_differs_in_case_does_not_matter(
-    stores: tuple[LocalStore, LocalStore],
+def test_ignores_a_name_that_differs_only_in_case(
+    store: LocalStore,
+    other: LocalStore,
 ) -> None:
-    store = stores[0]
     whole = store.read_manifest(NAME)
     path = store.manifest_path(Reference.parse("M"))
     path.parent.mkdir()
     path.write_bytes(whole)
     change(store, b"image.tensor", b"image.tenror")
-    assert [found.reference for found in restored(*stores)] == [NAME]
+    assert [found.reference for found in restored(store, other)] == [NAME]
     assert store.read_manifest(NAME) == whole
 
 
-def test_a_dry_run_changes_nothing(stores: tuple[LocalStore, LocalStore]) -> None:
-    store = stores[0]
+def test_a_dry_run_changes_nothing(store: LocalStore, other: LocalStore) -> None:
     wrong = change(store, b"image.tensor", b"image.tenror")
-    (found,) = restored(*stores, is_dry=True)
+    (found,) = restored(store, other, is_dry=True)
     assert found.quarantined is None
     assert store.read_manifest(NAME) == wrong
     assert not store.folder("quarantine").exists()
 
 
-def test_the_lock_is_needed(stores: tuple[LocalStore, LocalStore]) -> None:
-    store = stores[0]
+def test_needs_the_lock(store: LocalStore, other: LocalStore) -> None:
     wrong = change(store, b"image.tensor", b"image.tenror")
     with store.shared_lock(), pytest.raises(StoreBusy):
-        restored(*stores)
+        restored(store, other)
     assert store.read_manifest(NAME) == wrong
 
 
 def test_leaves_a_manifest_that_is_replaced_during_the_repair(
-    stores: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = stores[0]
     manifest = store.resolve(NAME)
     less = with_layers(store, manifest, manifest.layers[1:]).to_bytes()
     change(store, b"image.tensor", b"image.tenror")
-    references = stores[1].references
+    references = other.references
 
     def publishing() -> object:
         store.manifest_path(NAME).write_bytes(less)
         return references()
 
-    monkeypatch.setattr(stores[1], "references", publishing)
-    assert restored(*stores) == ()
+    monkeypatch.setattr(other, "references", publishing)
+    assert restored(store, other) == ()
     assert store.read_manifest(NAME) == less
