@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
-    """Add a blob that no manifest reaches, written ``age`` seconds ago."""
+    """Add an unreferenced blob, written ``age`` seconds ago."""
     with store.ingest() as ingest:
         digest = ingest.add(len(data), lambda: [data]).digest
         ingest.publish()
@@ -47,7 +47,7 @@ def everything(store: LocalStore) -> set[str]:
     return {str(path.relative_to(store.root)) for path in store.root.rglob("*")}
 
 
-def test_removes_what_no_manifest_reaches(store: LocalStore) -> None:
+def test_removes_unreferenced_blobs(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     kept = {path.name for path in store.folder("blobs").iterdir()}
     garbage = {put(store, data).file_name for data in (b"", b"one", b"two" * 1000)}
@@ -74,7 +74,7 @@ def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("age", [-1, float("nan")])
-def test_a_time_that_means_nothing_is_a_wrong_argument(store: LocalStore, age: float) -> None:
+def test_rejects_an_invalid_age(store: LocalStore, age: float) -> None:
     with pytest.raises(UsageError, match="0 seconds or more"):
         collect_garbage(store, older_than=age)
 
@@ -110,7 +110,7 @@ def test_a_dry_run_needs_no_permission_to_write() -> None:
         assert outcome.startswith("StoreError: no permission to write to the store")
 
 
-def test_what_is_leased_is_kept_however_old(store: LocalStore) -> None:
+def test_keeps_leased_blobs_of_any_age(store: LocalStore) -> None:
     digest = put(store, b"leased", age=10_000)
     with store.lease() as lease:
         lease.hold([digest])
@@ -119,7 +119,7 @@ def test_what_is_leased_is_kept_however_old(store: LocalStore) -> None:
     assert names(collect_garbage(store, older_than=0).blobs) == {digest.file_name}
 
 
-def test_a_running_import_keeps_what_it_found_and_what_it_wrote(store: LocalStore) -> None:
+def test_a_running_import_keeps_the_blobs_it_found_and_wrote(store: LocalStore) -> None:
     found = put(store, b"found", age=10_000)
     with store.ingest() as ingest:
         assert not ingest.add(5, lambda: [b"found"]).written
@@ -131,7 +131,7 @@ def test_a_running_import_keeps_what_it_found_and_what_it_wrote(store: LocalStor
         assert present == {found.file_name, Digest.of(b"wrote").file_name}
 
 
-def test_a_model_whose_import_was_collected_around_loads(
+def test_a_collection_during_an_import_harms_no_model(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
@@ -151,7 +151,7 @@ def test_a_model_whose_import_was_collected_around_loads(
         assert len(model) == len(dense_tensors())
 
 
-def test_what_dead_processes_left_is_removed(store: LocalStore) -> None:
+def test_removes_leftovers_of_dead_processes(store: LocalStore) -> None:
     put(store, b"x")
     with store.lease() as lease:
         living = [
@@ -185,7 +185,7 @@ def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_pat
     assert len(list(store.folder("headers").iterdir())) == 1
 
 
-def test_blobs_of_ollama_s_own_models_are_reached(store: LocalStore) -> None:
+def test_keeps_blobs_of_models_of_ollama(store: LocalStore) -> None:
     put(store, b"")
     add_gguf_model(store, "gguf")
     before = everything(store)
@@ -207,7 +207,7 @@ def test_foreign_files_among_the_blobs_stay(store: LocalStore) -> None:
     assert present == {*foreign, f"sha256-{'b' * 64}"}
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(store: LocalStore, tmp_path: Path) -> None:
+def test_removes_a_link_and_not_its_target(store: LocalStore, tmp_path: Path) -> None:
     put(store, b"x")
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
@@ -244,7 +244,7 @@ TORN = {
 
 @pytest.mark.parametrize("content", TORN.values(), ids=TORN)
 @pytest.mark.parametrize("place", ["registry.ollama.ai/library/a/latest", "junk", "x/y/z/t/deep"])
-def test_nothing_is_removed_where_a_manifest_cannot_be_read(
+def test_removes_nothing_if_a_manifest_cannot_be_read(
     store: LocalStore, content: bytes, place: str
 ) -> None:
     put(store, b"perhaps needed")
@@ -317,7 +317,7 @@ def test_advises_what_to_do_with_an_unreadable_manifest(store: LocalStore) -> No
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
+def test_stops_at_a_manifest_without_read_permission(is_folder: bool) -> None:
     with sandbox.common_folder() as folder:
 
         def collected() -> object:
@@ -338,7 +338,7 @@ def test_a_manifest_that_permissions_close_stops_it(is_folder: bool) -> None:
         assert sandbox.call(collected, unprivileged=True) == "1"
 
 
-def test_a_manifest_that_comes_while_it_runs_is_heeded(
+def test_a_manifest_published_during_the_run_is_respected(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = blob(("x", "U8", (3,), b"abc"))
@@ -350,7 +350,7 @@ def test_a_manifest_that_comes_while_it_runs_is_heeded(
     read_leases = LocalStore.read_leases
 
     def late(store: LocalStore) -> object:
-        # By then manifests have been marked once.
+        # Manifests were read once before.
         path = store.manifest_path(A)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(elsewhere.read_manifest(A))
@@ -362,7 +362,7 @@ def test_a_manifest_that_comes_while_it_runs_is_heeded(
     assert Path(store.blob_path(Digest.of(data))).read_bytes() == data
 
 
-def test_others_are_let_in_between_batches(
+def test_releases_the_lock_between_batches(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(7):
@@ -380,7 +380,7 @@ def test_others_are_let_in_between_batches(
     assert len(times) == 4
 
 
-def test_a_store_that_others_keep_to_themselves_is_busy(store: LocalStore) -> None:
+def test_reports_a_busy_store(store: LocalStore) -> None:
     put(store, b"x")
     with store.shared_lock(), pytest.raises(StoreBusy):
         collect_garbage(store, older_than=0)
@@ -440,7 +440,7 @@ def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
 
 
 @pytest.mark.parametrize("options", READING, ids=str)
-def test_a_model_that_is_let_go_of_holds_nothing(
+def test_a_released_model_keeps_no_lease_and_no_descriptor(
     store: LocalStore, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     write_folder(tmp_path / "model", dense_tensors())

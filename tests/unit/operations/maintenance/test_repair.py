@@ -65,6 +65,14 @@ def store(folder: Path, tmp_path: Path) -> LocalStore:
     return store
 
 
+@pytest.fixture
+def other(folder: Path, tmp_path: Path) -> LocalStore:
+    """Return another store that has model ``m``."""
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    return other
+
+
 def is_whole(store: LocalStore) -> bool:
     return not verify_models(store=store).faults
 
@@ -172,7 +180,7 @@ def test_repairs_only_the_named_models(store: LocalStore, folder: Path, tmp_path
     assert not is_whole(store)
 
 
-def test_a_folder_of_blobs_that_is_gone_is_made_again(store: LocalStore, folder: Path) -> None:
+def test_creates_a_missing_folder_of_blobs(store: LocalStore, folder: Path) -> None:
     for path in store.folder("blobs").iterdir():
         path.unlink()
     store.folder("blobs").rmdir()
@@ -180,7 +188,7 @@ def test_a_folder_of_blobs_that_is_gone_is_made_again(store: LocalStore, folder:
     assert is_whole(store)
 
 
-def test_does_nothing_to_a_whole_store(store: LocalStore, folder: Path) -> None:
+def test_does_not_change_an_intact_store(store: LocalStore, folder: Path) -> None:
     def states() -> dict[str, tuple[int, int]]:
         found = {path.name: path.stat() for path in store.folder("blobs").iterdir()}
         return {name: (item.st_ino, item.st_mtime_ns) for name, item in found.items()}
@@ -278,11 +286,9 @@ def test_reports_what_a_changed_source_cannot_repair(
     assert is_whole(store)
 
 
-def test_nothing_is_taken_from_a_store_that_is_damaged_too(
-    store: LocalStore, folder: Path, tmp_path: Path
+def test_does_not_use_blobs_that_are_damaged_in_the_other_store_too(
+    store: LocalStore, other: LocalStore
 ) -> None:
-    other = LocalStore(tmp_path / "other")
-    create(folder, NAME, store=other)
     for layer in (PLAIN, "mask", "scalar"):
         flip(blob_path(store, layer))
     flip(blob_path(other, PLAIN))
@@ -293,11 +299,9 @@ def test_nothing_is_taken_from_a_store_that_is_damaged_too(
     assert quarantined(other) == []
 
 
-def test_a_source_that_cannot_be_read_hinders_only_its_own(
-    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_blob_that_cannot_be_read_does_not_stop_the_others(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = LocalStore(tmp_path / "other")
-    create(folder, NAME, store=other)
     for layer in (PLAIN, "scalar"):
         flip(blob_path(store, layer))
     lost = blob_path(other, PLAIN)
@@ -318,10 +322,8 @@ def test_a_source_that_cannot_be_read_hinders_only_its_own(
 
 @pytest.mark.timeout(60)
 def test_stops_reading_a_file_that_grows(
-    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = LocalStore(tmp_path / "other")
-    create(folder, NAME, store=other)
     flip(blob_path(store, PLAIN))
     read_pieces = LocalStore.read_pieces
 
@@ -350,7 +352,7 @@ def test_reports_an_unreadable_manifest(store: LocalStore, folder: Path) -> None
     assert "only another store that has the model can restore a manifest" in fault.message
 
 
-def test_reports_a_manifest_of_which_nothing_is_left(store: LocalStore, tmp_path: Path) -> None:
+def test_reports_an_empty_manifest(store: LocalStore, tmp_path: Path) -> None:
     other = LocalStore(shutil.copytree(store.root, tmp_path / "other"))
     store.manifest_path(NAME).write_bytes(b"")
     (fault,) = repair_models(source=other.root, store=store).faults
@@ -375,7 +377,7 @@ def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) 
         repair_models([Reference.parse("gone")], folder, store=store)
 
 
-def test_a_blob_that_is_as_its_digest_says_is_left(store: LocalStore, folder: Path) -> None:
+def test_leaves_an_invalid_blob_whose_digest_is_right(store: LocalStore, folder: Path) -> None:
     add_blobs(store, "odd", {"x": b"no header"})
     repaired = repair_models(source=folder, store=store)
     assert repaired.repaired == ()
@@ -383,7 +385,7 @@ def test_a_blob_that_is_as_its_digest_says_is_left(store: LocalStore, folder: Pa
     assert fault.layer == "x"
 
 
-def test_a_size_that_manifests_dispute_harms_no_blob(store: LocalStore, folder: Path) -> None:
+def test_a_wrong_size_in_a_manifest_harms_no_blob(store: LocalStore, folder: Path) -> None:
     manifest = store.resolve(NAME)
     data = manifest.to_bytes()
     layer = next(item for item in manifest.layers if item.name == PLAIN)
@@ -451,7 +453,7 @@ def test_a_full_disk_leaves_the_damaged_blob(
 # The header index
 
 
-def test_an_index_that_was_made_of_a_damaged_header_is_made_again(
+def test_rebuilds_an_index_that_comes_from_a_damaged_header(
     store: LocalStore, folder: Path
 ) -> None:
     path = blob_path(store, "position_ids")
@@ -469,7 +471,7 @@ def test_an_index_that_was_made_of_a_damaged_header_is_made_again(
         assert model["position_ids"].dtype == np.int64
 
 
-# Others at the same time
+# Other processes at the same time
 
 
 def test_a_rebuilt_blob_is_not_garbage(
@@ -524,11 +526,9 @@ def test_an_interrupt_leaves_no_temporary_files(
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_does_not_wait_for_what_is_being_read(
-    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_interrupt_does_not_wait_for_blobs_that_are_being_read(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = LocalStore(tmp_path / "other")
-    create(folder, NAME, store=other)
     for layer in (PLAIN, "mask"):
         flip(blob_path(store, layer))
     read_pieces = LocalStore.read_pieces
@@ -571,7 +571,7 @@ def test_skips_a_blob_that_another_repair_has_repaired(
     assert left_over(store) == []
 
 
-def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
+def test_checks_a_blob_again_that_changes_before_the_lock_is_acquired(
     store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = blob_path(store, PLAIN)
@@ -597,7 +597,7 @@ def test_a_blob_that_changes_before_the_lock_is_had_is_looked_at_again(
     assert path.read_bytes() == right
 
 
-def test_says_that_others_keep_the_lock(store: LocalStore, folder: Path) -> None:
+def test_reports_a_busy_store(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
     wrong = blob_path(store, PLAIN).read_bytes()
     hurried = LocalStore(store.root, lock_timeout=0)
@@ -624,7 +624,7 @@ def test_repairs_and_collections_do_not_harm_each_other(
         try:
             while not stop.is_set():
                 work()
-        except BaseException as error:  # noqa: BLE001 - told by the test
+        except BaseException as error:  # noqa: BLE001 - the test reports it
             failures.append(error)
 
     def repair() -> object:
@@ -657,7 +657,7 @@ from blobstore.store.local import LocalStore
 print("ready", flush=True)
 repair_models(source=sys.argv[2], store=LocalStore(sys.argv[1]), jobs=2)
 """
-# For each line with a number n, a child whose nth system call kills it instead; tells its end.
+# For each line with a number n, a child is killed in place of its nth system call; prints its exit code.
 _STEPS = """
 import os, signal, sys
 from pathlib import Path
@@ -696,7 +696,7 @@ def start(program: str, store: LocalStore, source: Path) -> subprocess.Popen[str
 
 
 def check_after_a_crash(store: LocalStore, right: dict[Path, bytes], folder: Path) -> None:
-    """Check that a repair can go on, and that nothing is lost or left."""
+    """Check that another repair succeeds, and that nothing is lost or left behind."""
     assert repair_models(source=folder, store=store).faults == ()
     assert {path: path.read_bytes() for path in right} == right
     collect_garbage(store, older_than=0)
@@ -726,7 +726,7 @@ def test_survives_a_kill_before_every_step(tmp_path: Path) -> None:
                 break
             assert end == -signal.SIGKILL
             killed += 1
-            # What is in place is right, or as damaged as it was; and that is never lost.
+            # The blob is right, or as damaged as before; and the damaged bytes are never lost.
             assert damaged.read_bytes() in (wrong, right[damaged])
             if damaged.read_bytes() != wrong:
                 assert wrong in [path.read_bytes() for path in quarantined(store)]

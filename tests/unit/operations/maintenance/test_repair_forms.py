@@ -1,4 +1,4 @@
-"""Blobs that are damaged in one form and whole in another."""
+"""Blobs that are damaged in one form and intact in another."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_repairs_a_damaged_file_from_its_cold_form(store: LocalStore, item: Desc
     assert set(forms_of(store, "a").values()) == {"both"}
 
 
-def test_a_damaged_cold_form_goes_where_the_file_is_whole(
+def test_a_damaged_cold_form_of_an_intact_file_is_quarantined(
     store: LocalStore, item: Descriptor
 ) -> None:
     flip(store.cold_path(item.digest))
@@ -97,7 +97,7 @@ def test_reports_a_blob_that_is_damaged_in_both_forms_and_keeps_it(
     assert quarantined(store) == 0
 
 
-def test_a_source_is_not_blamed_for_a_cold_form(
+def test_a_fault_of_a_cold_form_is_not_reported_for_the_source(
     store: LocalStore, item: Descriptor, tmp_path: Path
 ) -> None:
     flip(store.blob_path(item.digest))
@@ -112,9 +112,7 @@ def test_a_source_is_not_blamed_for_a_cold_form(
 
 
 @pytest.mark.parametrize("way", ["thaw", "freeze"])
-def test_changing_the_form_takes_what_is_whole(
-    store: LocalStore, item: Descriptor, way: str
-) -> None:
+def test_freeze_and_thaw_use_the_intact_form(store: LocalStore, item: Descriptor, way: str) -> None:
     flip(store.blob_path(item.digest))
     if way == "thaw":
         assert thaw_models(["a"], store=store).faults == ()

@@ -21,6 +21,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
+from tests.support.damage import blob_path, empty, flip, truncate
 from tests.support.models import (
     dense_tensors,
     moe_tensors,
@@ -53,22 +54,6 @@ def layer_of(store: LocalStore, name: str) -> Descriptor:
     return next(layer for layer in store.resolve(NAME).layers if layer.name == name)
 
 
-def blob_of(store: LocalStore, name: str) -> Path:
-    return Path(store.blob_path(layer_of(store, name).digest))
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
-
-
-def writable(path: Path) -> Path:
-    path.chmod(0o644)
-    return path
-
-
 def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
     with store.ingest() as ingest:
         item = ingest.add(len(content), lambda: [content])
@@ -97,7 +82,7 @@ def only_fault(store: LocalStore) -> Fault:
 
 
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
-def test_finds_nothing_wrong_with_a_whole_model(experts: ExpertForm, tmp_path: Path) -> None:
+def test_finds_no_fault_in_an_intact_model(experts: ExpertForm, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "source", dense_tensors() | moe_tensors())
     create(folder, NAME, store=store, experts=experts)
@@ -123,14 +108,12 @@ def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
     assert verify_models([Reference.parse("gguf")], store=store).faults == ()
 
 
-def test_accepts_a_tensor_that_its_blob_calls_data(store: LocalStore) -> None:
-    publish_with(store, add(store, blob("data"), name="old"))
-    assert verify_models(store=store).faults == ()
+QUANTIZED = [TensorSpec("x", DType.U32, (1,)), TensorSpec("x.scale", DType.F32, (1,))]
 
 
-def test_accepts_a_quantized_tensor_with_its_companions(store: LocalStore) -> None:
-    specs = [TensorSpec("x", DType.U32, (1,)), TensorSpec("x.scale", DType.F32, (1,))]
-    publish_with(store, add(store, encode_header(specs) + bytes(8), name="x"))
+@pytest.mark.parametrize("content", [blob("data"), encode_header(QUANTIZED) + bytes(8)])
+def test_accepts_a_tensor_named_data_or_with_companions(store: LocalStore, content: bytes) -> None:
+    publish_with(store, add(store, content, name="x"))
     assert verify_models(store=store).faults == ()
 
 
@@ -150,7 +133,7 @@ def test_reads_a_blob_once_however_many_models_share_it(store: LocalStore, tmp_p
 def test_reads_only_what_the_named_models_need(store: LocalStore, tmp_path: Path) -> None:
     tensors = {"w": np.zeros(3, np.uint8)}
     create(write_folder(tmp_path / "small", tensors), "small", store=store)
-    flip(blob_of(store, PLAIN), -1)
+    flip(blob_path(store, PLAIN))
     small = Reference.parse("small")
     verified = verify_models([small, small], store=store)
     assert verified.faults == ()
@@ -169,29 +152,24 @@ def test_reports_progress_up_to_the_total(store: LocalStore) -> None:
 
 
 def test_names_the_tensor_of_a_changed_byte(store: LocalStore) -> None:
-    flip(blob_of(store, PLAIN), -1)
+    flip(blob_path(store, PLAIN))
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
     assert "is damaged: its bytes have digest" in fault.message
 
 
 def test_names_the_layer_of_a_changed_byte_in_a_group(store: LocalStore) -> None:
-    flip(blob_of(store, EXPERTS), -1)
+    flip(blob_path(store, EXPERTS))
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (EXPERTS, "")
     assert fault.message.endswith("; it holds 36 tensors, any of which may be damaged")
-
-
-def test_names_the_blob_of_a_fault(store: LocalStore) -> None:
-    flip(blob_of(store, "config.json"), 0)
-    assert only_fault(store).blob == str(layer_of(store, "config.json").digest)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: flip(path, 0), lambda p: flip(p, 12)])
 def test_names_the_tensor_of_a_blob_whose_header_is_lost(
     damage: Callable[[Path], object], store: LocalStore
 ) -> None:
-    damage(blob_of(store, PLAIN))
+    damage(blob_path(store, PLAIN))
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
 
@@ -200,15 +178,15 @@ def test_names_a_quantized_tensor_and_not_its_companions(tmp_path: Path) -> None
     store = LocalStore(tmp_path / "store")
     create(write_folder(tmp_path / "s", quantizable_tensors()), NAME, store=store, quantize="int4")
     for layer in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
-        flip(blob_of(store, layer), -1)
-        flip(blob_of(store, layer), 0)
+        flip(blob_path(store, layer))
+        flip(blob_path(store, layer), 0)
     faults = verify_models(store=store).faults
     assert [fault.tensor for fault in faults] == [fault.layer for fault in faults]
     assert len(faults) == 2
 
 
 def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None:
-    path = blob_of(store, EXPERTS)
+    path = blob_path(store, EXPERTS)
     flip(path, path.read_bytes().index(b'"F32"') + 3)
     fault = only_fault(store)
     assert (fault.layer, fault.tensor) == (EXPERTS, "")
@@ -217,25 +195,26 @@ def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None
 
 
 def test_names_the_layer_of_a_missing_blob(store: LocalStore) -> None:
-    blob_of(store, EXPERTS).unlink()
+    blob_path(store, EXPERTS).unlink()
     fault = only_fault(store)
     assert fault.layer == EXPERTS
     assert fault.message.count("missing") == 1
 
 
 def test_names_the_layer_of_a_blob_of_another_size(store: LocalStore) -> None:
-    path = blob_of(store, PLAIN)
+    path = blob_path(store, PLAIN)
     size = path.stat().st_size
-    path.chmod(0o644)
-    os.truncate(path, size - 1)
+    truncate(path)
     fault = only_fault(store)
     assert fault.layer == PLAIN
     assert fault.message.count(f"has {size - 1} bytes, expected {size}") == 1
 
 
 def test_names_a_damaged_file(store: LocalStore) -> None:
-    flip(blob_of(store, "config.json"), 0)
-    assert only_fault(store).layer == "config.json"
+    flip(blob_path(store, "config.json"), 0)
+    fault = only_fault(store)
+    digest = layer_of(store, "config.json").digest
+    assert (fault.layer, fault.blob) == ("config.json", str(digest))
 
 
 def test_names_a_layer_without_a_name_by_its_media_type(store: LocalStore) -> None:
@@ -247,9 +226,9 @@ def test_names_a_layer_without_a_name_by_its_media_type(store: LocalStore) -> No
 
 def test_reports_every_fault_of_every_model_in_order(store: LocalStore, tmp_path: Path) -> None:
     create(tmp_path / "source", "a-copy", store=store)
-    flip(blob_of(store, PLAIN), -1)
-    blob_of(store, "scalar").unlink()
-    flip(blob_of(store, "config.json"), 0)
+    flip(blob_path(store, PLAIN))
+    blob_path(store, "scalar").unlink()
+    flip(blob_path(store, "config.json"), 0)
     faults = verify_models(store=store).faults
     assert [(fault.reference, fault.layer) for fault in faults] == [
         (reference, layer)
@@ -269,7 +248,7 @@ def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> Non
     assert (fault.reference, fault.layer) == ("wrong:latest", last.name)
 
 
-# Manifests and what they promise
+# Manifests, and what they state
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -296,7 +275,7 @@ def test_finds_a_manifest_that_was_changed(
 
 
 def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
-    blob_of(store, PLAIN).unlink()
+    blob_path(store, PLAIN).unlink()
     path = store.manifest_path(NAME)
     path.write_bytes(path.read_bytes().replace(b"merges.txt", b"merges.tyt"))
     layers = [fault.layer for fault in verify_models(store=store).faults]
@@ -304,7 +283,7 @@ def test_a_manifest_that_was_changed_hides_no_damage(store: LocalStore) -> None:
 
 
 def test_reports_a_missing_config_once(store: LocalStore) -> None:
-    Path(store.blob_path(store.resolve(NAME).config.digest)).unlink()
+    blob_path(store, "").unlink()
     (fault,) = verify_models(store=store).faults
     assert fault.layer == media_types.CONFIG
 
@@ -313,7 +292,7 @@ def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None
     path = store.manifest_path(Reference.parse("broken"))
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    flip(blob_of(store, PLAIN), -1)
+    flip(blob_path(store, PLAIN))
     verified = verify_models(store=store)
     assert [fault.reference for fault in verified.faults] == ["broken:latest", "m:latest"]
     assert "$.schemaVersion" in verified.faults[0].message
@@ -339,36 +318,29 @@ def test_finds_a_config_that_is_not_a_json_object(
 
 
 def test_finds_a_damaged_config(store: LocalStore) -> None:
-    flip(Path(store.blob_path(store.resolve(NAME).config.digest)), 0)
+    flip(blob_path(store, ""), 0)
     fault = only_fault(store)
     assert fault.layer == media_types.CONFIG
     assert "have digest" in fault.message
 
 
-def test_finds_a_blob_that_was_broken_when_it_was_stored(store: LocalStore) -> None:
-    publish_with(store, add(store, blob("x") + b"?", name="x"))
+@pytest.mark.parametrize(
+    ("content", "tensor", "message"),
+    [
+        (blob("x") + b"?", "", "trailing bytes"),
+        (encode_header([]), "", "holds no tensor"),
+        (blob("y"), "y", "which is not of this layer"),
+        (blob("x.a", "xb"), "xb", "which is not of this layer"),
+    ],
+    ids=["broken", "no tensor", "another tensor", "outside the group"],
+)
+def test_finds_a_blob_that_does_not_fit_its_layer(
+    store: LocalStore, content: bytes, tensor: str, message: str
+) -> None:
+    publish_with(store, add(store, content, name="x"))
     fault = only_fault(store)
-    assert fault.layer == "x"
-    assert "trailing bytes" in fault.message
-
-
-def test_finds_a_blob_that_holds_another_tensor(store: LocalStore) -> None:
-    publish_with(store, add(store, blob("y"), name="x"))
-    fault = only_fault(store)
-    assert (fault.layer, fault.tensor) == ("x", "y")
-
-
-def test_finds_a_tensor_outside_its_group(store: LocalStore) -> None:
-    publish_with(store, add(store, blob("x.a", "xb"), name="x"))
-    fault = only_fault(store)
-    assert (fault.layer, fault.tensor) == ("x", "xb")
-
-
-def test_finds_a_blob_without_tensors(store: LocalStore) -> None:
-    publish_with(store, add(store, encode_header([]), name="x"))
-    fault = only_fault(store)
-    assert fault.layer == "x"
-    assert "holds no tensor" in fault.message
+    assert (fault.layer, fault.tensor) == ("x", tensor)
+    assert message in fault.message
 
 
 def test_finds_a_tensor_that_is_in_two_layers(store: LocalStore) -> None:
@@ -425,22 +397,22 @@ def test_finds_an_invalid_list_of_stacked_tensors(store: LocalStore, content: by
 # Quick, and slow
 
 
-def test_a_quick_look_finds_what_sizes_and_headers_tell(store: LocalStore) -> None:
-    os.truncate(writable(blob_of(store, "merges.txt")), 0)
-    blob_of(store, "scalar").unlink()
-    flip(blob_of(store, "mask"), 0)
-    flip(blob_of(store, PLAIN), -1)  # the data, which is not looked at
+def test_a_quick_check_finds_wrong_sizes_and_headers(store: LocalStore) -> None:
+    empty(blob_path(store, "merges.txt"))
+    blob_path(store, "scalar").unlink()
+    flip(blob_path(store, "mask"), 0)
+    flip(blob_path(store, PLAIN))  # the data, which is not read
     verified = verify_models(store=store, quick=True)
     assert [fault.layer for fault in verified.faults] == ["mask", "scalar", "merges.txt"]
     assert verified.bytes_read == 0
     assert verified.blobs == verify_models(store=store).blobs
 
 
-def test_a_quick_look_finds_nothing_wrong_with_a_whole_model(store: LocalStore) -> None:
+def test_a_quick_check_finds_no_fault_in_an_intact_model(store: LocalStore) -> None:
     assert verify_models(store=store, quick=True).faults == ()
 
 
-def test_a_quick_look_notes_nothing_as_whole(store: LocalStore) -> None:
+def test_a_quick_check_does_not_mark_blobs_as_verified(store: LocalStore) -> None:
     verify_models(store=store, quick=True)
     assert not store._layout.verified(os.geteuid()).exists()
 
@@ -471,7 +443,7 @@ def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
 
 @pytest.fixture
 def changing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what sets changes that come when so many blobs are hashed."""
+    """Return a function that schedules changes, each by the number of blobs hashed before it."""
 
     def before_hashing(changes: Mapping[int, Callable[[], object]]) -> None:
         check_digest = LocalStore.check_digest
@@ -511,7 +483,7 @@ def test_a_model_that_is_replaced_during_the_run_is_checked_again(
     def replace_it() -> None:
         remove(store)
         create(folder, NAME, store=store)
-        flip(blob_of(store, "w"), -1)
+        flip(blob_path(store, "w"))
 
     changing({0: replace_it})
     verified = verify_models([NAME], store=store)
@@ -520,7 +492,7 @@ def test_a_model_that_is_replaced_during_the_run_is_checked_again(
     assert verified.models == 1
 
 
-def test_what_was_missing_for_a_moment_is_looked_for_again(
+def test_a_blob_that_was_missing_for_a_moment_is_checked_again(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
     folder = tmp_path / "source"
@@ -537,7 +509,7 @@ def test_what_was_missing_for_a_moment_is_looked_for_again(
 def test_a_blob_that_changes_its_form_is_not_a_fault(
     store: LocalStore, changing: Callable[..., None], tmp_path: Path
 ) -> None:
-    path, away = blob_of(store, PLAIN), tmp_path / "away"
+    path, away = blob_path(store, PLAIN), tmp_path / "away"
     count = len(store.resolve(NAME).blobs)
     changing({0: lambda: path.rename(away), count: lambda: away.rename(path)})
     verified = verify_models(store=store, jobs=1)
@@ -550,7 +522,7 @@ def test_reports_damage_of_a_model_while_another_one_is_removed(
     tensors = {"w": np.zeros(3, np.uint8)}
     create(write_folder(tmp_path / "stays", tensors), "stays", store=store)
     stays = store.resolve(Reference.parse("stays"))
-    flip(Path(store.blob_path(stays.layers[0].digest)), -1)
+    flip(Path(store.blob_path(stays.layers[0].digest)))
     changing({0: lambda: remove(store)})
     verified = verify_models(store=store)
     assert [(fault.reference, fault.layer) for fault in verified.faults] == [("stays:latest", "w")]
@@ -559,8 +531,8 @@ def test_reports_damage_of_a_model_while_another_one_is_removed(
 def test_reports_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> None:
     create(tmp_path / "source", "other", store=store)
     publish_with(store, add(store, b"no header", name="x"))  # as its digest says
-    flip(blob_of(store, PLAIN), -1)
-    blob_of(store, "scalar").unlink()
+    flip(blob_path(store, PLAIN))
+    blob_path(store, "scalar").unlink()
     verified = verify_models(store=store)
     assert sorted(item.name for item in verified.damaged) == [PLAIN, "scalar"]
     assert len(verified.faults) == 5
