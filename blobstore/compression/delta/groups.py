@@ -97,7 +97,12 @@ def classes_of(base: Array, dtype: DType, classes: Classes) -> Array:
 
 def group(base: Array, dtype: DType, classes: Classes) -> Groups:
     """Group an even number of elements by class."""
-    keys = _keys(_classes(base, dtype, classes))
+    # A key has the two classes of a pair, the first in the upper half.
+    pairs = _classes(base, dtype, classes).view("<u2")
+    np.multiply(pairs, 0x1001, out=pairs)
+    np.right_shift(pairs, 8, out=pairs)
+    keys = scratch("delta keys", len(pairs))
+    np.copyto(keys, pairs, casting="unsafe")
     order = keys.argsort(kind="stable")
     bounds = keys.searchsorted(_probes(classes.many), sorter=order).tolist()
     bounds.append(len(keys))
@@ -160,16 +165,6 @@ def scatter(stream: Array, groups: Groups, out: Array) -> None:
     np.left_shift(pairs, 8 * stream.itemsize, out=pairs)
     np.bitwise_or(pairs, first, out=pairs)
     out.view(pair)[groups.order] = pairs
-
-
-def _keys(classes: Array) -> Array:
-    """Return the two classes of each pair as one number, the first in the upper half."""
-    pairs = classes.view("<u2")
-    np.multiply(pairs, 0x1001, out=pairs)
-    np.right_shift(pairs, 8, out=pairs)
-    keys = scratch("delta keys", len(pairs))
-    np.copyto(keys, pairs, casting="unsafe")
-    return keys
 
 
 def _classes(base: Array, dtype: DType, classes: Classes) -> Array:

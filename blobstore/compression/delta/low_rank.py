@@ -144,19 +144,16 @@ class LowRankPredictor:
         if len(self._right) == 1:  # BLAS is slow for rank 1
             np.multiply(self._left[start:end], self._right, out=rows)
         else:
-            self._multiply(start, end, rows)
+            height = max(_SERIAL_PRODUCTS // self._right.size, 1)
+            for row in range(0, end - start, height):
+                left = self._left[start + row : min(start + row + height, end)]
+                np.matmul(left, self._right, out=rows[row : row + height])
         skipped = first - start * columns
         predicted = scratch("delta predicted", base.nbytes).view(base.dtype)
         with np.errstate(all="ignore"):
             _ADD[self._dtype](base, added[skipped : skipped + len(base)], predicted)
         _keep_odd_ones(base, predicted, self._dtype)
         return predicted
-
-    def _multiply(self, start: int, end: int, out: Array) -> None:
-        height = max(_SERIAL_PRODUCTS // self._right.size, 1)
-        for row in range(0, end - start, height):
-            left = self._left[start + row : min(start + row + height, end)]
-            np.matmul(left, self._right, out=out[row : row + height])
 
 
 def _keep_odd_ones(base: Array, predicted: Array, dtype: DType) -> None:
@@ -213,7 +210,8 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
         exponent = math.ceil(math.log2(reach / limit))
         terms.append((exponent, scaled, np.rint(row * (limit / largest)).astype(np.int8)))
     # Those far below the first are coarser, so that sums with it are exact.
-    least = max(term[0] for term in terms) - _reach(len(terms), limit)
+    distance = ((_EXACT - 1) // (len(terms) * limit * limit)).bit_length() - 1
+    least = max(term[0] for term in terms) - distance
     exponents = tuple(max(term[0], least) for term in terms)
     if not {min(exponents), max(exponents)} <= set(_EXPONENTS):
         return None
@@ -222,8 +220,3 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
         for exponent, term in zip(exponents, terms, strict=True)
     ]
     return Factors(exponents, np.stack(lefts), np.stack([term[2] for term in terms]))
-
-
-def _reach(rank: int, limit: int) -> int:
-    """Return the maximum distance between the exponents of the terms."""
-    return ((_EXACT - 1) // (rank * limit * limit)).bit_length() - 1

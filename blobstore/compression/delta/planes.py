@@ -186,7 +186,12 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
         count = form - Form.BYTES + 1
         if count > out.itemsize:
             raise ColdDamaged(f"elements of {out.itemsize} bytes cannot have {count} planes")
-        _merge(count, planes, out)
+        np.copyto(out, _plane(planes, len(out)).view(np.int8))
+        wider = scratch("delta wider", out.nbytes).view(out.dtype)
+        for number in range(1, count):
+            np.copyto(wider, _plane(planes, len(out)).view(np.int8))
+            np.left_shift(wider, 8 * number, out=wider)
+            np.add(out, wider, out=out)
     else:
         bits = _BITS[form]
         codes = _plane(planes, -(-len(out) * bits // 8))
@@ -264,12 +269,3 @@ def _split(differences: Array) -> list[Array]:
         if not rest.any():
             break
     return planes
-
-
-def _merge(count: int, planes: Iterator[tuple[int, memoryview]], out: Array) -> None:
-    np.copyto(out, _plane(planes, len(out)).view(np.int8))
-    wider = scratch("delta wider", out.nbytes).view(out.dtype)
-    for number in range(1, count):
-        np.copyto(wider, _plane(planes, len(out)).view(np.int8))
-        np.left_shift(wider, 8 * number, out=wider)
-        np.add(out, wider, out=out)
