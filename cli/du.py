@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -61,17 +62,15 @@ def command(
 
     with suggesting_names(store, names):
         usage = measure_usage(names, store=store)
-    rows = _ordered(usage.models, order)
+    by_name = order == "name"
+    key = attrgetter("reference" if by_name else order)
+    rows = sorted(usage.models, key=key, reverse=not by_name)
     if as_json:
         _show_json(usage, rows)
     elif usage.size:
         render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
     elif not store.root.exists():
         render.show_note(f"there is no store at {store.root} yet")
-    _show_faults(ctx, usage)
-
-
-def _show_faults(ctx: click.Context, usage: StoreUsage) -> None:
     for model in usage.models:
         if model.faults:
             more = f"; and {len(model.faults) - 1:,} more of its blobs" * (len(model.faults) > 1)
@@ -80,14 +79,6 @@ def _show_faults(ctx: click.Context, usage: StoreUsage) -> None:
         render.show_error(f"{error}; its blobs count as needed by no model")
     if usage.unreadable or any(model.faults for model in usage.models):
         ctx.exit(Damaged.exit_code)
-
-
-def _ordered(models: Sequence[ModelUsage], order: Order) -> Sequence[ModelUsage]:
-    if order == "size":
-        return sorted(models, key=lambda model: -model.size)
-    if order == "unique":
-        return sorted(models, key=lambda model: -model.unique)
-    return sorted(models, key=lambda model: model.reference)
 
 
 def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:

@@ -82,7 +82,16 @@ def _sections(inspected: Inspection, *, with_tensors: bool) -> Iterator[str]:
     if inspected.subtrees:
         yield _parts_table(inspected.subtrees)
     if with_tensors and inspected.tensors:
-        yield _tensor_table(inspected)
+        shown = [
+            (
+                render.cell(spec.name),
+                spec.dtype.value,
+                "x".join(map(str, spec.shape)) or "scalar",
+                render.human_bytes(spec.nbytes),
+            )
+            for spec in inspected.tensors
+        ]
+        yield render.table(("TENSOR", "TYPE", "SHAPE", "SIZE"), shown, right=(3,))
 
 
 def _parts_table(subtrees: Sequence[Subtree]) -> str:
@@ -110,16 +119,3 @@ def _summary(inspected: Inspection) -> str:
     ]
     lines += map(escape, inspected.notices)
     return "\n".join(lines)
-
-
-def _tensor_table(inspected: Inspection) -> str:
-    rows = [
-        (
-            render.cell(spec.name),
-            spec.dtype.value,
-            "x".join(map(str, spec.shape)) or "scalar",
-            render.human_bytes(spec.nbytes),
-        )
-        for spec in inspected.tensors
-    ]
-    return render.table(("TENSOR", "TYPE", "SHAPE", "SIZE"), rows, right=(3,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -44,7 +45,9 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     """
     from blobstore.operations.maintenance.list import list_models
 
-    models = _ordered(list_models(store), order)
+    models: Sequence[ListedModel] = list_models(store)
+    if order != "name":
+        models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
         _show_json(models)
     elif models:
@@ -56,12 +59,6 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
         render.show_error(str(error))
     if errors:
         ctx.exit(Damaged.exit_code)
-
-
-def _ordered(models: Sequence[ListedModel], order: Order) -> Sequence[ListedModel]:
-    if order == "size":
-        return sorted(models, key=lambda model: -model.size)
-    return sorted(models, key=lambda model: -model.modified) if order == "modified" else models
 
 
 def _as_table(models: Sequence[ListedModel]) -> str:

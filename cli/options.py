@@ -152,21 +152,16 @@ def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iter
     try:
         yield
     except ModelNotFound as error:
-        near = ", ".join(quote(name) for name in _near_names(store, references))
+        from difflib import get_close_matches
+
+        names: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            names.extend(map(_short, store.references()))
+        asked = [name for name in map(_short, references) if name not in names]
+        near = dict.fromkeys(match for name in asked for match in get_close_matches(name, names))
         if not near:
             raise
-        raise ModelNotFound(f"{error}; did you mean {near}?") from None
-
-
-def _near_names(store: LocalStore, references: Sequence[Reference]) -> list[str]:
-    from difflib import get_close_matches
-
-    names: list[str] = []
-    with contextlib.suppress(BlobstoreError):
-        names.extend(map(_short, store.references()))
-    asked = [name for name in map(_short, references) if name not in names]
-    near = [match for name in asked for match in get_close_matches(name, names)]
-    return list(dict.fromkeys(near))
+        raise ModelNotFound(f"{error}; did you mean {', '.join(map(quote, near))}?") from None
 
 
 def _short(reference: Reference) -> str:

@@ -29,7 +29,7 @@ main()
 
 
 def run(*arguments: object) -> Result:
-    """Run a command; an exception that is no exit is raised."""
+    """Run a command; exceptions other than an exit are raised."""
     result = CliRunner(catch_exceptions=False).invoke(program, [str(item) for item in arguments])
     assert not result.exc_info or result.exc_info[0] is SystemExit
     return result

@@ -39,7 +39,7 @@ def changed(stored: LocalStore, dense: Path) -> LocalStore:
     ],
     ids=" ".join,
 )
-def test_is_refused_by_who_uses_it(
+def test_is_refused_by_commands_that_use_it(
     arguments: tuple[str, ...], changed: LocalStore, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -56,7 +56,7 @@ def test_is_found_by_verify(options: tuple[str, ...], changed: LocalStore) -> No
     assert "create the model again, copy it from another of its names" in fault["message"]
 
 
-def test_is_as_good_as_any_for_who_manages_names(changed: LocalStore) -> None:
+def test_is_accepted_by_commands_that_manage_names(changed: LocalStore) -> None:
     assert run("cp", "dense", "copy").exit_code == 0
     for arguments in (["list"], ["du"], ["rm", "copy"], ["show", "dense", "--manifest"]):
         assert run(*arguments).exit_code == 0
@@ -70,7 +70,7 @@ def test_stops_gc_until_the_name_is_gone(changed: LocalStore) -> None:
     assert run("gc").exit_code == 0
 
 
-def test_is_cured_as_the_message_says(changed: LocalStore, dense: Path) -> None:
+def test_is_repaired_as_the_message_says(changed: LocalStore, dense: Path) -> None:
     assert run("cp", "whole", "dense", "--force").exit_code == 0
     assert run("verify").exit_code == 0
     path = changed.manifest_path(Reference.parse("dense"))

@@ -101,7 +101,6 @@ def test_prints_a_table_and_totals(models: LocalStore) -> None:
 
 def test_says_that_models_are_equal(models: LocalStore) -> None:
     result = run("compare", "base", "base")
-
     assert result.stdout.splitlines()[-1] == (
         "5 tensors, all equal; 32 bits per weight, 32 in the base"
     )
@@ -139,7 +138,7 @@ def test_prints_exact_numbers_as_json(models: LocalStore) -> None:
     }
 
 
-def test_json_has_no_numbers_that_json_has_not(odd: LocalStore) -> None:
+def test_json_has_no_infinite_numbers(odd: LocalStore) -> None:
     text = run("compare", "odd", "even", "--json").stdout
     value = json.loads(text, parse_constant=no_constants)
 
@@ -154,7 +153,7 @@ def test_json_has_no_numbers_that_json_has_not(odd: LocalStore) -> None:
     assert value["only_in_base"] == ["mine"]
 
 
-def test_shows_nonfinite_elements_and_tensors_of_only_one_model(odd: LocalStore) -> None:
+def test_shows_nonfinite_elements_and_tensors_that_only_one_model_has(odd: LocalStore) -> None:
     result = run("compare", "odd", "even", "--sort", "error")
     lines = result.stdout.splitlines()
 
@@ -169,12 +168,13 @@ def test_shows_nonfinite_elements_and_tensors_of_only_one_model(odd: LocalStore)
     ]
 
 
-def test_shortens_long_lists_of_what_is_in_one_only(store: LocalStore, tmp_path: Path) -> None:
+def test_shortens_long_lists_of_tensors_that_only_one_model_has(
+    store: LocalStore, tmp_path: Path
+) -> None:
     arrays: Arrays = {f"x{number:02}": np.ones(1) for number in range(26)}
     add(tmp_path, "many", arrays)
     add(tmp_path, "few", {"x00": np.ones(1)})
     line = run("compare", "few", "many").stdout.splitlines()[-1]
-
     assert line.startswith("only in many:latest: x01, x02, ")
     assert line.endswith(", x20 and 5 more")
 
@@ -194,10 +194,9 @@ def test_orders_rows(models: LocalStore) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_shows_the_worst_alone(models: LocalStore) -> None:
+def test_shows_only_the_worst_rows(models: LocalStore) -> None:
     worst = run_json("compare", "packed", "base", "--sort", "error")
     top = run_json("compare", "packed", "base", "--top", "2")
-
     assert top["tensors"] == worst["tensors"][:2]
     assert top["total"] == worst["total"]
     largest = run_json("compare", "packed", "base", "--top", "1", "--sort", "size")
@@ -206,7 +205,6 @@ def test_shows_the_worst_alone(models: LocalStore) -> None:
 
 def test_takes_patterns(models: LocalStore) -> None:
     value = run_json("compare", "packed", "base", "*.experts.*", "*.norm.*")
-
     assert set(names(value)) == {
         f"{EXPERTS}.0.up_proj.weight",
         f"{EXPERTS}.1.up_proj.weight",
@@ -217,7 +215,6 @@ def test_takes_patterns(models: LocalStore) -> None:
 
 def test_names_models_that_are_nearly_right(models: LocalStore) -> None:
     result = run("compare", "packed", "bas")
-
     assert result.exit_code == 3
     assert "did you mean 'base'" in result.stderr
 
@@ -227,7 +224,6 @@ def test_escapes_hostile_names(store: LocalStore, tmp_path: Path) -> None:
     add(tmp_path, "a", {name: np.ones(1), f"{name}1": np.ones(1)})
     add(tmp_path, "b", {name: np.zeros(1), f"{name}2": np.ones(1)})
     result = run("compare", "a", "b")
-
     lines = result.stdout.splitlines()
     assert all(line.isprintable() for line in lines)
     assert len(lines) == 5
@@ -242,7 +238,6 @@ def test_writes_a_page(models: LocalStore, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     target.write_text("old")
     result = run("compare", "packed", "base", "--html", target)
-
     assert result.exit_code == 0
     assert result.stderr == f"note: wrote {target}\n"
     assert target.read_text().startswith("<!doctype html>")
@@ -250,9 +245,8 @@ def test_writes_a_page(models: LocalStore, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"base", "packed", "store", "page.html"}
 
 
-def test_writes_json_beside_the_page(models: LocalStore, tmp_path: Path) -> None:
+def test_writes_a_page_and_prints_json(models: LocalStore, tmp_path: Path) -> None:
     value = run_json("compare", "packed", "base", "--top", "1", "--html", tmp_path / "page.html")
-
     assert len(value["tensors"]) == 1
     assert (tmp_path / "page.html").read_text().count("q_proj") > 1  # the page has them all
 
@@ -260,7 +254,6 @@ def test_writes_json_beside_the_page(models: LocalStore, tmp_path: Path) -> None
 def test_replaces_the_file_that_a_link_leads_to(models: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
-
     assert run("compare", "packed", "base", "--html", tmp_path / "link").exit_code == 0
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text().startswith("<!doctype")
@@ -273,15 +266,14 @@ def test_refuses_a_place_for_the_page_before_it_reads(
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     place = tmp_path / kind if kind else ""
-    # There is no such model, which would be told if it had been looked for.
+    # There is no such model; that would be the error if it had been searched for.
     result = run("compare", "none", "base", "--html", place)
-
     assert result.exit_code == 1
     assert "is not a regular file" in result.stderr or "cannot" in result.stderr
     assert list((tmp_path / "folder").iterdir()) == []
 
 
-def test_tells_that_a_page_cannot_be_written(
+def test_reports_that_a_page_cannot_be_written(
     models: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: bytes) -> int:
@@ -289,7 +281,6 @@ def test_tells_that_a_page_cannot_be_written(
 
     monkeypatch.setattr("blobstore.core.files.os.write", full)
     result = run("compare", "packed", "base", "--html", tmp_path / "page.html")
-
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
     assert not list(tmp_path.glob("*page*"))

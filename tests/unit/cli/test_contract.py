@@ -233,7 +233,6 @@ def test_every_command_has_a_contract() -> None:
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_json_has_the_documented_keys_and_exact_numbers(command: str, folder: Path) -> None:
     found = run_in(folder, command)
-
     assert sorted(set(paths_in(found))) == JSON[command].split()
     for key, value in numbers_in(found):
         assert value is None or isinstance(value, int | list), key
@@ -244,7 +243,6 @@ def test_json_has_the_documented_keys_and_exact_numbers(command: str, folder: Pa
 def test_text_is_plain_and_goes_to_standard_output(command: str, folder: Path) -> None:
     store = () if command in STORELESS else ("--store", folder / "store")
     result = run(*arguments_of(command, folder), *store)
-
     assert result.exit_code == (1 if command == "diff" else 0)
     assert result.stdout.endswith("\n")
     assert "\x1b" not in result.output

@@ -46,7 +46,7 @@ def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
-def test_waits_as_long_as_told(stored: LocalStore, command: str) -> None:
+def test_waits_as_long_as_the_option_says(stored: LocalStore, command: str) -> None:
     with stored.shared_lock():
         found = run_json(command, "dense", "x", "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"

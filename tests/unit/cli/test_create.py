@@ -23,7 +23,6 @@ def blob_bytes(store: LocalStore) -> int:
 
 def test_reports_what_was_written(store: LocalStore, dense: Path) -> None:
     created = run_json("create", dense, "dense")
-
     assert created["name"] == "dense:latest"
     assert created["tensors"] == len(dense_tensors())
     assert created["blobs"] == len(list(store.folder("blobs").iterdir()))
@@ -34,14 +33,12 @@ def test_reports_what_was_written(store: LocalStore, dense: Path) -> None:
 
 def test_reports_that_everything_existed_already(stored: LocalStore, dense: Path) -> None:
     created = run_json("create", dense, "again")
-
     assert created["bytes_written"] == 0
     assert created["bytes_present"] == blob_bytes(stored)
 
 
 def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "dense:v1")
-
     assert result.exit_code == 0
     assert result.stdout.startswith("created dense:v1: 9 tensors in 13 blobs, ")
     assert ", 0 B already there, " in result.stdout
@@ -51,7 +48,6 @@ def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: P
 
 def test_creates_the_given_store(tmp_path: Path, store: LocalStore, dense: Path) -> None:
     assert run("create", dense, "dense", "--store", tmp_path / "other" / "deep").exit_code == 0
-
     assert run_json("list", "--store", tmp_path / "other" / "deep")["models"]
     assert not store.root.exists()
 
@@ -60,7 +56,6 @@ def test_creates_the_given_store(tmp_path: Path, store: LocalStore, dense: Path)
 def test_accepts_the_form_of_experts(store: LocalStore, moe: Path, form: str) -> None:
     created = run_json("create", moe, "moe", "--experts", form, "--jobs", 3)
     shown = run_json("show", "moe")
-
     assert created["tensors"] == len(moe_tensors())
     expected = len(moe_tensors()) if form == "packed" else 7
     assert len(shown["tensors"]) == expected
@@ -71,7 +66,6 @@ def test_notices_go_to_standard_error(store: LocalStore, dense: Path) -> None:
     write_folder(dense, {"x": dense_tensors()["scalar"]}, stem="consolidated")
     (dense / "odd\x1b\u202e.bin").write_bytes(b"")
     result = run("create", dense, "dense")
-
     assert result.exit_code == 0
     lines = result.stderr.splitlines()
     assert len(lines) == 2
@@ -81,7 +75,6 @@ def test_notices_go_to_standard_error(store: LocalStore, dense: Path) -> None:
 
 def test_chooses_weights_by_pattern(store: LocalStore, dense: Path) -> None:
     write_folder(dense, {"only": dense_tensors()["scalar"]}, stem="consolidated")
-
     assert run_json("create", dense, "c", "--weights", "consolidated*")["tensors"] == 1
     assert run_json("create", dense, "m", "--weights", "model*")["tensors"] == 9
 
@@ -93,7 +86,6 @@ def test_skips_tensors_that_the_index_does_not_name_if_requested(
     index = json.loads(path.read_text())
     del index["weight_map"]["model.layers.0.mlp.gate.weight"]
     path.write_text(json.dumps(index))
-
     assert run("create", moe, "moe").exit_code == 4
     created = run_json("create", moe, "moe", "--ignore-unindexed")
     assert created["tensors"] == len(moe_tensors()) - 1
@@ -124,7 +116,6 @@ def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> N
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_missing_source_is_not_found(store: LocalStore, more: list[str]) -> None:
     result = run("create", "/nowhere/mo\x1bdel", "m", *more)
-
     assert result.exit_code == 3
     assert result.stderr == ("blobstore: error: no such folder or file: '/nowhere/mo\\x1bdel'\n")
     assert not store.root.exists()
@@ -133,7 +124,6 @@ def test_a_missing_source_is_not_found(store: LocalStore, more: list[str]) -> No
 def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
     os.truncate(dense / "model.safetensors", 900)
     result = run("create", dense, "dense")
-
     assert result.exit_code == 4
     assert not store.root.exists()
 
@@ -143,14 +133,12 @@ def test_rejects_a_name_that_differs_only_in_case(
     stored: LocalStore, dense: Path, more: list[str]
 ) -> None:
     result = run("create", dense, "Dense", *more)
-
     assert result.exit_code == 1
     assert "differs only in case" in result.stderr
 
 
 def test_a_file_at_the_path_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
     store.root.write_bytes(b"")
-
     assert run("create", dense, "dense").exit_code == 1
     assert run("list").exit_code == 1
     assert store.root.read_bytes() == b""
@@ -170,7 +158,6 @@ def test_quantizes_to_the_requested_type(store: LocalStore, bf16: Path) -> None:
     options = ("--quantize", "Q4", "--group-size", 64, "--policy", "uniform")
     override = ("--quantize-override", "lm_head*=none")
     assert run("create", bf16, "m", *options, *override).exit_code == 0
-
     tensors = {tensor["name"]: tensor for tensor in run_json("show", "m")["tensors"]}
     weight = tensors[f"{LAYER}.self_attn.v_proj.weight"]
     assert (weight["type"], weight["group_size"], weight["shape"]) == ("int4", 64, [64, 128])
@@ -227,7 +214,6 @@ def test_invalid_options_are_usage_errors(
     store: LocalStore, bf16: Path, options: list[str], what: str, more: list[str]
 ) -> None:
     result = run("create", bf16, "m", *options, *more)
-
     assert result.exit_code == 2
     assert what in result.stderr
     assert not store.root.exists()
@@ -238,7 +224,6 @@ def test_values_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path:
     tensors["lm_head.weight"][3, 5] = float("nan")
     folder = write_folder(tmp_path / "model", tensors)
     result = run("create", folder, "m", "--quantize", "int4")
-
     assert result.exit_code == 4
     assert "tensor 'lm_head.weight': element [3, 5] is nan" in result.stderr
     assert run("show", "m").exit_code == 3
@@ -313,10 +298,8 @@ def test_a_paranoid_import_hashes_existing_blobs(stored: LocalStore, dense: Path
     assert run("create", dense, "again", "--paranoid").exit_code == 0
     path = blob_path(stored, "merges.txt", "dense")
     flip(path)
-
     assert run("create", dense, "other").exit_code == 0
     result = run("create", dense, "another", "--paranoid")
-
     assert result.exit_code == 4
     assert str(path) in result.stderr
     assert f"run blobstore repair again:latest --from {dense}, and create again" in result.stderr

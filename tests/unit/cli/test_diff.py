@@ -63,7 +63,7 @@ def test_prints_what_differs_with_exit_code_1(other: LocalStore) -> None:
     assert files == "files: 2 same, 1 changed, 1 only in A"
 
 
-def test_lists_all_if_asked(other: LocalStore) -> None:
+def test_lists_all_with_an_option(other: LocalStore) -> None:
     lines = run("diff", "dense", "other", "--all").stdout.splitlines()
     assert sum(line.startswith("same ") for line in lines) == 8
     assert len(lines) == 1 + 10 + 4 + 2
@@ -85,7 +85,7 @@ def test_json_has_both_sides(other: LocalStore) -> None:
     assert files["config.json"]["a"]["digest"] != files["config.json"]["b"]["digest"]
 
 
-def test_what_fails_is_told_apart(other: LocalStore) -> None:
+def test_errors_have_other_exit_codes_than_differences(other: LocalStore) -> None:
     result = run("diff", "dens", "other")
     assert result.exit_code == 3
     assert "did you mean 'dense'?" in result.stderr

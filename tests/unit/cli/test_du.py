@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-def test_an_absent_store_takes_nothing(store: LocalStore) -> None:
+def test_an_absent_store_uses_no_space(store: LocalStore) -> None:
     result = run("du")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr.startswith("note: there is no store at ")
@@ -82,9 +82,7 @@ def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
     assert found["errors"] == []
 
 
-def test_tells_of_the_models_that_were_asked_for(
-    stored: LocalStore, dense: Path, moe: Path
-) -> None:
+def test_shows_only_the_models_that_were_named(stored: LocalStore, dense: Path, moe: Path) -> None:
     (moe / "merges.txt").write_bytes((dense / "merges.txt").read_bytes().ljust(300))
     (dense / "merges.txt").write_bytes((moe / "merges.txt").read_bytes())
     assert run("create", dense, "dense").exit_code == 0
@@ -111,7 +109,7 @@ def test_sorts(stored: LocalStore, moe: Path) -> None:
     assert names("--sort", "unique") == ["dense", "moe", "zoe"]
 
 
-def test_a_blob_that_is_missing_or_damaged_is_told(stored: LocalStore) -> None:
+def test_missing_and_damaged_blobs_are_reported(stored: LocalStore) -> None:
     layers = stored.resolve(Reference.parse("dense")).layers
     Path(stored.blob_path(layers[0].digest)).unlink()
     result = run("du")
@@ -125,7 +123,7 @@ def test_a_blob_that_is_missing_or_damaged_is_told(stored: LocalStore) -> None:
     assert len(run_json("du", exit_code=4)["models"][0]["faults"]) == 2
 
 
-def test_a_manifest_that_cannot_be_read_is_told(stored: LocalStore) -> None:
+def test_an_unreadable_manifest_is_reported(stored: LocalStore) -> None:
     stored.manifest_path(Reference.parse("dense")).write_bytes(b"{\x1b[2J")
     result = run("du")
     assert result.exit_code == 4

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def test_writes_the_folder_back(stored: LocalStore, tmp_path: Path) -> None:
     result = run("export", "dense", tmp_path / "out")
-
     assert result.exit_code == 0
     assert result.stdout.startswith(f"exported dense:latest to {tmp_path}/out: 9 tensors in 1 file")
     arrays = load_file(tmp_path / "out" / "model.safetensors")
@@ -39,7 +38,6 @@ def test_dequantizes_when_asked(store: LocalStore, tmp_path: Path) -> None:
 
 def test_takes_the_size_of_shards(stored: LocalStore, tmp_path: Path) -> None:
     exported = run_json("export", "dense", tmp_path / "out", "--shard-size", "0.2kB")
-
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert exported["shards"] == len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert exported["files"] == len(files)
@@ -50,7 +48,6 @@ def test_takes_the_size_of_shards(stored: LocalStore, tmp_path: Path) -> None:
 def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_bytes(b"")
-
     assert run("export", "dense", tmp_path / "out").exit_code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 

@@ -20,7 +20,7 @@ def emptied(stored: LocalStore) -> LocalStore:
     return stored
 
 
-def test_removes_what_no_model_reaches_and_tells_it(emptied: LocalStore) -> None:
+def test_removes_and_lists_unreferenced_blobs(emptied: LocalStore) -> None:
     blobs = {path.name: path.stat().st_size for path in emptied.folder("blobs").iterdir()}
     result = run("gc", "--older-than", "0s")
     assert result.exit_code == 0
@@ -51,12 +51,12 @@ def test_a_dry_run_says_what_would_be_removed(emptied: LocalStore) -> None:
     assert list(emptied.folder("blobs").iterdir()) == []
 
 
-def test_nothing_to_remove_is_said(stored: LocalStore) -> None:
+def test_reports_that_there_is_nothing_to_remove(stored: LocalStore) -> None:
     assert run("gc", "--older-than=0s").stdout == "nothing to remove\n"
 
 
 @pytest.mark.parametrize("time", ["1", "1w", "-1h", "h", "1e5s", "1h30m", "", "nan s"])
-def test_rejects_times_that_mean_nothing(stored: LocalStore, time: str) -> None:
+def test_rejects_invalid_times(stored: LocalStore, time: str) -> None:
     result = run("gc", "--older-than", time)
     assert result.exit_code == 2
     assert "is not a time such as 30m, 1h or 2d" in result.stderr
@@ -79,7 +79,7 @@ def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) ->
 
 
 @pytest.mark.parametrize("options", [("--wait", "0.1"), ("--wait=0",)])
-def test_waits_no_longer_than_it_is_told(stored: LocalStore, options: tuple[str, ...]) -> None:
+def test_waits_no_longer_than_the_option_says(stored: LocalStore, options: tuple[str, ...]) -> None:
     with stored.shared_lock():
         for arguments in (("gc", *options), ("gc", *options, "--store", stored.root)):
             command = command_line(*arguments)

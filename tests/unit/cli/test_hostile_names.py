@@ -143,7 +143,7 @@ def test_hostile_arguments_are_escaped(store: LocalStore, command: str) -> None:
         assert done.stderr.count(b"\n") == 1
 
 
-def test_whatever_the_library_says_is_escaped(
+def test_messages_of_libraries_are_escaped(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(HOSTILE.values())
@@ -176,9 +176,8 @@ def test_the_store_s_own_path_is_escaped(tmp_path: Path) -> None:
         assert "st\\x1b[31m\\nore\\u202e" in result.stderr
 
 
-def test_arguments_that_are_no_text_are_escaped(stored: LocalStore) -> None:
+def test_arguments_that_are_not_utf8_are_escaped(stored: LocalStore) -> None:
     done = run_process("show", "dense", b"\xff*".decode(errors="surrogateescape"), "--json")
-
     assert done.returncode == 3
     assert_clean(done.stderr)
     assert "\\udcff*" in json.loads(done.stdout)["error"]["message"]

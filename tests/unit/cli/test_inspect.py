@@ -33,7 +33,7 @@ def evil(tmp_path: Path) -> Path:
     return tmp_path / "evil.pt"
 
 
-def test_tells_kind_globals_and_parts(checkpoint: Path) -> None:
+def test_shows_kind_globals_and_parts(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -72,7 +72,7 @@ def test_prints_json(checkpoint: Path) -> None:
     assert {item["pickle"] for item in found["globals"]} == {"x/data.pkl"}
 
 
-def test_a_refused_file_is_told_about_and_is_damaged_data(evil: Path) -> None:
+def test_a_refused_file_is_described_with_exit_code_4(evil: Path) -> None:
     result = run("inspect", evil)
     assert result.exit_code == 4
     assert "refused: " in result.stdout

@@ -16,7 +16,6 @@ COUNT = len(dense_tensors())
 
 def test_makes_a_folder_of_links(stored: LocalStore, tmp_path: Path) -> None:
     result = run("link", "dense", tmp_path / "farm")
-
     assert result.exit_code == 0
     assert result.stderr == ""
     start = f"linked dense:latest in {tmp_path}/farm: {COUNT} tensors in {COUNT} links ("
@@ -37,9 +36,7 @@ def test_adds_old_keys_when_asked(store: LocalStore, tmp_path: Path) -> None:
     files = {"config.json": b'{"num_local_experts": 2}'}
     source = write_folder(tmp_path / "model", dense_tensors(), files=files)
     assert run("create", source, "m").exit_code == 0
-
     assert run("link", "m", tmp_path / "farm", "--old-keys").exit_code == 0
-
     config = json.loads((tmp_path / "farm" / "config.json").read_bytes())
     assert config == {"num_local_experts": 2, "num_experts": 2}
 
@@ -47,16 +44,14 @@ def test_adds_old_keys_when_asked(store: LocalStore, tmp_path: Path) -> None:
 def test_says_what_is_copied(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model", quantizable_tensors())
     assert run("create", source, "m", "--quantize", "int4").exit_code == 0
-
     result = run("link", "m", tmp_path / "farm")
-
     assert result.stderr.startswith("note: weight files that are copies: 3, ")
     assert "note: weight files that are copies: 1, " in result.stderr
     assert " links (" in result.stdout
     assert ", 4 files copied (" in result.stdout
 
 
-def test_tells_exact_numbers_as_json(stored: LocalStore, tmp_path: Path) -> None:
+def test_prints_exact_numbers_as_json(stored: LocalStore, tmp_path: Path) -> None:
     linked = run_json("link", "dense", tmp_path / "farm")
 
     assert linked.pop("seconds") >= 0
@@ -79,6 +74,5 @@ def test_tells_exact_numbers_as_json(stored: LocalStore, tmp_path: Path) -> None
 def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "farm").mkdir()
     (tmp_path / "farm" / "mine").write_bytes(b"")
-
     assert run("link", "dense", tmp_path / "farm").exit_code == 1
     assert [path.name for path in (tmp_path / "farm").iterdir()] == ["mine"]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 def test_an_absent_store_lists_nothing(store: LocalStore) -> None:
     result = run("list")
-
     assert result.exit_code == 0
     assert result.stdout == ""
     assert result.stderr.startswith("note: there is no store at ")
@@ -25,7 +24,6 @@ def test_an_absent_store_lists_nothing(store: LocalStore) -> None:
 def test_an_empty_store_lists_nothing(store: LocalStore) -> None:
     store.root.mkdir()
     result = run("list")
-
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -64,7 +62,7 @@ def test_prints_aligned_rows(stored: LocalStore) -> None:
     assert row.index("3 days ago") == heading.index("MODIFIED")
 
 
-def test_lists_what_cannot_be_read_and_exits_with_4(stored: LocalStore) -> None:
+def test_lists_unreadable_manifests_and_exits_with_4(stored: LocalStore) -> None:
     broken = stored.folder("manifests") / "registry.ollama.ai/library/broken/latest"
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b'{"schemaVersion": 2, \x1b')
@@ -82,7 +80,7 @@ def test_lists_what_cannot_be_read_and_exits_with_4(stored: LocalStore) -> None:
     assert models[1]["error"] is None
 
 
-def test_lists_a_model_of_ollama_and_leaves_it_alone(stored: LocalStore, dense: Path) -> None:
+def test_lists_a_model_of_ollama_without_changing_it(stored: LocalStore, dense: Path) -> None:
     manifest = add_gguf_model(stored, "llama3:8b")
     before = {
         path: (path.read_bytes(), path.stat().st_mtime_ns)

@@ -61,7 +61,6 @@ def modules_after(code: str) -> set[str]:
 )
 def test_help_and_import_load_nothing_heavy(code: str) -> None:
     loaded = modules_after(code)
-
     assert "blobstore" in loaded
     assert not loaded & HEAVY
 
@@ -70,21 +69,18 @@ def test_show_loads_no_numpy_and_piped_no_rich(stored: LocalStore) -> None:
     loaded = modules_after(
         "from blobstore.cli.main import program; program(['show', 'dense'], standalone_mode=False)"
     )
-
     assert not loaded & HEAVY
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "-h"] for name in COMMANDS)])
 def test_prints_help(arguments: list[str]) -> None:
     result = run(*arguments)
-
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: ")
 
 
 def test_help_names_every_command_exit_code_and_completion() -> None:
     text = run("--help").stdout
-
     for name in COMMANDS:
         assert f"\n  {name} " in text
     assert "3 not found, 4 damaged" in text
@@ -102,7 +98,6 @@ def test_runs_as_a_module() -> None:
         env=environment(),
         check=True,
     )
-
     assert done.stdout.startswith(b"blobstore ")
 
 
@@ -128,7 +123,6 @@ def test_runs_as_a_module() -> None:
 )
 def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> None:
     result = run(*arguments)
-
     assert result.exit_code == 2
     assert result.stderr
     assert not store.root.exists()
@@ -145,7 +139,6 @@ def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> No
 )
 def test_escapes_control_characters_in_usage_errors(arguments: list[str]) -> None:
     result = run(*arguments)
-
     assert result.exit_code == 2
     assert "\\x1b" in result.stderr
     assert all(line.isprintable() for line in result.stderr.split("\n"))
@@ -153,7 +146,6 @@ def test_escapes_control_characters_in_usage_errors(arguments: list[str]) -> Non
 
 def test_an_error_is_one_line_without_a_traceback(store: LocalStore) -> None:
     done = run_process("show", "absent")
-
     assert done.returncode == 3
     assert done.stdout == b""
     assert done.stderr.startswith(b"blobstore: error: no model 'absent:latest'")
@@ -177,7 +169,6 @@ def test_an_error_is_json_too_when_asked(
     store: LocalStore, arguments: list[str], kind: str, exit_code: int
 ) -> None:
     error = run_json(*arguments, exit_code=exit_code)["error"]
-
     assert error["kind"] == kind
     assert error["exit_code"] == exit_code
     assert error["message"] in run(*arguments).stderr
@@ -198,14 +189,16 @@ def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     assert done.stderr.rstrip().endswith(b"ZeroDivisionError: division by zero")
 
 
-def test_nothing_far_off_is_suggested(stored: LocalStore) -> None:
+def test_suggests_only_similar_names(stored: LocalStore) -> None:
     assert "did you mean" not in run("show", "qwen").stderr
 
 
 @pytest.mark.parametrize(
     "command", [["show", "dense"], ["show", "dense", "--json"], ["show", "dense", "--manifest"]]
 )
-def test_a_reader_who_leaves_ends_it_silently(stored: LocalStore, command: list[str]) -> None:
+def test_ends_silently_if_the_reader_closes_the_pipe(
+    stored: LocalStore, command: list[str]
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -228,7 +221,6 @@ def test_a_closed_output_is_an_error(stored: LocalStore) -> None:
         env=environment(),
         check=False,
     )
-
     assert done.returncode == 1
     assert done.stderr == b"blobstore: error: cannot write to standard output: it is closed\n"
 
@@ -268,17 +260,15 @@ def test_a_full_disk_under_the_errors_leaves_the_exit_code(
 
 
 @pytest.mark.parametrize("command", [["list"], ["verify"], ["show", "m"], ["create", ".", "m"]])
-def test_a_store_that_cannot_be_looked_at_is_an_error(command: list[str]) -> None:
+def test_an_inaccessible_store_is_an_error(command: list[str]) -> None:
     result = run(*command, "--store", "/" + "n" * 300)
-
     assert result.exit_code == 1
     assert result.stderr.startswith("blobstore: error: ")
     assert result.stderr.count("\n") == 1
 
 
-def test_what_the_terminal_cannot_show_is_escaped(stored: LocalStore) -> None:
+def test_characters_that_the_terminal_cannot_show_are_escaped(stored: LocalStore) -> None:
     done = run_process("show", "dense", PYTHONIOENCODING="ascii")
-
     assert done.returncode == 0
     assert b"path/to/\\xe9<&>" in done.stdout
 
@@ -340,7 +330,7 @@ def test_an_interrupted_create_leaves_nothing(
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
 )
-def test_an_interrupt_outside_a_command_is_told_alike(number: int, exit_code: int) -> None:
+def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_code: int) -> None:
     code = (
         "import os, sys\n"
         "import blobstore.cli.main as m\n"

@@ -35,12 +35,12 @@ def test_reads_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5XB", "1e9", "i", "5iB", "٣GB", "9" * 400])
-def test_refuses_what_is_no_size(text: str) -> None:
+def test_rejects_invalid_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size such as 5GB"):
         parse_size(click.Context(click.Command("x")), PARAMETER, text)
 
 
-def test_a_store_that_everybody_may_write_to_is_told(stored: LocalStore) -> None:
+def test_warns_of_a_store_that_everybody_may_write_to(stored: LocalStore) -> None:
     stored.root.chmod(0o777)
     result = run("show", "dense")
     assert result.exit_code == 0
@@ -48,7 +48,7 @@ def test_a_store_that_everybody_may_write_to_is_told(stored: LocalStore) -> None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_a_name_that_another_user_gave_is_told(stored: LocalStore) -> None:
+def test_warns_of_a_name_that_another_user_gave(stored: LocalStore) -> None:
     os.chown(stored.manifest_path(Reference.parse("dense")), NOBODY, NOBODY)
     assert "was put into the store by another user" in run("show", "dense").stderr
     assert run("list").stderr == ""

@@ -115,15 +115,11 @@ def test_shows_ages(age: float, text: str) -> None:
 def test_long_cells_do_not_widen_their_column() -> None:
     long = "x" * 150
     lines = render.table(("A", "B"), [("a", "1"), (long, "2")], right=[1]).split("\n")
-
     assert lines == ["A".ljust(80) + "  B", "a".ljust(80) + "  1", f"{long}  2"]
 
 
-def test_create_shows_progress_on_a_terminal_and_takes_it_away(
-    store: LocalStore, dense: Path
-) -> None:
+def test_create_shows_progress_on_a_terminal_and_clears_it(store: LocalStore, dense: Path) -> None:
     shown = on_terminal(LAUNCHER, "create", dense, "dense")
-
     assert shown.startswith(HIDE_CURSOR)
     assert b"finishing" in shown
     last = shown.rpartition(b"\x1b[2K")[2]
@@ -133,7 +129,6 @@ def test_create_shows_progress_on_a_terminal_and_takes_it_away(
 
 def test_progress_stays_out_of_a_piped_result(store: LocalStore, dense: Path) -> None:
     shown, output = _on_terminal(LAUNCHER, "create", dense, "dense", "--json", piped=True)
-
     assert HIDE_CURSOR in shown
     assert json.loads(output)["name"] == "dense:latest"
     assert output.count(b"\n") == 1
@@ -142,7 +137,6 @@ def test_progress_stays_out_of_a_piped_result(store: LocalStore, dense: Path) ->
 @pytest.mark.parametrize("command", [["create", "SOURCE", "again"], ["verify"]])
 def test_a_dumb_terminal_gets_no_bar(stored: LocalStore, dense: Path, command: list[str]) -> None:
     arguments = [dense if word == "SOURCE" else word for word in command]
-
     assert b"\x1b" not in on_terminal(LAUNCHER, *arguments, TERM="dumb")
     assert HIDE_CURSOR in on_terminal(LAUNCHER, *arguments)
 
@@ -167,7 +161,6 @@ def test_progress_is_escaped_and_fits_the_line() -> None:
 def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
     layer = stored.resolve(Reference.parse("dense")).layers[0]
     (stored.folder("blobs") / layer.digest.file_name).unlink()
-
     shown = on_terminal(LAUNCHER, "show", "dense").splitlines()
     assert [line.startswith(RED) for line in shown].count(True) == 1
     assert shown[2].startswith(RED + b"empty")
@@ -177,6 +170,5 @@ def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
 def test_a_terminal_gets_the_manifest_escaped(stored: LocalStore) -> None:
     path = stored.manifest_path(Reference.parse("dense"))
     path.write_bytes(b'{"\x1b]0;x\x07": "\xe2\x80\xae\xff"}\n')
-
     shown = on_terminal(LAUNCHER, "show", "dense", "--manifest")
     assert shown == b'{"\\x1b]0;x\\x07": "\\u202e\\xff"}\r\n'

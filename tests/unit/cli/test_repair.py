@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PLAIN = "model.embed_tokens.weight"
 
 
-def test_writes_anew_what_is_damaged(stored: LocalStore, dense: Path) -> None:
+def test_rewrites_damaged_blobs(stored: LocalStore, dense: Path) -> None:
     path = blob_path(stored, PLAIN, "dense")
     size = path.stat().st_size
     truncate(path)
@@ -61,7 +61,7 @@ def test_prints_json(stored: LocalStore, dense: Path) -> None:
     assert (repaired["dry_run"], repaired["models"], repaired["blobs"]) == (False, 1, 13)
 
 
-def test_tells_what_remains_and_exits_with_4(stored: LocalStore, dense: Path) -> None:
+def test_lists_the_remaining_faults_and_exits_with_4(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, "merges.txt", "dense"))
     (dense / "merges.txt").write_bytes(b"c d\n")
     result = run("repair", "dense", "--from", dense)
@@ -72,7 +72,7 @@ def test_tells_what_remains_and_exits_with_4(stored: LocalStore, dense: Path) ->
     assert summary.startswith("1 fault left: 1 model, ")
 
 
-def test_without_a_source_tells_how(stored: LocalStore) -> None:
+def test_advises_on_a_source_if_none_is_given(stored: LocalStore) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
     result = run("repair")
     assert result.exit_code == 4
@@ -83,7 +83,7 @@ def test_without_a_source_tells_how(stored: LocalStore) -> None:
     )
 
 
-def test_without_damage_there_is_nothing_to_tell(stored: LocalStore) -> None:
+def test_an_intact_store_is_ok(stored: LocalStore) -> None:
     result = run("repair")
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -110,7 +110,7 @@ def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_pat
     assert run("verify").exit_code == 0
 
 
-def test_puts_back_a_damaged_manifest_from_another_store(
+def test_restores_a_damaged_manifest_from_another_store(
     stored: LocalStore, dense: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -137,7 +137,7 @@ def test_puts_back_a_damaged_manifest_from_another_store(
     assert run("verify").exit_code == 0
 
 
-def test_json_tells_of_manifests(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
+def test_json_lists_restored_manifests(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert run("create", dense, "dense", "--store", other).exit_code == 0
     path = stored.manifest_path(Reference.parse("dense"))
@@ -193,7 +193,7 @@ def test_an_absent_store_is_not_found(store: LocalStore, dense: Path) -> None:
     assert "there is no store at" in result.stderr
 
 
-def test_others_that_keep_the_lock_are_waited_for(stored: LocalStore, dense: Path) -> None:
+def test_waits_for_processes_that_hold_the_lock(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
     with stored.shared_lock():
         result = run("repair", "--from", dense, "--wait", "0.01")
@@ -202,9 +202,7 @@ def test_others_that_keep_the_lock_are_waited_for(stored: LocalStore, dense: Pat
 
 
 @pytest.mark.parametrize("name", ["x\x1b[2Jy", "a\nb"])
-def test_names_never_reach_the_terminal_as_they_are(
-    name: str, store: LocalStore, tmp_path: Path
-) -> None:
+def test_names_are_escaped(name: str, store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", {name: dense_tensors()["mask"]})
     assert run("create", source, "m").exit_code == 0
     flip(Path(store.blob_path(store.resolve(Reference.parse("m")).layers[0].digest)))

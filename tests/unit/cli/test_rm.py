@@ -16,7 +16,7 @@ def listed(store: LocalStore) -> list[str]:
     return list(map(str, store.references()))
 
 
-def test_removes_names_and_tells_what_gc_frees(stored: LocalStore) -> None:
+def test_removes_names_and_reports_what_gc_frees(stored: LocalStore) -> None:
     assert run("cp", "dense", "copy").exit_code == 0
     result = run("rm", "dense")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -79,7 +79,7 @@ def test_a_manifest_that_cannot_be_read_is_removed_with_a_note(stored: LocalStor
     assert listed(stored) == []
 
 
-def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
+def test_lists_names_that_will_stop_gc(stored: LocalStore) -> None:
     run("cp", "dense", "other")
     stored.manifest_path(DENSE).write_bytes(b"{")
     result = run("rm", "other")
@@ -88,13 +88,13 @@ def test_tells_which_names_will_stop_gc(stored: LocalStore) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_does_not_wait_longer_than_told(stored: LocalStore) -> None:
+def test_waits_no_longer_than_the_option_says(stored: LocalStore) -> None:
     with stored.shared_lock():
         found = run_json("rm", "dense", "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
     assert listed(stored) == ["dense:latest"]
 
 
-def test_a_store_that_is_not_there_is_not_made(store: LocalStore) -> None:
+def test_does_not_create_an_absent_store(store: LocalStore) -> None:
     assert run("rm", "a").exit_code == 3
     assert not Path(store.root).exists()

@@ -26,7 +26,7 @@ def test_moves_a_tag_by_force_only(stored: LocalStore, moe: Path) -> None:
     assert models[0]["digest"] == models[1]["digest"]
 
 
-def test_what_is_no_tag_is_wrong_usage(stored: LocalStore) -> None:
+def test_an_invalid_tag_is_wrong_usage(stored: LocalStore) -> None:
     for tag in ("../x", "a:b", "", "n/m", ".hidden"):
         result = run("tag", "dense", tag)
         assert result.exit_code == 2

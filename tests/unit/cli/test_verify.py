@@ -27,7 +27,6 @@ def flip_last_byte(store: LocalStore, layer_name: str) -> None:
 
 def test_says_that_all_is_well(stored: LocalStore) -> None:
     result = run("verify")
-
     assert result.exit_code == 0
     assert result.stdout.startswith("ok: 1 model, 13 blobs, ")
     assert result.stdout.count("\n") == 1
@@ -37,7 +36,7 @@ def test_says_that_all_is_well(stored: LocalStore) -> None:
     assert verified["faults"] == []
 
 
-def test_prints_one_line_a_fault_and_exits_with_4(stored: LocalStore, moe: Path) -> None:
+def test_prints_one_line_per_fault_and_exits_with_4(stored: LocalStore, moe: Path) -> None:
     assert run("create", moe, "moe").exit_code == 0
     flip_last_byte(stored, "model.embed_tokens.weight")
     flip_last_byte(stored, "merges.txt")
@@ -58,7 +57,6 @@ def test_prints_one_line_a_fault_and_exits_with_4(stored: LocalStore, moe: Path)
 def test_verifies_only_what_is_named(stored: LocalStore, moe: Path) -> None:
     assert run("create", moe, "moe").exit_code == 0
     flip_last_byte(stored, "merges.txt")
-
     assert run("verify", "moe").exit_code == 0
     assert run("verify", "moe", "dense").exit_code == 4
 
@@ -66,7 +64,6 @@ def test_verifies_only_what_is_named(stored: LocalStore, moe: Path) -> None:
 def test_a_damaged_manifest_is_a_fault(stored: LocalStore) -> None:
     stored.manifest_path(Reference.parse("dense")).write_bytes(b"{}")
     result = run("verify")
-
     assert result.exit_code == 4
     assert result.stdout.startswith("model dense:latest: ")
     assert "\n1 fault: 1 model, 0 blobs, " in result.stdout
@@ -74,12 +71,11 @@ def test_a_damaged_manifest_is_a_fault(stored: LocalStore) -> None:
 
 def test_an_absent_store_is_not_found(store: LocalStore) -> None:
     result = run("verify")
-
     assert result.exit_code == 3
     assert result.stderr.startswith("blobstore: error: there is no store at ")
 
 
-def test_a_quick_look_reads_no_data(stored: LocalStore) -> None:
+def test_a_quick_check_reads_no_data(stored: LocalStore) -> None:
     flip_last_byte(stored, "model.embed_tokens.weight")
     result = run("verify", "--quick")
     assert result.exit_code == 0
@@ -91,7 +87,7 @@ def test_a_quick_look_reads_no_data(stored: LocalStore) -> None:
     assert fault["blob"].startswith("sha256:")
 
 
-def test_tells_how_to_repair_once(stored: LocalStore) -> None:
+def test_advises_repair_once(stored: LocalStore) -> None:
     flip_last_byte(stored, "model.embed_tokens.weight")
     flip_last_byte(stored, "merges.txt")
     result = run("verify")
@@ -106,19 +102,19 @@ def test_a_rate_can_be_given(rate: str, stored: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("rate", ["fast", "0", "0.5B/s", "-1MB/s", "5MB/m", ""])
-def test_refuses_what_is_no_rate(rate: str, stored: LocalStore) -> None:
+def test_rejects_invalid_rates(rate: str, stored: LocalStore) -> None:
     result = run("verify", "--watch-rate", rate)
     assert result.exit_code == 2
     assert "--watch-rate" in result.stderr
 
 
-def test_refuses_a_rate_for_a_quick_look(stored: LocalStore) -> None:
+def test_refuses_a_rate_for_a_quick_check(stored: LocalStore) -> None:
     assert run("verify", "--quick", "--watch-rate", "1MB/s").exit_code == 2
 
 
 @pytest.mark.timeout(60)
 def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
-    # A byte a second: without the interrupt it would take an hour.
+    # One byte per second: without the interrupt this would take an hour.
     process = subprocess.Popen(
         command_line("verify", "--watch-rate", "1"),
         env=environment(BLOBSTORE_HOME=str(stored.root)),
@@ -135,5 +131,5 @@ def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
 
 
 def reads(pid: int) -> bool:
-    """Tell whether a process has threads that check blobs."""
+    """Return whether a process has threads that check blobs."""
     return len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
