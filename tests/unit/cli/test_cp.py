@@ -45,11 +45,12 @@ def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> 
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("command", ["cp", "mv"])
-def test_waits_as_long_as_the_option_says(stored: LocalStore, command: str) -> None:
+@pytest.mark.parametrize("arguments", [("cp", "dense", "x"), ("mv", "dense", "x"), ("rm", "dense")])
+def test_waits_as_long_as_the_option_says(stored: LocalStore, arguments: tuple[str, ...]) -> None:
     with stored.shared_lock():
-        found = run_json(command, "dense", "x", "--wait", "0", exit_code=1)
+        found = run_json(*arguments, "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
+    assert list(map(str, stored.references())) == ["dense:latest"]
 
 
 @pytest.mark.parametrize("command", ["cp", "mv"])

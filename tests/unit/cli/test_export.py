@@ -45,10 +45,13 @@ def test_takes_the_size_of_shards(stored: LocalStore, tmp_path: Path) -> None:
     assert exported["tensors"] == 9
 
 
-def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["export", "link"])
+def test_refuses_a_folder_that_is_not_empty(
+    stored: LocalStore, tmp_path: Path, command: str
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_bytes(b"")
-    assert run("export", "dense", tmp_path / "out").exit_code == 1
+    assert run(command, "dense", tmp_path / "out").exit_code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 

@@ -69,10 +69,3 @@ def test_prints_exact_numbers_as_json(stored: LocalStore, tmp_path: Path) -> Non
         "bytes_copied": 0,
         "notices": [],
     }
-
-
-def test_refuses_a_folder_that_is_not_empty(stored: LocalStore, tmp_path: Path) -> None:
-    (tmp_path / "farm").mkdir()
-    (tmp_path / "farm" / "mine").write_bytes(b"")
-    assert run("link", "dense", tmp_path / "farm").exit_code == 1
-    assert [path.name for path in (tmp_path / "farm").iterdir()] == ["mine"]

@@ -187,12 +187,6 @@ def test_the_store_itself_is_no_source(stored: LocalStore) -> None:
     assert "is the store itself" in result.stderr
 
 
-def test_an_absent_store_is_not_found(store: LocalStore, dense: Path) -> None:
-    result = run("repair", "--from", dense)
-    assert result.exit_code == 3
-    assert "there is no store at" in result.stderr
-
-
 def test_waits_for_processes_that_hold_the_lock(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
     with stored.shared_lock():

@@ -88,13 +88,6 @@ def test_lists_names_that_will_stop_gc(stored: LocalStore) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_waits_no_longer_than_the_option_says(stored: LocalStore) -> None:
-    with stored.shared_lock():
-        found = run_json("rm", "dense", "--wait", "0", exit_code=1)
-    assert found["error"]["kind"] == "StoreBusy"
-    assert listed(stored) == ["dense:latest"]
-
-
 def test_does_not_create_an_absent_store(store: LocalStore) -> None:
     assert run("rm", "a").exit_code == 3
     assert not Path(store.root).exists()

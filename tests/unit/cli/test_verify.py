@@ -69,8 +69,9 @@ def test_a_damaged_manifest_is_a_fault(stored: LocalStore) -> None:
     assert "\n1 fault: 1 model, 0 blobs, " in result.stdout
 
 
-def test_an_absent_store_is_not_found(store: LocalStore) -> None:
-    result = run("verify")
+@pytest.mark.parametrize("arguments", [["verify"], ["repair"], ["repair", "--from", "x"]])
+def test_an_absent_store_is_not_found(store: LocalStore, arguments: list[str]) -> None:
+    result = run(*arguments)
     assert result.exit_code == 3
     assert result.stderr.startswith("blobstore: error: there is no store at ")
 
