@@ -17,7 +17,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
-from blobstore.store.cold import BaseCache, ColdShelf
+from blobstore.store.cold import LOOKS, BaseCache, ColdShelf
 from blobstore.store.hot import ADVICE, HotShelf
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["ADVICE", "BlobReader"]
 
 _MAX_SMALL_BLOB = 256 * 2**20
-_LOOKS = 3
-"""How often a blob is looked for, hot and cold, before it is missing."""
 
 _Result = TypeVar("_Result")
 
@@ -106,7 +104,7 @@ class BlobReader:
 
     def has(self, digest: Digest) -> bool:
         """Return whether the blob has a hot or a cold form, whatever its content."""
-        return any(self._hot.has(digest) or self._cold.has(digest) for _ in range(_LOOKS))
+        return any(self._hot.has(digest) or self._cold.has(digest) for _ in range(LOOKS))
 
     def has_hot(self, digest: Digest) -> bool:
         """Return whether the blob has a hot form, a file of its own, whatever its content."""
@@ -415,11 +413,11 @@ def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:
     Raises:
         BlobMissing: it is neither hot nor cold; the message names the hot form.
     """
-    for look in range(_LOOKS):
+    for look in range(LOOKS):
         try:
             return hot()
         except BlobMissing:
-            if look == _LOOKS - 1:
+            if look == LOOKS - 1:
                 raise
         with contextlib.suppress(BlobMissing):
             return cold()

@@ -52,7 +52,7 @@ os.register_at_fork(
     after_in_child=_IMPORTING.release,
 )
 _PIECE = 1 << 22
-_LOOKS = 3
+LOOKS = 3
 """How often a form is looked for: a blob may change its form between two looks."""
 
 
@@ -273,7 +273,7 @@ class ColdShelf:
         left = [self._open_hot_base, self._open_cold_base, self._open_pinned_base]
         faults: list[BlobDamaged | ColdDamaged | StoreError] = []
         is_here = False
-        for _ in range(_LOOKS):
+        for _ in range(LOOKS):
             for open_form in list(left):
                 try:
                     base = open_form(digest, size)

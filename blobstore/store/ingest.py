@@ -203,17 +203,18 @@ class Ingest:
 
     def _sync_later(self, descriptor: int) -> None:
         """Sync and close a file on another thread."""
+
+        def sync() -> None:
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+                self._slots.release()
+
         self._slots.acquire()
-        synced = self._pool.submit(self._sync, descriptor)
+        synced = self._pool.submit(sync)
         with self._changed:
             self._syncing.append(synced)
-
-    def _sync(self, descriptor: int) -> None:
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            self._slots.release()
 
 
 class WorkerIngest(Ingest):

@@ -9,7 +9,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobDamaged, BlobMissing, StoreError
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -177,12 +177,6 @@ def test_unreadable_blobs_are_no_damage() -> None:
         path.chmod(0)
         outcome = sandbox.call(lambda: store.read_blob(DIGEST, SIZE), unprivileged=True)
     assert outcome == f"StoreError: blob '{path}' cannot be read: Permission denied"
-
-
-def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=f"the store '{tmp_path}/file' is not a folder"):
-        LocalStore(tmp_path / "file").check_root()
 
 
 def test_lists_the_sizes_of_all_blobs(store: LocalStore, path: Path) -> None:
