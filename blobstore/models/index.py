@@ -259,8 +259,7 @@ def _check(
     """Check that digests are digests, and that every tensor lies inside its blob.
 
     A model has thousands of tensors, so values are checked in bulk where possible. A value of an
-    unexpected type raises any of the exceptions that
-    :func:`load_cached_index` catches.
+    unexpected type raises any of the exceptions that :func:`load_cached_index` catches.
     """
     spelled = [digest.hex for digest, _ in blobs]
     sizes = [size + 0 for _, size in blobs]

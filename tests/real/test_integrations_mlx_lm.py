@@ -38,6 +38,7 @@ from blobstore.errors import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
+from tests.real import tiny
 from tests.support.models import blob, write_folder
 
 if TYPE_CHECKING:
@@ -58,20 +59,13 @@ NAME = Reference.parse("m")
 GROUPS = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp8": 32, "mxfp4": 32}
 THETA = 500_000.0
 TEXT: dict[str, Any] = {
+    **tiny.TEXT,
     "vocab_size": 128,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-}
-EXPERTS: dict[str, Any] = {
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "num_experts": 12,
-    "num_experts_per_tok": 2,
 }
 
 
@@ -88,7 +82,9 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     torch.manual_seed(0)
     model: Any
     if kind == "qwen3-moe":
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TEXT, **EXPERTS))
+        model = transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**TEXT, **tiny.EXPERTS)
+        )
     elif kind == "mixtral":
         config = transformers.MixtralConfig(**TEXT, num_local_experts=12)
         model = transformers.MixtralForCausalLM(config)

@@ -15,6 +15,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
+from tests.real import tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,19 +27,12 @@ mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm does not run on t
 
 NAME = Reference.parse("m")
 _TEXT: dict[str, Any] = {
+    **tiny.TEXT,
     "vocab_size": 128,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_EXPERTS: dict[str, Any] = {
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "num_experts": 12,
-    "num_experts_per_tok": 2,
 }
 _GROUPS = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp8": 32, "mxfp4": 32}
 
@@ -48,7 +42,9 @@ def make(folder: Path, *, experts: bool) -> Path:
     torch.manual_seed(0)
     model: Any
     if experts:
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_TEXT, **_EXPERTS))
+        model = transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**_TEXT, **tiny.EXPERTS)
+        )
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT))
     model.to(torch.bfloat16).save_pretrained(folder)
