@@ -167,23 +167,27 @@ def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
 
 
 def _wanted(tree: Iterable[Any]) -> list[_Listed]:
-    """Return the files of a listing that a store keeps: checkpoints only without safetensors."""
+    """Return the files that a store keeps, with checkpoints only in folders without safetensors.
+
+    Raises ValueError if the listing is malformed.
+    """
     from huggingface_hub import RepoFile
 
     files = [item for item in tree if isinstance(item, RepoFile)]
     safe = {os.path.dirname(it.path) for it in files if it.path.endswith(".safetensors")}  # noqa: PTH120
-    return [_listed(item) for item in files if _is_wanted(item.path, safe)]
-
-
-def _listed(item: Any) -> _Listed:
-    """Return a listed file, checked (ValueError): the client accepts any JSON as size and digest."""
-    large = item.lfs
-    size, algorithm, digest = (
-        (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
-    )
-    if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
-        raise ValueError(f"no size or digest of {quote(item.path)}")
-    return _Listed(item.path, size, algorithm, digest)
+    wanted = []
+    for item in files:
+        if not _is_wanted(item.path, safe):
+            continue
+        large = item.lfs
+        size, algorithm, digest = (
+            (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
+        )
+        # The client accepts any JSON as size and digest.
+        if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
+            raise ValueError(f"no size or digest of {quote(item.path)}")
+        wanted.append(_Listed(item.path, size, algorithm, digest))
+    return wanted
 
 
 def _is_wanted(path: str, safe: set[str]) -> bool:

@@ -49,7 +49,20 @@ class ShardSet:
         Raises:
             DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
-        shard = self._shards[path] = self._open(path)
+        shard: Shard
+        if path.suffix != SAFETENSORS:
+            try:
+                shard = checkpoint = Checkpoint(path, subtree=self._subtree)
+            except SourceNotFound:
+                raise DamagedSource(f"weight file {quote(path)} is missing") from None
+            self._shards[path] = shard
+            checkpoint.check_readable()
+        elif self._subtree is not None:
+            raise UsageError(
+                f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
+            )
+        else:
+            shard = self._shards[path] = SafetensorsShard(path)
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         for name, spec in shard.specs.items():
             if names is not None and name not in names:
@@ -76,20 +89,6 @@ class ShardSet:
         """Close the files."""
         while self._shards:
             self._shards.popitem()[1].close()
-
-    def _open(self, path: Path) -> Shard:
-        if path.suffix != SAFETENSORS:
-            try:
-                checkpoint = Checkpoint(path, subtree=self._subtree)
-            except SourceNotFound:
-                raise DamagedSource(f"weight file {quote(path)} is missing") from None
-            checkpoint.check_readable()
-            return checkpoint
-        if self._subtree is not None:
-            raise UsageError(
-                f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
-            )
-        return SafetensorsShard(path)
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

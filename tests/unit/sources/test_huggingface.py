@@ -43,7 +43,7 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 class Found:
-    """What a folder gives, read and closed."""
+    """The contents of a folder, which is closed again."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         source = HuggingFaceFolder(folder, SourceOptions(**options))
@@ -56,7 +56,7 @@ class Found:
 
 
 def put(folder: Path, **tensors: Any) -> Path:
-    """Write a weight file a keyword; ``__`` is a dot in its name."""
+    """Write a weight file for each keyword; ``__`` is a dot in its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tensors.items():
         save_file(content, folder / f"{name.replace('__', '.')}.safetensors")
@@ -102,18 +102,11 @@ def test_shards_without_an_index_must_all_be_there(tmp_path: Path, number: int) 
         Found(tmp_path)
 
 
-def test_shards_of_two_sets_are_no_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["00002-of-00003", "00003-of-00002"])
+def test_shards_without_an_index_need_all_numbers_of_one_set(tmp_path: Path, other: str) -> None:
     write_folder(tmp_path, ONE | TWO, shards=2)
     (tmp_path / INDEX).unlink()
-    (tmp_path / SHARDS[1]).rename(tmp_path / "model-00002-of-00003.safetensors")
-    with pytest.raises(DamagedSource, match="not a complete set"):
-        Found(tmp_path)
-
-
-def test_shards_are_counted_by_their_numbers(tmp_path: Path) -> None:
-    write_folder(tmp_path, ONE | TWO, shards=2)
-    (tmp_path / INDEX).unlink()
-    (tmp_path / SHARDS[1]).rename(tmp_path / "model-00003-of-00002.safetensors")
+    (tmp_path / SHARDS[1]).rename(tmp_path / f"model-{other}.safetensors")
     with pytest.raises(DamagedSource, match="not a complete set"):
         Found(tmp_path)
 
@@ -224,12 +217,9 @@ def test_other_formats_are_left_out_with_a_notice(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=f"'{tmp_path}' is empty; expected a Hugging Face model"):
         Found(tmp_path)
-
-
-def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has no weight files"):
         Found(touch(tmp_path, "config.json"))
 
@@ -361,7 +351,7 @@ def test_lists_that_cannot_be_read_list_nothing(tmp_path: Path, name: str, conte
 # Small files
 
 
-def test_keeps_what_a_runtime_or_its_user_needs(tmp_path: Path) -> None:
+def test_keeps_the_files_that_runtimes_and_users_need(tmp_path: Path) -> None:
     kept = [
         "LICENCE",
         "LICENSE",
@@ -397,15 +387,10 @@ def test_keeps_folders_of_a_component_to_a_depth(tmp_path: Path) -> None:
     ]
 
 
-def test_kept_names_are_plain(tmp_path: Path) -> None:
+def test_only_regular_files_with_plain_names_are_kept(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     for name in (b"a\nb.json", b"\xff.json", b"a b.json", b"\x1b[2J.txt", "é.json".encode()):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("{}")
-    assert Found(tmp_path).files == []
-
-
-def test_only_regular_files_are_kept(tmp_path: Path) -> None:
-    put(tmp_path, model=ONE)
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     assert Found(tmp_path).files == []
@@ -473,7 +458,7 @@ TRAINING = [
 
 
 def put_bin(folder: Path, *names: str, **tensors: int) -> Path:
-    """Write checkpoints of a number of zeros a keyword."""
+    """Write checkpoints; each keyword is a tensor and its number of zeros."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         content = {key: torch.zeros(count) for key, count in tensors.items()}
@@ -503,21 +488,16 @@ def test_reads_one_checkpoint(tmp_path: Path, name: str) -> None:
         source.close()
 
 
-def test_safetensors_are_preferred_to_checkpoints(tmp_path: Path) -> None:
-    put(tmp_path, model=ONE)
+@pytest.mark.parametrize("name", ["model", "anything"])
+def test_safetensors_of_any_name_are_preferred_to_checkpoints(tmp_path: Path, name: str) -> None:
+    put(tmp_path, **{name: ONE})
     put_bin(tmp_path, "pytorch_model.bin", "x.pth", b=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
     assert found.notices == [
-        f"left out: '{tmp_path}/{name}', not part of the model's weights"
-        for name in ("pytorch_model.bin", "x.pth")
+        f"left out: '{tmp_path}/{other}', not part of the model's weights"
+        for other in ("pytorch_model.bin", "x.pth")
     ]
-
-
-def test_safetensors_of_any_name_are_preferred(tmp_path: Path) -> None:
-    put(tmp_path, anything=ONE)
-    put_bin(tmp_path, "pytorch_model.bin", b=1)
-    assert Found(tmp_path).names == {"a"}
 
 
 @pytest.mark.parametrize("weights", ["*.bin", "pytorch_model*", "pytorch_model.bin"])
@@ -531,7 +511,7 @@ def test_a_pattern_chooses_checkpoints(tmp_path: Path, weights: str) -> None:
     ]
 
 
-def test_a_pattern_does_not_mean_what_training_needs(tmp_path: Path) -> None:
+def test_a_pattern_does_not_choose_training_state(tmp_path: Path) -> None:
     put_bin(tmp_path, "pytorch_model.bin", b=1)
     touch(tmp_path, "training_args.bin", "optimizer.bin")
     found = Found(tmp_path, weights="*.bin")
@@ -547,13 +527,13 @@ def test_a_pattern_selects_the_shards_and_not_training_state(tmp_path: Path) -> 
     assert Found(tmp_path, weights="*.bin").names == {"a", "b", "c"}
 
 
-def test_what_training_needs_can_be_asked_for_by_name(tmp_path: Path) -> None:
+def test_training_state_can_be_chosen_by_its_exact_name(tmp_path: Path) -> None:
     put_bin(tmp_path, "pytorch_model.bin", b=1)
     put_bin(tmp_path, "optimizer.pt", exp=1)
     assert Found(tmp_path, weights="optimizer.pt").names == {"exp"}
 
 
-def test_a_safetensors_file_of_any_name_is_no_training_state(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_never_training_state(tmp_path: Path) -> None:
     put(tmp_path, optimizer=ONE, model=TWO)
     assert Found(tmp_path, weights="opt*").names == {"a"}
 
@@ -566,7 +546,7 @@ def test_a_pattern_must_not_mix_files_with_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_what_training_needs_is_left_out_with_a_notice(tmp_path: Path, name: str) -> None:
+def test_training_state_is_left_out_with_a_notice(tmp_path: Path, name: str) -> None:
     put_bin(touch(tmp_path, name), "pytorch_model.bin", a=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
@@ -672,13 +652,6 @@ def test_chooses_a_part_of_a_checkpoint(tmp_path: Path) -> None:
         assert Found(path, subtree=".").names == {"model.a", "ema.b"}
         with pytest.raises(UsageError, match="there is no subtree 'x'"):
             Found(path, subtree="x")
-
-
-def test_safetensors_have_no_parts(tmp_path: Path) -> None:
-    put(tmp_path, model=ONE)
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(UsageError, match="so it has no parts for --subtree"):
-            Found(path, subtree="model")
 
 
 def test_a_checkpoint_that_asks_for_code_is_refused(tmp_path: Path) -> None:
