@@ -103,9 +103,15 @@ def unpack_archive(
         with store.ingest() as ingest:
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
-            with store.exclusive_lock():
+            with store.exclusive_lock(), contextlib.ExitStack() as undo:
                 _check_names(store, models, force=force)
-                _publish(store, models)
+                for model in models:  # all of them get their names, or none if one fails
+                    before = None
+                    with contextlib.suppress(BlobstoreError):  # no such name, or damaged
+                        before = store.read_manifest(model.reference)
+                    undo.callback(_restore, store, model, before)
+                    store.place(model.reference, model.data, model.manifest.blobs)
+                undo.pop_all()
     return Unpacked(
         path=Path(path),
         references=tuple(model.reference for model in models),
@@ -207,18 +213,6 @@ def _pieces(
             report(len(piece), label)
     except ArchiveDamaged as error:
         raise error.at(label) from None
-
-
-def _publish(store: LocalStore, models: Sequence[ArchivedModel]) -> None:
-    """Give the models their names: all of them, or none if one fails."""
-    with contextlib.ExitStack() as undo:
-        for model in models:
-            before = None
-            with contextlib.suppress(BlobstoreError):  # no such name, or damaged
-                before = store.read_manifest(model.reference)
-            undo.callback(_restore, store, model, before)
-            store.place(model.reference, model.data, model.manifest.blobs)
-        undo.pop_all()
 
 
 def _restore(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:

@@ -266,11 +266,8 @@ def test_a_name_that_cannot_be_published_restores_the_others(
     if not is_new:
         put(store, "base", {"x": 51})
     before = {item: store.read_manifest(item) for item in store.references()}
-    inside = (
-        store.manifest_path(Reference.parse("tuned")) / "folder"
-    )  # where the manifest should go
-    inside.mkdir(parents=True)
-
+    inside = store.manifest_path(Reference.parse("tuned")) / "folder"
+    inside.mkdir(parents=True)  # where the manifest should go
     with pytest.raises(StoreError, match="failed"):
         unpack_archive(path, store=store, force=True)
     assert {item: store.read_manifest(item) for item in store.references()} == before

@@ -54,44 +54,34 @@ def test_chooses_the_most_similar_of_several_models(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("name", "text", "base"),
     [
-        ("README.md", "---\nbase_model: org/Unlike\n---\n"),
-        ("README.md", "---\nlicense: mit\nbase_model:\n  - 'org/un-like'\ntags: []\n---\n# Text\n"),
-        ("config.json", '{"_name_or_path": "models/unlike"}'),
-        ("config.json", '{"base_model": "unlike"}'),
+        ("README.md", "---\nbase_model: org/Unlike\n---\n", "unlike"),
+        (
+            "README.md",
+            "---\nlicense: mit\nbase_model:\n  - 'org/un-like'\ntags: []\n---\n# Text\n",
+            "unlike",
+        ),
+        ("config.json", '{"_name_or_path": "models/unlike"}', "unlike"),
+        ("config.json", '{"base_model": "unlike"}', "unlike"),
+        # These name no base in the store.
+        ("README.md", "base_model: org/unlike\n", "base"),
+        ("README.md", "---\nbase_model: org/none\n---\n", "base"),
+        ("README.md", "---\nbase_model:\n---\n", "base"),
+        ("config.json", "not JSON", "base"),
+        ("config.json", "[1]", "base"),
+        ("config.json", '{"_name_or_path": ["unlike"], "base_model": ""}', "base"),
     ],
 )
-def test_uses_the_base_that_the_card_or_config_names(
-    store: LocalStore, tmp_path: Path, file: tuple[str, str]
+def test_prefers_the_base_that_the_card_or_config_names_to_the_most_similar_model(
+    store: LocalStore, tmp_path: Path, name: str, text: str, base: str
 ) -> None:
-    assert found_in_folder(store, tmp_path, file) == "unlike"
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        ("README.md", "base_model: org/unlike\n"),
-        ("README.md", "---\nbase_model: org/none\n---\n"),
-        ("README.md", "---\nbase_model:\n---\n"),
-        ("config.json", "not JSON"),
-        ("config.json", "[1]"),
-        ("config.json", '{"_name_or_path": ["unlike"], "base_model": ""}'),
-    ],
-)
-def test_searches_by_bytes_if_the_files_name_no_base_in_the_store(
-    store: LocalStore, tmp_path: Path, file: tuple[str, str]
-) -> None:
-    assert found_in_folder(store, tmp_path, file) == "base"
-
-
-def found_in_folder(store: LocalStore, tmp_path: Path, file: tuple[str, str]) -> str | None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(layer("x", tuned(10, 1)))
-    (folder / file[0]).write_text(file[1])
+    (folder / name).write_text(text)
     blobstore.create(folder, "mine", store=store)
-    return found(store)
+    assert found(store) == base
 
 
 def test_all_fine_tunes_get_the_same_base(tmp_path: Path) -> None:
