@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blobstore.core.escape import quote
@@ -17,7 +18,7 @@ from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.meta.params import DTYPE_NAMES, PARAMS_FILE, Measured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.sources.meta.params import Params
 
@@ -158,7 +159,14 @@ class _Planner:
             wanted = tuple(sizes[size] for size in role.shape)
             joined = self._join(self._specs[name], target, role, wanted)
             tensors[joined.spec.name] = joined
-        encodings = {joined.source: joined for joined in self._frequencies()}
+        encodings = {}
+        for name, spec in self._specs.items():
+            if name not in known:  # a position encoding; every shard has all of them
+                self._check_dtype(spec)
+                parts = (tuple(range(self._count)),)
+                encodings[name] = Joined(
+                    spec=spec, source=name, part_bytes=spec.nbytes, parts=parts
+                )
         if self._keep_names:
             tensors |= encodings
         measured = Measured(
@@ -170,14 +178,19 @@ class _Planner:
         return Layout(tensors, measured, () if self._keep_names else tuple(encodings))
 
     def _known_roles(self) -> dict[str, tuple[str, _Role]]:
-        """Return the Hugging Face name and the role of every tensor."""
-        found = {name: _role(name) for name in self._specs if not _FREQUENCIES.fullmatch(name)}
-        unknown = [name for name, role in found.items() if role is None]
-        if unknown:
-            raise self._not_plain(unknown)
-        return {name: role for name, role in found.items() if role is not None}
-
-    def _not_plain(self, unknown: Sequence[str]) -> UnsupportedSource:
+        """Return the Hugging Face name and the role of every tensor except position encodings."""
+        known = {}
+        unknown = []
+        for name in self._specs:
+            match = _LAYER_NAME.fullmatch(name)
+            role = _IN_LAYER.get(match[2]) if match else _TOP.get(name)
+            if role is not None:
+                layer = f"model.layers.{match[1]}." if match else ""
+                known[name] = (layer + role.target, role)
+            elif not _FREQUENCIES.fullmatch(name):
+                unknown.append(name)
+        if not unknown:
+            return known
         shown = ", ".join(map(quote, unknown[:_NAMES_SHOWN]))
         more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         hint = (
@@ -185,7 +198,7 @@ class _Planner:
             if self._count == 1
             else f"how its {self._count} shards fit together is unknown, even with --keep-names"
         )
-        return UnsupportedSource(
+        raise UnsupportedSource(
             f"{quote(self._file)} has tensors that a plain Llama does not have: {shown}{more}; "
             f"{hint}"
         )
@@ -198,8 +211,9 @@ class _Planner:
                 f"{quote(self._file)} has tensors of layer {max(found)}, but {PARAMS_FILE} says "
                 f"n_layers {layers}"
             )
-        for name in _needed(layers):
-            if name not in self._specs:
+        in_layers = (f"layers.{layer}.{name}" for layer in range(layers) for name in _IN_LAYER)
+        for name in chain(_TOP, in_layers):
+            if name not in self._specs and name != _OUTPUT:
                 raise DamagedSource(
                     f"{quote(self._file)} has no tensor {quote(name)}, which a Llama with "
                     f"n_layers {layers} needs"
@@ -238,8 +252,14 @@ class _Planner:
         if role.split == "copies":
             parts = (tuple(range(self._count)),)
         elif role.shape[0] == "kv" and len(spec.shape) == 2:  # noqa: PLR2004
-            parts = self._key_value_parts(spec.shape[0]) or parts
-        shape = _joined_shape(spec.shape, len(parts), by_columns=role.split == "columns")
+            copies, rest = divmod(self._count, self._params.n_kv_heads)
+            # With more shards than heads, several shards have copies of each head.
+            if copies > 1 and not rest and spec.shape[0] == self._params.head_dim:
+                parts = tuple(tuple(range(at, at + copies)) for at in range(0, self._count, copies))
+        sizes = list(spec.shape)
+        if sizes:
+            sizes[-1 if role.split == "columns" else 0] *= len(parts)
+        shape = tuple(sizes)
         if shape != wanted:
             problem = f"by {PARAMS_FILE} and other tensors, the complete shape is {list(wanted)}"
             raise self._contradiction(spec.name, problem)
@@ -252,22 +272,6 @@ class _Planner:
             by_columns=role.split == "columns" and self._count > 1,
             head_rows=self._params.head_dim if role.is_rotated and not self._keep_names else 0,
         )
-
-    def _key_value_parts(self, rows: int) -> tuple[tuple[int, ...], ...] | None:
-        """Return the shards with copies of each head if there are more shards than heads."""
-        heads = self._params.n_kv_heads
-        if heads >= self._count or self._count % heads or rows != self._params.head_dim:
-            return None
-        copies = self._count // heads
-        return tuple(tuple(range(head * copies, (head + 1) * copies)) for head in range(heads))
-
-    def _frequencies(self) -> Iterator[Joined]:
-        """Yield the stored position encodings. Every shard has all of them."""
-        for name, spec in self._specs.items():
-            if _FREQUENCIES.fullmatch(name):
-                self._check_dtype(spec)
-                parts = (tuple(range(self._count)),)
-                yield Joined(spec=spec, source=name, part_bytes=spec.nbytes, parts=parts)
 
     def _check_dtype(self, spec: TensorSpec) -> None:
         if spec.dtype.value not in DTYPE_NAMES and not (
@@ -284,27 +288,6 @@ class _Planner:
             f"{quote(self._file)}: tensor {quote(name)} is {_shown(self._specs[name])} {shards}, "
             f"but {problem}"
         )
-
-
-def _role(name: str) -> tuple[str, _Role] | None:
-    match = _LAYER_NAME.fullmatch(name)
-    role = _IN_LAYER.get(match[2]) if match else _TOP.get(name)
-    if role is None:
-        return None
-    return f"model.layers.{match[1]}.{role.target}" if match else role.target, role
-
-
-def _needed(layers: int) -> Iterator[str]:
-    """Yield the names of the tensors that every Llama has."""
-    yield from (name for name in _TOP if name != _OUTPUT)
-    for layer in range(layers):
-        yield from (f"layers.{layer}.{name}" for name in _IN_LAYER)
-
-
-def _joined_shape(shape: tuple[int, ...], parts: int, *, by_columns: bool) -> tuple[int, ...]:
-    if by_columns:
-        return (*shape[:-1], shape[-1] * parts) if shape else shape
-    return (shape[0] * parts, *shape[1:]) if shape else shape
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -99,6 +99,11 @@ class Params:
             value = value["model"]
         if not isinstance(value, dict):
             raise DamagedSource(f"{quote(path)} is not a JSON object of parameters")
+        for key in _OTHER_MODELS:
+            if value.get(key):
+                raise UnsupportedSource(
+                    f"{quote(path)} has key {quote(key)}: this is not a plain Llama"
+                )
         return _Reader(path, value).params()
 
 
@@ -110,17 +115,22 @@ class _Reader:
         self._values = values
 
     def params(self) -> Params:
-        self._refuse_other_models()
+        scaled = self._values.get("use_scaled_rope", False)
+        if type(scaled) is not bool:
+            raise self._wrong("use_scaled_rope", "true or false")
+        vocabulary = self._values.get("vocab_size")
+        if type(vocabulary) is int and vocabulary == -1:
+            vocabulary = None  # Llama 1 and 2 leave it to the tokenizer
         n_heads = self._integer("n_heads")
         params = Params(
             dim=self._integer("dim"),
             n_layers=self._integer("n_layers"),
             n_heads=n_heads,
             n_kv_heads=self._integer("n_kv_heads") if self._states("n_kv_heads") else n_heads,
-            vocab_size=self._vocabulary(),
+            vocab_size=None if vocabulary is None else self._integer("vocab_size"),
             norm_eps=self._number("norm_eps"),
             rope_theta=self._optional("rope_theta"),
-            use_scaled_rope=self._flag("use_scaled_rope"),
+            use_scaled_rope=scaled,
             rope_scaling_factor=self._optional("rope_scaling_factor"),
             multiple_of=self._integer("multiple_of") if self._states("multiple_of") else None,
             ffn_dim_multiplier=self._optional("ffn_dim_multiplier"),
@@ -133,13 +143,6 @@ class _Reader:
                 f"n_heads {n_heads} is not a multiple of n_kv_heads {params.n_kv_heads}"
             )
         return params
-
-    def _refuse_other_models(self) -> None:
-        for key in _OTHER_MODELS:
-            if self._values.get(key):
-                raise UnsupportedSource(
-                    f"{quote(self._path)} has key {quote(key)}: this is not a plain Llama"
-                )
 
     def _states(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -158,18 +161,6 @@ class _Reader:
 
     def _optional(self, key: str) -> float | None:
         return self._number(key) if self._states(key) else None
-
-    def _flag(self, key: str) -> bool:
-        value = self._values.get(key, False)
-        if type(value) is not bool:
-            raise self._wrong(key, "true or false")
-        return value
-
-    def _vocabulary(self) -> int | None:
-        # Llama 1 and 2 leave it to the tokenizer, and have -1.
-        value = self._values.get("vocab_size")
-        is_unknown = value is None or (type(value) is int and value == -1)
-        return None if is_unknown else self._integer("vocab_size")
 
     def _value(self, key: str) -> Any:
         if key not in self._values:
@@ -197,6 +188,13 @@ class Measured:
 
 def make_config(params: Params, measured: Measured) -> Mapping[str, Any]:
     """Return the content of ``config.json`` in the form that every runtime reads."""
+    scaling = {
+        "factor": _factor(params),
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -211,7 +209,7 @@ def make_config(params: Params, measured: Measured) -> Mapping[str, Any]:
         "num_hidden_layers": params.n_layers,
         "num_key_value_heads": params.n_kv_heads,
         "rms_norm_eps": params.norm_eps,
-        "rope_scaling": _rope_scaling(params),
+        "rope_scaling": scaling if params.use_scaled_rope else None,
         "rope_theta": _theta(params),
         "tie_word_embeddings": measured.is_tied,
         "torch_dtype": DTYPE_NAMES[measured.dtype.value],
@@ -235,12 +233,16 @@ def notices(params: Params, measured: Measured) -> Iterator[str]:
         yield f"config.json: assumed rope scaling by {_factor(params):g}, as in Meta's models"
     if measured.vocab_size == _LLAMA_3_VOCABULARY:
         yield "config.json: assumed the special tokens of Llama 3, because the vocabulary has its size"
-    usual = _usual_intermediate_size(params)
-    if usual is not None and usual != measured.intermediate_size:
-        yield (
-            f"config.json: intermediate_size is {measured.intermediate_size}, as in the tensors; "
-            f"by {PARAMS_FILE} it would be {usual}"
-        )
+    if params.multiple_of is not None:  # Meta's code computes the size as follows
+        usual = 8 * params.dim // 3
+        if params.ffn_dim_multiplier is not None:
+            usual = int(params.ffn_dim_multiplier * usual)
+        usual = params.multiple_of * math.ceil(usual / params.multiple_of)
+        if usual != measured.intermediate_size:
+            yield (
+                f"config.json: intermediate_size is {measured.intermediate_size}, as in the "
+                f"tensors; by {PARAMS_FILE} it would be {usual}"
+            )
     for key in params.unknown:
         yield f"{PARAMS_FILE}: key {quote(key)} is unknown and was ignored"
 
@@ -262,25 +264,3 @@ def _factor(params: Params) -> float:
     if params.rope_scaling_factor is not None:
         return params.rope_scaling_factor
     return 32.0 if (params.dim, params.n_layers) in _SMALL_LLAMAS else 8.0
-
-
-def _rope_scaling(params: Params) -> Mapping[str, Any] | None:
-    if not params.use_scaled_rope:
-        return None
-    return {
-        "factor": _factor(params),
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }
-
-
-def _usual_intermediate_size(params: Params) -> int | None:
-    """Return the value that Meta's code computes; None if the file has not all it needs."""
-    if params.multiple_of is None:
-        return None
-    size = 8 * params.dim // 3
-    if params.ffn_dim_multiplier is not None:
-        size = int(params.ffn_dim_multiplier * size)
-    return params.multiple_of * math.ceil(size / params.multiple_of)

@@ -105,19 +105,18 @@ class _Reading:
             self._row = tensor.spec.nbytes // (tensor.spec.shape[0] * parts)
 
     def pieces(self) -> Iterator[memoryview]:
-        for block in self._blocks():
+        if self._tensor.by_columns:
+            blocks = self._interleaved()
+        elif self._tensor.head_rows:
+            blocks = self._heads()
+        else:
+            blocks = iter([_Block(list(self._along_rows(0, self._tensor.spec.nbytes)))])
+        for block in blocks:
             if block.order is None:
                 for place in block.ranges:
                     yield from self._read(place)
             else:
                 yield from self._gathered(block.ranges, block.order)
-
-    def _blocks(self) -> Iterator[_Block]:
-        if self._tensor.by_columns:
-            return self._interleaved()
-        if self._tensor.head_rows:
-            return self._heads()
-        return iter([_Block(list(self._along_rows(0, self._tensor.spec.nbytes)))])
 
     def _interleaved(self) -> Iterator[_Block]:
         """Yield blocks of as many rows as fit the buffer, or the parts of every row."""
@@ -153,18 +152,6 @@ class _Reading:
             begin += count
 
     def _gathered(self, ranges: Sequence[_Range], order: Array) -> Iterator[memoryview]:
-        row = self._row
-        rows = self._filled(ranges).reshape(-1, row)
-        step = len(self._buffer) // row
-        for start in range(0, len(order), step):
-            chosen = order[start : start + step]
-            target = self._buffer[: len(chosen) * row]
-            out = np.frombuffer(target, np.uint8).reshape(-1, row)
-            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy again
-            yield target
-
-    def _filled(self, ranges: Sequence[_Range]) -> Array:
-        """Return the bytes of some ranges, valid until the next call."""
         size = sum(place.end - place.begin for place in ranges)
         if len(self._scratch) < size:
             self._scratch = np.empty(size, np.uint8)
@@ -173,7 +160,15 @@ class _Reading:
             for piece in self._read(place):
                 self._scratch[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
                 done += len(piece)
-        return self._scratch[:size]
+        row = self._row
+        rows = self._scratch[:size].reshape(-1, row)
+        step = len(self._buffer) // row
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
+            target = self._buffer[: len(chosen) * row]
+            out = np.frombuffer(target, np.uint8).reshape(-1, row)
+            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy again
+            yield target
 
     def _read(self, place: _Range) -> Iterator[memoryview]:
         """Yield the bytes of a range, after comparing them with the copies in other shards."""

@@ -21,7 +21,6 @@ from blobstore.sources.small_files import files_of, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from blobstore.core.tensor import TensorSpec
@@ -125,7 +124,13 @@ class MetaFolder:
                 f"left out: {quote(folder / _CONFIG)}; one generated from {PARAMS_FILE} replaces it"
             )
         self.files = kept
-        self.notices.extend(_left_out(folder, {path.name for path in self._paths}))
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                self.notices.append(f"left out: folder {quote(path)}")
+            elif path.suffix in _WEIGHTS and path not in self._paths:
+                self.notices.append(f"left out: {quote(path)}, not a shard of the model")
+            elif notice := unusable_name(path):
+                self.notices.append(notice)
 
 
 def _shard_names(folder: Path) -> list[str]:
@@ -143,13 +148,3 @@ def _shard_paths(folder: Path) -> list[Path]:
                 f"{quote(folder / name)} is missing{more}; download the complete model"
             )
     return [folder / name for name in wanted]
-
-
-def _left_out(folder: Path, shards: AbstractSet[str]) -> Iterator[str]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.name.startswith("."):
-            yield f"left out: folder {quote(path)}"
-        elif path.suffix in _WEIGHTS and path.name not in shards:
-            yield f"left out: {quote(path)}, not a shard of the model"
-        elif notice := unusable_name(path):
-            yield notice

@@ -45,6 +45,8 @@ _TRAINING = re.compile(
     re.IGNORECASE,
 )
 """Prefixes of the keys that training programs use for other state."""
+_SCALARS = (((),), ((1,),))
+"""The sizes of tensors that can be next to a model, such as a score."""
 _MAX_DEPTH = 64
 MAX_TENSORS: Final = 1 << 18
 """Tensors of a checkpoint, including the optimizer. The largest models have a third of that."""
@@ -125,9 +127,20 @@ class _Walk:
             raise CheckpointRefused(
                 f"{quote(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
             )
-        self._take_steps(_width(value))
+        self._steps -= _width(value)
+        if self._steps < 0:
+            raise CheckpointRefused("the pickle shares its parts too often to list them one by one")
         inner = self._add_children(path, children)
-        self._check()
+        if self._containers < 0:
+            raise CheckpointRefused(
+                f"the pickle has more than {_MAX_CONTAINERS} lists, tuples and dicts"
+            )
+        if self._letters < 0:
+            raise CheckpointRefused(
+                f"the names of its tensors are more than {_MAX_LETTERS} characters"
+            )
+        if len(self.tensors) > MAX_TENSORS:
+            raise CheckpointRefused(f"the checkpoint has more than {MAX_TENSORS} tensors")
         inner.reverse()
         self.todo.extend(inner)
 
@@ -156,22 +169,6 @@ class _Walk:
             self.others[_shown(path[:1])] += plain
         self._containers -= len(inner)
         return inner
-
-    def _take_steps(self, count: int) -> None:
-        self._steps -= count
-        if self._steps < 0:
-            raise CheckpointRefused("the pickle shares its parts too often to list them one by one")
-
-    def _check(self) -> None:
-        if self._containers < 0:
-            message = f"the pickle has more than {_MAX_CONTAINERS} lists, tuples and dicts"
-        elif self._letters < 0:
-            message = f"the names of its tensors are more than {_MAX_LETTERS} characters"
-        elif len(self.tensors) > MAX_TENSORS:
-            message = f"the checkpoint has more than {MAX_TENSORS} tensors"
-        else:
-            return
-        raise CheckpointRefused(message)
 
 
 def is_tensor(value: Any) -> bool:
@@ -271,7 +268,7 @@ def _is_module(record: Record) -> bool:
 
 def _parts_of_module(record: Record) -> Iterator[tuple[Part, Any]]:
     """Yield the items that the module's ``state_dict()`` would have."""
-    names = set(filter(_is_text, _hidden(record)))
+    names = {name for name in _hidden(record) if type(name) is str}
     for part in _MODULE_PARTS:
         for key, value in record.state[part].items():
             if value is not None and not (part == "_buffers" and key in names):
@@ -284,10 +281,6 @@ def _hidden(record: Record) -> Sequence[Any]:
     return names.items if type(names) is Items else ()
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
 def _likeliest(tree: Tree) -> Path:
     prefix: Path = ()
     keys: Sequence[str] = _MODEL_KEYS
@@ -297,18 +290,13 @@ def _likeliest(tree: Tree) -> Path:
             if path[: len(prefix)] == prefix:
                 if len(path) > len(prefix) + 1:
                     heads[path[len(prefix)]] = True
-                elif not _is_incidental(path, value):  # this level is the model
-                    return prefix
+                elif value.arguments[2:3] not in _SCALARS and not any(map(_is_training, path[-1:])):
+                    return prefix  # this level is the model
         found = next((key for key in keys if key in heads), None)
         if found is None:
             return prefix
         prefix = (*prefix, found)
         keys = _INNER_KEYS
-
-
-def _is_incidental(path: Path, value: Reduced) -> bool:
-    """Return whether a tensor can be next to a model, such as a score or the state of a generator."""
-    return value.arguments[2:3] in (((),), ((1,),)) or any(map(_is_training, path[-1:]))
 
 
 def _named(tree: Tree, subtree: str) -> Path:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,13 +20,7 @@ from tests.support.meta_models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-@pytest.fixture
-def maker(tmp_path: Path) -> Iterator[Maker]:
-    with Maker(tmp_path) as made:
-        yield made
+    from collections.abc import Callable
 
 
 def test_takes_copies_of_key_and_value_heads_once(maker: Maker) -> None:

@@ -22,13 +22,7 @@ from tests.support.meta_models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-
-@pytest.fixture
-def maker(tmp_path: Path) -> Iterator[Maker]:
-    with Maker(tmp_path) as made:
-        yield made
+    from collections.abc import Mapping
 
 
 def config_of(maker: Maker, params: Params, shards: int = 1, **options: Any) -> Mapping[str, Any]:

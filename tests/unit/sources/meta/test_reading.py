@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,15 +18,6 @@ from tests.support.meta_models import (
     split,
     to_meta,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def maker(tmp_path: Path) -> Iterator[Maker]:
-    with Maker(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("size", [1, 3, 63, 64, 65, 200, 513, 5000])

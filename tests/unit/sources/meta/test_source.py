@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,16 +23,6 @@ from tests.support.meta_models import (
     split,
     to_meta,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def maker(tmp_path: Path) -> Iterator[Maker]:
-    with Maker(tmp_path) as made:
-        yield made
-
 
 SHARDS = [1, 2, 4, 8]
 
