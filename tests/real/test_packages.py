@@ -149,5 +149,5 @@ def test_imports_a_single_file_without_metadata(tmp_path: Path) -> None:
 
 
 def test_rejects_a_program_disguised_as_a_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointRefused, match="TorchScript archive, which holds a program"):
+    with pytest.raises(CheckpointRefused, match="TorchScript archive, which has a program"):
         create(silero_vad() / "silero_vad.jit", NAME, store=LocalStore(tmp_path / "store"))
