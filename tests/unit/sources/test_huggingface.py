@@ -224,7 +224,7 @@ def test_a_folder_without_weights_is_not_a_model(tmp_path: Path) -> None:
         Found(touch(tmp_path, "config.json"))
 
 
-def test_a_folder_in_a_weight_file_s_place_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_named_like_a_weight_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(SourceError, match="is not a regular file"):
         Found(tmp_path)
@@ -239,7 +239,7 @@ def pipeline(folder: Path, **components: Any) -> Path:
     return folder
 
 
-def test_reads_a_pipeline_s_components(tmp_path: Path) -> None:
+def test_reads_the_components_of_a_pipeline(tmp_path: Path) -> None:
     pipeline(tmp_path, unet=["diffusers", "U"], text_encoder=["transformers", "T"], s=["d", "S"])
     put(tmp_path / "unet", diffusion_pytorch_model=ONE)
     put(tmp_path / "text_encoder", model=ONE, model__fp16=TWO)
@@ -410,7 +410,7 @@ def test_a_huge_small_file_is_an_error(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
-def test_reads_the_hub_s_cache_of_links(tmp_path: Path) -> None:
+def test_reads_the_links_of_the_hub_cache(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

@@ -56,7 +56,7 @@ def test_a_missing_source_is_not_found(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/" + "x" * 300, "./a/b/c", "a b/c"])
-def test_what_can_be_no_path_is_not_found(name: str) -> None:
+def test_an_impossible_path_is_not_found(name: str) -> None:
     with pytest.raises(SourceNotFound) as caught:
         open_source(name)
     assert str(caught.value).isprintable()
@@ -71,13 +71,13 @@ def test_links_that_lead_nowhere_are_not_found(tmp_path: Path) -> None:
             open_source(tmp_path / name)
 
 
-def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_source(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(SourceError, match="is not a regular file"):
         open_source(tmp_path / "x.safetensors")
 
 
-def test_what_may_not_be_read_says_so() -> None:
+def test_reports_a_source_without_read_permission() -> None:
     with sandbox.common_folder() as folder:
         write_folder(folder / "closed", ONE)
         write_folder(folder / "file", ONE)
@@ -184,7 +184,7 @@ def test_only_meta_folders_have_names_to_keep(
             open_source(source, SourceOptions(keep_names=True))
 
 
-def test_a_folder_of_meta_s_has_no_parts(tmp_path: Path) -> None:
+def test_a_meta_folder_has_no_parts(tmp_path: Path) -> None:
     torch.save({"norm.weight": torch.zeros(1)}, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text('{"dim": 8, "n_layers": 1}')
     with pytest.raises(

@@ -130,7 +130,7 @@ def test_a_damaged_header_names_the_file(shards: ShardSet, tmp_path: Path) -> No
         shards.add(tmp_path / "x.safetensors")
 
 
-def test_an_unreadable_file_is_no_damage() -> None:
+def test_an_unreadable_file_is_not_damaged() -> None:
     with sandbox.common_folder() as folder:
         save_file({"a": np.zeros(1)}, folder / "x.safetensors")
         (folder / "x.safetensors").chmod(0)

@@ -73,7 +73,7 @@ def test_a_copy_is_equal_and_is_not_read(
     assert all(item.is_same for item in found.files)
 
 
-def test_lists_what_has_changed(store: LocalStore) -> None:
+def test_lists_changes(store: LocalStore) -> None:
     tensors = dense_tensors()
     make(store, "a", tensors)
     tensors["mask"] = ~tensors["mask"]

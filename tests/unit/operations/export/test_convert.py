@@ -102,7 +102,7 @@ def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "none" / "out.safetensors")
 
 
-def test_reports_what_is_done(tmp_path: Path) -> None:
+def test_reports_progress_of_a_conversion(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     source = save(tmp_path / "x.pt", TENSORS)
     convert_checkpoint(

@@ -855,7 +855,7 @@ def test_quantized_weights_are_exported_as_plain_numbers(
     assert (tmp_path / "out" / "config.json").read_bytes() == b'{"model_type": "tiny"}\n'
 
 
-def test_what_another_scheme_said_of_decoded_weights_is_taken_back(tmp_path: Path) -> None:
+def test_removes_the_config_of_another_scheme_from_decoded_weights(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     tensors: Any = {
         "a.weight": np.ones((128, 128), ml_dtypes.float8_e4m3fn),
@@ -877,7 +877,7 @@ def test_what_another_scheme_said_of_decoded_weights_is_taken_back(tmp_path: Pat
     }
 
 
-def test_a_global_scale_has_no_place_in_mlx_s_form(tmp_path: Path) -> None:
+def test_mlx_cannot_hold_a_global_scale(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     source = Path(__file__).parents[3] / "data" / "ollama" / "hf" / "ct-nvfp4"
     create(source, NAME, store=store)
@@ -917,7 +917,7 @@ def test_a_weight_that_does_not_say_how_it_is_quantized_stays_packed(
     export_model(NAME, tmp_path / "out", store=store)
 
 
-def test_a_lone_file_s_export_tells_the_types_of_its_weights(tmp_path: Path) -> None:
+def test_the_export_of_a_single_file_has_the_types_of_its_weights(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     source = write_folder(tmp_path / "model", {"a.weight": PACKED["lm_head.weight"]})
     create(source / "model.safetensors", NAME, store=store, quantize="int8")

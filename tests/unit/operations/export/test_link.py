@@ -128,7 +128,7 @@ def test_links_every_blob_of_a_plain_model(dense: Path, store: LocalStore, tmp_p
     assert linked.tensors == count
 
 
-def test_holds_what_an_export_holds(dense: Path, store: LocalStore, tmp_path: Path) -> None:
+def test_has_the_contents_of_an_export(dense: Path, store: LocalStore, tmp_path: Path) -> None:
     link_model(NAME, tmp_path / "farm", store=store)
     index = tmp_path / "farm" / "model.safetensors.index.json"
     assert_as_exported(store, tmp_path / "farm", tmp_path / "out", index)
@@ -218,7 +218,7 @@ def test_a_config_is_the_sources_unless_old_keys_are_asked_for(
 
 
 @pytest.mark.parametrize("config", [b"{", b"[" * 100_000, b"[1]", b'{"rope_theta": 1,"x":2}'])
-def test_what_has_no_old_keys_stays_as_it_is(
+def test_a_config_without_old_keys_is_unchanged(
     config: bytes, store: LocalStore, tmp_path: Path
 ) -> None:
     blobs = {"w": blob(("w", "U8", (2,), b"ab"))}
@@ -288,7 +288,7 @@ def test_shares_the_bytes_of_such_blobs_where_it_can(
     assert len(lengths) == 2
 
 
-def test_shares_what_it_can_and_copies_the_rest(
+def test_shares_bytes_if_possible_and_copies_the_others(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = {
@@ -403,7 +403,7 @@ def test_only_what_mlx_has_in_another_order_is_copied_where_bytes_can_be_shared(
     assert results == {"packed": (3, 1), "stacked": (4, 0)}
 
 
-def test_divides_what_it_gathers_into_files_as_an_export_does(
+def test_splits_gathered_tensors_into_files_as_an_export_does(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_folder(tmp_path / "model", quantizable_tensors())
@@ -417,7 +417,7 @@ def test_divides_what_it_gathers_into_files_as_an_export_does(
     assert count == linked.links + linked.copied
 
 
-def test_copies_what_lies_in_several_blobs(store: LocalStore, tmp_path: Path) -> None:
+def test_copies_tensors_that_lie_in_several_blobs(store: LocalStore, tmp_path: Path) -> None:
     layer = "model.layers.0.odd.experts"
     blobs = {}
     for number in (1, 0):
@@ -463,7 +463,7 @@ def test_gives_gpt_oss_the_names_that_it_has_itself(store: LocalStore, tmp_path:
     assert (tmp_path / "farm" / "config.json").read_bytes() == config
 
 
-def test_damage_is_found_in_what_is_copied(store: LocalStore, tmp_path: Path) -> None:
+def test_finds_damage_in_copied_blobs(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model", quantizable_tensors())
     create(source, NAME, store=store, quantize="int4")
     path = blob_of(store, "lm_head.weight")

@@ -230,7 +230,7 @@ def test_puts_names_without_a_layer_apart_worst_first() -> None:
     ]
 
 
-def test_leaves_out_what_is_equal_in_all_layers() -> None:
+def test_leaves_out_tensors_that_are_equal_in_all_layers() -> None:
     found = parsed(
         tensor("model.layers.0.q.weight", 20),
         tensor("model.layers.0.norm.weight"),
@@ -272,7 +272,7 @@ def test_colours_do_not_exaggerate() -> None:
     )
 
 
-def test_marks_what_has_no_ratio() -> None:
+def test_marks_tensors_without_a_ratio() -> None:
     found = parsed(
         tensor("l.0.q", 20, nonfinite=3),
         tensor("l.1.q", 20, squared_base=0.0),
