@@ -68,13 +68,7 @@ def decode(
         for row in range(0, rows, chunk):
             end = min(row + chunk, rows)
             products = values.take(codes[row:end], mode="clip")  # no code is out of range
-            # Each row of factors has one value per ``width`` columns.
-            scaling = factors[np.arange(row, end) // height]
-            whole = columns // width
-            blocks = products[:, : whole * width].reshape(end - row, whole, width)
-            blocks *= scaling[:, :whole, np.newaxis]
-            rest = products[:, whole * width :]
-            rest *= scaling[:, whole:]
+            _scale(products, factors[np.arange(row, end) // height], width)
             _round(products, result[row:end])
     return result.view(ml_dtypes.bfloat16)
 
@@ -89,6 +83,18 @@ def _values(dtype: DType | None) -> Array:
     values: Array = np.arange(256, dtype=np.uint8).view(_TYPES[dtype]).astype(np.float32)
     values.setflags(write=False)
     return values
+
+
+def _scale(products: Array, factors: Array, width: int) -> None:
+    """Multiply in place; each row of ``factors`` has one value per ``width`` columns.
+
+    A function, because views that outlive a step of the loop would keep its memory out of reuse.
+    """
+    whole = products.shape[1] // width
+    blocks = products[:, : whole * width].reshape(len(products), whole, width)
+    blocks *= factors[:, :whole, np.newaxis]
+    rest = products[:, whole * width :]
+    rest *= factors[:, whole:]
 
 
 def _round(products: Array, result: Array) -> None:
