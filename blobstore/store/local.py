@@ -148,7 +148,10 @@ class LocalStore(BlobReader):
         with self.writing():
             for name in ("blobs", "manifests", "temporary"):
                 make_folders(self.folder(name), self.root)
-            with self.lease() as lease, Ingest(self, lease, paranoid=paranoid) as ingest:
+            with (
+                self._locks.lease(is_inherited=False) as lease,
+                Ingest(self, lease, paranoid=paranoid) as ingest,
+            ):
                 yield ingest
 
     def join_ingest(self, name: str, *, paranoid: bool = False) -> WorkerIngest:

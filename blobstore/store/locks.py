@@ -83,11 +83,14 @@ class Locks:
                     raise
             yield
 
-    def lease(self) -> Lease:
-        """Return a new lease, which the caller closes. Raises as :meth:`shared`."""
+    def lease(self, *, is_inherited: bool = True) -> Lease:
+        """Return a new lease, which the caller closes. Raises as :meth:`shared`.
+
+        A forked process keeps the lease alive too, unless ``is_inherited`` is false.
+        """
         self._layout.leases.mkdir(parents=True, exist_ok=True)
         with self.shared():  # a holder of the exclusive lock would think an unlocked lease dead
-            return Lease(self._layout, self)
+            return Lease(self._layout, self, is_inherited=is_inherited)
 
     def join_lease(self, name: str) -> JoinedLease:
         """Return another process's lease, to add digests to it.
@@ -123,7 +126,7 @@ class Locks:
 class Lease:
     """The blobs that a process needs and no manifest references yet. Threads may share a lease."""
 
-    def __init__(self, layout: Layout, locks: Locks) -> None:
+    def __init__(self, layout: Layout, locks: Locks, *, is_inherited: bool = True) -> None:
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
         """Unique; temporary files whose names begin with it belong to this lease."""
         self._files = layout.temporary, f"{self.name}-"
@@ -132,7 +135,8 @@ class Lease:
         self._path = layout.leases / self.name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
-        _OPEN_LEASES.add(self)
+        if not is_inherited:
+            _OWN_LEASES.add(self)
         try:
             while not _try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
                 time.sleep(_FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
@@ -179,21 +183,25 @@ class Lease:
     def close(self) -> None:
         """End the lease and close its file."""
         self.end()
-        _OPEN_LEASES.discard(self)
+        _OWN_LEASES.discard(self)
         os.close(self._descriptor)
 
 
-_OPEN_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
+_OWN_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
+"""Leases that forked processes do not keep alive."""
 
 
-def _close_in_child() -> None:
-    # A forked worker process that outlives this one would keep its leases locked.
-    for lease in _OPEN_LEASES:
-        os.close(lease._descriptor)
-    _OPEN_LEASES.clear()
+def _drop_in_child() -> None:
+    if _OWN_LEASES:
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for lease in _OWN_LEASES:
+            os.dup2(nowhere, lease._descriptor, inheritable=False)
+        os.close(nowhere)
+        _OWN_LEASES.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+# A worker of an import that outlives it would keep its lease locked.
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 class JoinedLease(Lease):

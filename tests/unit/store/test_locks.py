@@ -265,8 +265,8 @@ def test_a_lease_waits_for_a_process_that_tests_its_lock(
         assert store.read_leases().digests == {A}
 
 
-def test_a_forked_process_does_not_keep_leases_alive(store: LocalStore) -> None:
-    lease = store.lease()
+def test_a_forked_process_does_not_keep_the_lease_of_an_import_alive(store: LocalStore) -> None:
+    lease = store._locks.lease(is_inherited=False)
     lease.hold([A])
     reader, writer = os.pipe()
     started, starting = os.pipe()
