@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.files import FileState
     from blobstore.core.tensor import TensorSpec
 
 KEPT_FILES = (
@@ -69,6 +70,9 @@ class Shard(Protocol):
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :meth:`TensorSource.read`."""
 
+    def state(self) -> FileState:
+        """Return the state of the open file."""
+
     def close(self) -> None:
         """Close the file."""
 
@@ -99,6 +103,9 @@ class TensorSource(Protocol):
     @property
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
+
+    def states(self) -> Sequence[FileState]:
+        """Return the states of the open weight files, always in the same order."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in pieces, each in ``buffer`` and valid until the next one.

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import FileState, read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_part
 from blobstore.sources.base import DEFAULT_OPTIONS
@@ -82,6 +82,10 @@ class HuggingFaceFolder:
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :class:`TensorSource`."""
         return self._shards.read(name, buffer)
+
+    def states(self) -> Sequence[FileState]:
+        """See :class:`TensorSource`."""
+        return self._shards.states()
 
     def close(self) -> None:
         """See :class:`TensorSource`."""

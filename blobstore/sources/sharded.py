@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import FileState, read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
 from blobstore.sources.pytorch.checkpoint import Checkpoint
@@ -84,6 +84,10 @@ class ShardSet:
         """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
         shard, inner = self._places[name]
         return shard.read(inner, buffer)
+
+    def states(self) -> list[FileState]:
+        """Return the states of the open files, in the order in which they were added."""
+        return [shard.state() for shard in self._shards.values()]
 
     def close(self) -> None:
         """Close the files."""

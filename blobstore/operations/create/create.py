@@ -162,6 +162,7 @@ def _add_tensors(
     if in_workers:
         shared = SharedImport(
             open_source=source.reopen,
+            states=source.states(),
             store=store.root,
             lock_timeout=store.lock_timeout,
             name=ingest.name,

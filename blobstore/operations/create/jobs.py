@@ -5,20 +5,23 @@ A worker process opens the source and joins the import once, and keeps both open
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.errors import DamagedSource
 from blobstore.operations.create.convert import Converter
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from typing_extensions import Buffer
 
+    from blobstore.core.files import FileState
     from blobstore.operations.create.blobs import BlobPlan
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Ingest, Ingested
@@ -63,6 +66,8 @@ class SharedImport:
     """An import that worker processes can join: a picklable value."""
 
     open_source: Callable[[], TensorSource]
+    states: Sequence[FileState]
+    """The states of the weight files when the import was planned."""
     store: Path
     lock_timeout: float
     name: str
@@ -78,6 +83,7 @@ class _JoinedImport:
         self.converter = Converter(self.source.read)
         self.running_jobs = 0
         try:
+            _check_unchanged(self.source.states(), shared.states)
             store = LocalStore(shared.store, lock_timeout=shared.lock_timeout)
             self.ingest = store.join_ingest(shared.name, paranoid=shared.is_paranoid)
         except BaseException:
@@ -85,8 +91,27 @@ class _JoinedImport:
             raise
 
 
+def _check_unchanged(states: Sequence[FileState], planned: Sequence[FileState]) -> None:
+    # Machines that share a file system number its device differently.
+    if [state[1:] for state in states] != [state[1:] for state in planned]:
+        raise DamagedSource(
+            "a weight file of the source changed while it was imported; nothing was published. "
+            "Import it again when no program writes to it"
+        )
+
+
 _JOINED: dict[str, _JoinedImport] = {}
 _LOCK = threading.Lock()
+
+
+def _forget_in_child() -> None:
+    # A forked process has neither the thread that may hold the lock, nor the jobs of the others.
+    global _LOCK  # noqa: PLW0603
+    _LOCK = threading.Lock()
+    _JOINED.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def add_in_worker(shared: SharedImport, blob: BlobPlan) -> Ingested:

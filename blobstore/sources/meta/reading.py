@@ -18,6 +18,7 @@ from blobstore.errors import DamagedSource
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.core.files import FileState
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.meta.layout import Joined
 
@@ -46,6 +47,9 @@ class Shard(Protocol):
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:
         """Yield bytes ``begin`` to ``end`` of a tensor, as :meth:`read` does."""
+
+    def state(self) -> FileState:
+        """Return the state of the open file."""
 
     def close(self) -> None:
         """Close the file."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.files import FileState
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.meta.layout import Joined
     from blobstore.sources.meta.reading import Shard
@@ -89,6 +90,10 @@ class MetaFolder:
         from blobstore.sources.meta.reading import read_joined
 
         return read_joined(self._shards, self._paths, self._joined[name], buffer)
+
+    def states(self) -> Sequence[FileState]:
+        """See :class:`TensorSource`."""
+        return [shard.state() for shard in self._shards]
 
     def close(self) -> None:
         """See :class:`TensorSource`."""

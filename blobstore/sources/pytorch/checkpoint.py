@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular
+from blobstore.core.files import FileState, open_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import TensorView
@@ -137,6 +137,10 @@ class Checkpoint:
                 yield from self._reader.read(tensor.place, first + begin, first + end, buffer)
             else:
                 yield self._gather(tensor)[begin:end]
+
+    def state(self) -> FileState:
+        """Return the state of the open file."""
+        return FileState.of_status(os.fstat(self._descriptor))
 
     def close(self) -> None:
         """Close the file. Views stay valid: they keep the mapping alive."""

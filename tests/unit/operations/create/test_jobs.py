@@ -21,7 +21,7 @@ from tests.support.damage import flip
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 NAME = Reference.parse("m")
@@ -76,6 +76,39 @@ def test_every_executor_creates_the_same_manifest(
     assert created.bytes_present == by_threads.bytes_present
     assert leftovers(store) == []
     blobstore.open("m", store=store, verify="digest").close()
+
+
+class SavesBeforeTheJobs(ThreadPoolExecutor):
+    """An executor whose workers open a source that a trainer has just replaced."""
+
+    def __init__(self, save: Callable[[], object]) -> None:
+        super().__init__(1)
+        self._save = save
+
+    def submit(self, *arguments: Any, **keywords: Any) -> Any:
+        self._save()
+        return super().submit(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["same names", "other names"])
+def test_a_source_that_is_replaced_before_a_worker_opens_it_is_an_error(
+    tmp_path: Path, store: LocalStore, names: bool
+) -> None:
+    folder = write_folder(tmp_path / "model", {"a": np.zeros((4, 4), np.float32)})
+    other = {"a" if names else "b": np.ones((4, 4), np.float32)}
+    later = write_folder(tmp_path / "later", other)
+
+    def save() -> None:
+        if (later / "model.safetensors").exists():
+            (later / "model.safetensors").replace(folder / "model.safetensors")
+
+    with (
+        SavesBeforeTheJobs(save) as executor,
+        pytest.raises(DamagedSource, match="changed while it was imported; nothing was published"),
+    ):
+        blobstore.create(folder, "m", store=store, executor=executor)
+    assert list(store.references()) == []
+    assert leftovers(store) == []
 
 
 def test_a_second_import_writes_nothing(
