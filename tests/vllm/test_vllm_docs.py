@@ -131,4 +131,4 @@ def test_the_server_rejects_another_source_of_the_weights(
         text=True,
     )
     assert done.returncode == 2
-    assert "is not given here: the model is NAME" in done.stderr
+    assert "is not an option here: the model is NAME" in done.stderr
