@@ -124,7 +124,14 @@ class WorkerPool:
         errors: list[BaseException] = []
         is_success = False
         try:
-            futures += (executor.submit(job, item) for item in items)
+            try:
+                futures += (executor.submit(job, item) for item in items)
+            except BrokenExecutor:
+                raise
+            except (RuntimeError, OSError) as refusal:  # it is shut down, or lost its connection
+                if self._executor is None:
+                    raise
+                raise BlobstoreError(f"the executor refused a job: {refusal}") from refusal
             yield futures
             is_success = all(map(_has_succeeded, futures))
         except BrokenExecutor as lost:

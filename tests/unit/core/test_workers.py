@@ -269,3 +269,11 @@ def test_threads_share_the_rate() -> None:
 def test_rejects_a_rate_that_is_not_above_0(rate: float) -> None:
     with pytest.raises(UsageError, match="rate must be above 0"):
         RateLimiter(rate)
+
+
+def test_an_executor_that_was_shut_down_is_reported() -> None:
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    pool = WorkerPool(None, None, 0, executor=executor)
+    with pytest.raises(BlobstoreError, match="^the executor refused a job: cannot schedule new"):
+        pool.run([1], str)
