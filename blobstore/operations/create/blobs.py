@@ -123,11 +123,17 @@ def plan_blobs(
     single: list[Recipe] = []
     groups: dict[str, list[Recipe]] = defaultdict(list)
     for name, recipe in recipes.items():
-        prefix = _group_prefix(name, experts)
-        if prefix is None or (experts == "stacked" and isinstance(recipe, Prequantized)):
+        match = _EXPERTS.fullmatch(name)
+        if experts == "packed":
+            match = match or _SHARED.fullmatch(name)
+        elif isinstance(recipe, Prequantized) or (
+            match and not _STACKED_PREFIXES.fullmatch(match["prefix"])
+        ):
+            match = None
+        if match is None:
             single.append(recipe)
         else:
-            groups[prefix].append(recipe)
+            groups[match["prefix"]].append(recipe)
     blobs = [
         _plan_blob(recipe.spec.name, [recipe], policy) for recipe in sorted(single, key=_BY_NAME)
     ]
@@ -153,16 +159,6 @@ def stacked_sources(blobs: Iterable[BlobPlan]) -> dict[str, tuple[str, ...]]:
         for recipe in blob.tensors
         if not isinstance(recipe, Prequantized) and recipe.spec.name not in recipe.sources
     }
-
-
-def _group_prefix(name: str, experts: ExpertForm) -> str | None:
-    """Return the name of the group that a tensor belongs to, or None."""
-    match = _EXPERTS.fullmatch(name)
-    if match is not None:
-        prefix = match["prefix"]
-        return prefix if experts == "packed" or _STACKED_PREFIXES.fullmatch(prefix) else None
-    match = _SHARED.fullmatch(name) if experts == "packed" else None
-    return match["prefix"] if match is not None else None
 
 
 def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> BlobPlan:

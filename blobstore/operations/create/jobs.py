@@ -5,6 +5,7 @@ A worker process opens the source and joins the import once, and keeps both open
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -82,22 +83,18 @@ class _JoinedImport:
         self.source = shared.open_source()
         self.converter = Converter(self.source.read)
         self.running_jobs = 0
-        try:
-            _check_unchanged(self.source.states(), shared.states)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.source.close)
+            # Machines that share a file system number its device differently.
+            states = [state[1:] for state in self.source.states()]
+            if states != [state[1:] for state in shared.states]:
+                raise DamagedSource(
+                    "a weight file of the source changed while it was imported; nothing was "
+                    "published. Import it again when no program writes to it"
+                )
             store = LocalStore(shared.store, lock_timeout=shared.lock_timeout)
             self.ingest = store.join_ingest(shared.name, paranoid=shared.is_paranoid)
-        except BaseException:
-            self.source.close()
-            raise
-
-
-def _check_unchanged(states: Sequence[FileState], planned: Sequence[FileState]) -> None:
-    # Machines that share a file system number its device differently.
-    if [state[1:] for state in states] != [state[1:] for state in planned]:
-        raise DamagedSource(
-            "a weight file of the source changed while it was imported; nothing was published. "
-            "Import it again when no program writes to it"
-        )
+            on_error.pop_all()
 
 
 _JOINED: dict[str, _JoinedImport] = {}

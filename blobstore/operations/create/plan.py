@@ -17,12 +17,11 @@ from blobstore.quantization.recipes import Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from blobstore.operations.create.blobs import ExpertForm
     from blobstore.quantization.policy import PolicyName
-    from blobstore.quantization.recipes import Recipe
     from blobstore.sources.base import TensorSource
 
 
@@ -128,7 +127,18 @@ def plan_source(
     options = quantize or QuantizeOptions()
     policy = options.to_policy(source.config)
     if policy is not None:
-        _check_is_plain(recipes.values(), source.config)
+        for recipe in recipes.values():
+            if isinstance(recipe, Prequantized):
+                raise UnsupportedSource(
+                    f"tensor {quote(recipe.spec.name)} is already quantized to {recipe.item.name}; "
+                    "create from the unquantized weights, or without quantizing"
+                )
+        if SourceQuantConfig(source.config).method == gpt_oss.METHOD:
+            # Stored with this config, plain weights would be mistaken for those of gpt-oss.
+            raise UnsupportedSource(
+                f"config.json says quant_method {quote(gpt_oss.METHOD)}, but no tensor has that "
+                "form; if the weights are plain, remove 'quantization_config' from it"
+            )
     blobs = plan_blobs(recipes, experts=experts, policy=policy)
     unused = policy.unused_overrides() if policy is not None else ()
     if unused:
@@ -138,19 +148,3 @@ def plan_source(
     elif quant_type not in FORMATS:
         quant_type = ""  # 8-bit floats are decoded, so no stored tensor has their type
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
-
-
-def _check_is_plain(recipes: Iterable[Recipe], config: Mapping[str, Any]) -> None:
-    """Check that a source can be quantized, because nothing of it is quantized yet."""
-    for recipe in recipes:
-        if isinstance(recipe, Prequantized):
-            raise UnsupportedSource(
-                f"tensor {quote(recipe.spec.name)} is already quantized to {recipe.item.name}; "
-                "create from the unquantized weights, or without quantizing"
-            )
-    if SourceQuantConfig(config).method == gpt_oss.METHOD:
-        # Stored with this config, plain weights would be mistaken for those of gpt-oss.
-        raise UnsupportedSource(
-            f"config.json says quant_method {quote(gpt_oss.METHOD)}, but no tensor has that form; "
-            "if the weights are plain, remove 'quantization_config' from it"
-        )

@@ -1,13 +1,11 @@
-"""Workflow: write the tensors of a source to one safetensors file.
-
-Each job of a thread pool reads some consecutive tensors and writes them to their offsets.
-"""
+"""Workflow: write the tensors of a source to one safetensors file."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
@@ -30,7 +28,7 @@ _METADATA = {"format": "pt"}
 """transformers loads no file without it."""
 _BUFFER_SIZE = 1 << 20
 _BATCH_SIZE = 1 << 24
-"""Bytes of tensors per job, at least."""
+"""Bytes of tensors per job, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,9 @@ def convert_checkpoint(
         pool = WorkerPool(jobs, progress, size)
         with replacing(path) as descriptor:
             write_all(descriptor, header)
-            batches = _batches(specs, len(header))
+            offsets = accumulate((spec.nbytes for spec in specs), initial=len(header))
+            places = zip(offsets, specs, strict=False)
+            batches = [list(run) for _, run in groupby(places, lambda it: it[0] // _BATCH_SIZE)]
             pool.run(batches, partial(_write_batch, opened, pool, descriptor))
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
@@ -105,31 +105,16 @@ def convert_checkpoint(
     )
 
 
-def _batches(
-    specs: Iterable[TensorSpec], offset: int
-) -> Iterator[tuple[int, Sequence[TensorSpec]]]:
-    """Yield consecutive tensors with their offset in the file."""
-    batch: list[TensorSpec] = []
-    size = 0
-    for spec in specs:
-        batch.append(spec)
-        size += spec.nbytes
-        if size >= _BATCH_SIZE:
-            yield offset, batch
-            batch, offset, size = [], offset + size, 0
-    yield offset, batch
-
-
 def _write_batch(
     source: TensorSource,
     pool: WorkerPool,
     descriptor: int,
-    batch: tuple[int, Sequence[TensorSpec]],
+    places: Iterable[tuple[int, TensorSpec]],
 ) -> None:
-    """Write consecutive tensors: a job of ``pool``."""
-    offset, specs = batch
+    """Write tensors to their offsets in the file: a job of ``pool``."""
     buffer = memoryview(bytearray(_BUFFER_SIZE))
-    for spec in specs:
+    for start, spec in places:
+        offset = start
         for piece in source.read(spec.name, buffer):
             left = piece
             while left:  # one write may take only a part

@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.operations.export import writer
 from blobstore.operations.export.folder import plan_export
 from blobstore.operations.export.shards import SHARD_SIZE
-from blobstore.operations.export.writer import (
-    atomic_folder,
-    resolve_target,
-    write_new,
-    write_weights,
-)
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -86,15 +81,15 @@ def export_model(
         raise UsageError(f"the shard size must be at least 1 byte, got {shard_size}")
     store = LocalStore.of(store)
     manifest = store.resolve(reference)
-    target = resolve_target(folder)
+    target = writer.resolve_target(folder)
     try:
         plan = plan_export(store, manifest, shard_size, dequantize=dequantize)
-        with atomic_folder(target) as new:
-            write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
+        with writer.atomic_folder(target) as new:
+            writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
             for name, layer in plan.files.items():
-                write_new(new / name, store.read_blob(layer.digest, layer.size))
+                writer.write_new(new / name, store.read_blob(layer.digest, layer.size))
             for name, content in plan.written.items():
-                write_new(new / name, content)
+                writer.write_new(new / name, content)
             written = [path for path in new.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in written)
     except BlobstoreError as error:

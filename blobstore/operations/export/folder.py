@@ -195,11 +195,9 @@ def _source_tensors(
     """Return the tensors as the source had them, in the order of layers and bytes."""
     found: dict[str, FolderTensor] = {}
     unused = set(stacks)
-    make = _plain_tensors if dequantize else _packed_tensors
     for stored in contents.tensors.values():
-        sources = stacks.get(stored.name)
         unused.discard(stored.name)
-        made = make(stored, sources)
+        made = _folder_tensors(stored, stacks.get(stored.name), dequantize=dequantize)
         if is_gpt_oss and stored.companions:  # quantized weights and their scales
             made = (
                 tensor._replace(
@@ -219,47 +217,36 @@ def _source_tensors(
     return list(found.values())
 
 
-def _packed_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
-    """Yield a tensor and its companions as stored, with MLX's names."""
-    for suffix, (spec, begin, end) in {"": stored.entry, **stored.companions}.items():
+def _folder_tensors(
+    stored: StoredTensor, sources: Sequence[str] | None, *, dequantize: bool
+) -> Iterator[FolderTensor]:
+    """Yield a tensor dequantized, or it and its companions as stored, with MLX's names."""
+    entries = {"": stored.entry, **stored.companions}
+    packed = None
+    if dequantize and stored.companions:
+        if stored.item is None:
+            raise BlobstoreError(
+                f"tensor {quote(stored.name)} is quantized, but its blob does not say how"
+            )
+        dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
+        plain = TensorSpec(stored.name, dtype, stored.shape)
+        packed, entries = stored, {"": stored.entry._replace(spec=plain)}
+    for suffix, (spec, begin, end) in entries.items():
         start = stored.header.data_start + begin
         if sources is None:
             named = spec._replace(name=mlx_name(stored.name, suffix))
-            yield FolderTensor(named, stored.layer, start, stored.header)
+            yield FolderTensor(named, stored.layer, start, stored.header, packed)
             continue
-        _check_stack(stored, spec.shape, sources)
+        if spec.shape[:1] != (len(sources),):
+            raise BlobDamaged(
+                f"tensor {quote(stored.name)} of shape {list(spec.shape)} is listed as a stack of "
+                f"{len(sources)} tensors"
+            )
         size = (end - begin) // len(sources)
-        for number, name in enumerate(sources):
-            part = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
-            yield FolderTensor(part, stored.layer, start + number * size, stored.header)
-
-
-def _plain_tensors(stored: StoredTensor, sources: Sequence[str] | None) -> Iterator[FolderTensor]:
-    """Yield a tensor dequantized."""
-    if not stored.companions:
-        yield from _packed_tensors(stored, sources)
-        return
-    if stored.item is None:
-        raise BlobstoreError(
-            f"tensor {quote(stored.name)} is quantized, but its blob does not say how"
-        )
-    dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
-    if sources is None:
-        spec = TensorSpec(stored.name, dtype, stored.shape)
-        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored.header, stored)
-        return
-    _check_stack(stored, stored.shape, sources)
-    for number, name in enumerate(sources):
-        spec = TensorSpec(name, dtype, stored.shape[1:])
-        yield FolderTensor(spec, stored.layer, stored.entry.begin, stored.header, stored, number)
-
-
-def _check_stack(stored: StoredTensor, shape: tuple[int, ...], sources: Sequence[str]) -> None:
-    if shape[:1] != (len(sources),):
-        raise BlobDamaged(
-            f"tensor {quote(stored.name)} of shape {list(shape)} is listed as a stack of "
-            f"{len(sources)} tensors"
-        )
+        for part, name in enumerate(sources):
+            own = TensorSpec(mlx_name(name, suffix), spec.dtype, spec.shape[1:])
+            place = start + part * size
+            yield FolderTensor(own, stored.layer, place, stored.header, packed, part)
 
 
 def _changed_configs(

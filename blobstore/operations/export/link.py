@@ -25,14 +25,9 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.export import writer
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.reflink import clone_data
-from blobstore.operations.export.writer import (
-    atomic_folder,
-    resolve_target,
-    write_new,
-    write_weights,
-)
 from blobstore.quantization.mlx_layout import mlx_config
 from blobstore.store.local import LocalStore
 
@@ -107,30 +102,29 @@ def link_model(
     reference = Reference.of(reference)
     store = LocalStore.of(store)
     manifest = store.resolve(reference)
-    cold = [item for item in manifest.layers_of(media_types.TENSOR) if store.is_cold(item.digest)]
-    if cold:
+    if any(store.is_cold(layer.digest) for layer in manifest.layers_of(media_types.TENSOR)):
         raise StoreError(
             f"model {reference} is frozen, but links need uncompressed blobs; run 'blobstore thaw {reference}'"
         )
-    target = resolve_target(folder)
+    target = writer.resolve_target(folder)
     try:
         with gc_paused():  # a model has thousands of tensors
             plan = plan_links(store, manifest)
-        with atomic_folder(target) as new:
+        with writer.atomic_folder(target) as new:
             for name, layer in plan.files.items():
                 content = store.read_blob(layer.digest, layer.size)
                 if old_keys and PurePosixPath(name).name == "config.json":
                     content = _with_old_keys(content)
-                write_new(new / name, content)
+                writer.write_new(new / name, content)
             for name, content in plan.written.items():
-                write_new(new / name, content)
+                writer.write_new(new / name, content)
             _link(store, plan.links, new, hard=hard)
             copied = [
                 item for item in plan.relabelled if not _shares(store, item, new / item.file.name)
             ]
-            files = [*(item.file for item in copied), *plan.gathered.files]
-            tensors = [*(it for item in copied for it in item.tensors), *plan.gathered.tensors]
-            write_weights(store, files, tensors, new, jobs, progress)
+            files = [*(item.file for item in copied), *plan.gathered]
+            tensors = [*(it for item in copied for it in item.tensors), *plan.gathered_tensors]
+            writer.write_weights(store, files, tensors, new, jobs, progress)
     except BlobstoreError as error:
         raise error.at(f"model {reference}") from error
     return _result(target, plan, copied, time.monotonic() - started)
@@ -181,7 +175,7 @@ def _shares(store: LocalStore, item: WithNewHeader, path: Path) -> bool:
         return False
     source = store.open_blob(item.layer.digest, item.layer.size)
     try:
-        write_new(path, b"")
+        writer.write_new(path, b"")
         target = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             if clone_data(source, item.layer.size, item.data_start, target, item.file.header):
@@ -199,8 +193,8 @@ def _result(
     target: Path, plan: LinkPlan, copied: Sequence[WithNewHeader], seconds: float
 ) -> Linked:
     copied_size = sum(item.data_size for item in copied)
-    gathered = len(plan.gathered.files)
-    gathered_size = sum(tensor.spec.nbytes for tensor in plan.gathered.tensors)
+    gathered = len(plan.gathered)
+    gathered_size = sum(tensor.spec.nbytes for tensor in plan.gathered_tensors)
     notices = []
     if copied:
         notices.append(

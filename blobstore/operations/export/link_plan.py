@@ -26,12 +26,12 @@ from blobstore.operations.export.shards import (
 from blobstore.safetensors.header import in_file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.export.folder import Component, FolderContents, FolderTensor
+    from blobstore.operations.export.folder import FolderContents, FolderTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
 
@@ -58,21 +58,16 @@ class WithNewHeader(NamedTuple):
         return self.layer.size - self.data_start
 
 
-class Repacked(NamedTuple):
-    """Weight files with tensors of several blobs, or in another order."""
-
-    files: Sequence[WeightFile]
-    tensors: Sequence[FolderTensor]
-    """All tensors of the files, grouped by blob."""
-
-
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
     """The contents of the folder. Names are relative to it."""
 
     links: Sequence[Link]
     relabelled: Sequence[WithNewHeader]
-    gathered: Repacked
+    gathered: Sequence[WeightFile]
+    """Files with tensors of several blobs, or in another order."""
+    gathered_tensors: Sequence[FolderTensor]
+    """All tensors of the gathered files, grouped by blob."""
     written: Mapping[str, bytes]
     """Generated files: weight indexes and configs that have to change."""
     files: Mapping[str, Descriptor]
@@ -102,65 +97,39 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
     """
     contents = folder_contents(store, manifest)
     blobs, rest = _classify(contents)
-    parts = [
-        _plan_component(component, blobs[component.prefix], rest.names, contents.joins)
-        for component in contents.components
-    ]
-    check_file_names(contents, [name for part in parts for name in part.contents])
-    written = dict(contents.configs)
-    for part in parts:
-        written |= part.indexes
-    return LinkPlan(
-        links=[link for part in parts for link in part.links],
-        relabelled=[file for part in parts for file in part.relabelled],
-        gathered=Repacked([file for part in parts for file in part.gathered], rest.tensors),
-        written=written,
-        files={name: file for name, file in contents.files.items() if name not in written},
-        tensors=len(contents.tensors),
-    )
-
-
-class _ComponentPlan(NamedTuple):
-    """The files of one component."""
-
-    links: list[Link]
-    relabelled: list[WithNewHeader]
-    gathered: list[WeightFile]
-    contents: dict[str, Sequence[str]]
-    """Tensor names by file."""
-    indexes: dict[str, bytes]
-
-
-def _plan_component(
-    component: Component,
-    blobs: Sequence[_Blob],
-    scattered: Collection[str],
-    joins: Mapping[str, Sequence[str]],
-) -> _ComponentPlan:
-    prefix, stem, specs = component
-    others = [spec for spec in specs if spec.name in scattered]
-    gathered = [in_file_order(part) for part in split_by_size(others, SHARD_SIZE)] if others else []
-    plan = _ComponentPlan([], [], [], {}, {})
-    names = iter(file_names(stem, len(blobs) + len(gathered)))
-    for blob in blobs:
-        name, first = next(names), blob.tensors[0]
-        local = [spec._replace(name=spec.name.removeprefix(prefix)) for spec in blob.specs]
-        plan.contents[name] = [spec.name for spec in local]
-        if local == [entry.spec for entry in first.header.tensors.values()]:
-            plan.links.append(Link(name, first.layer))
-            continue
-        file = weight_file(name, blob.specs, joins, prefix)
-        plan.relabelled.append(
-            WithNewHeader(file, first.layer, first.header.data_start, blob.tensors)
-        )
-    for gathered_specs in gathered:
-        file = weight_file(next(names), gathered_specs, joins, prefix)
-        plan.gathered.append(file)
-        plan.contents[file.name] = file.tensors
-    if len(plan.contents) > 1:
-        files = {name.removeprefix(prefix): held for name, held in plan.contents.items()}
-        plan.indexes[index_name(stem)] = index(files, sum(spec.nbytes for spec in specs))
-    return plan
+    links: list[Link] = []
+    relabelled: list[WithNewHeader] = []
+    gathered: list[WeightFile] = []
+    weights: list[str] = []
+    written: dict[str, bytes] = {}
+    for prefix, stem, specs in contents.components:
+        others = [spec for spec in specs if spec.name in rest.names]
+        parts = split_by_size(others, SHARD_SIZE) if others else []
+        names = iter(file_names(stem, len(blobs[prefix]) + len(parts)))
+        tensors: dict[str, Sequence[str]] = {}  # by file
+        for blob in blobs[prefix]:
+            name, (first, *_) = next(names), blob.tensors
+            local = [spec._replace(name=spec.name.removeprefix(prefix)) for spec in blob.specs]
+            tensors[name] = [spec.name for spec in local]
+            if local == [entry.spec for entry in first.header.tensors.values()]:
+                links.append(Link(name, first.layer))
+                continue
+            file = weight_file(name, blob.specs, contents.joins, prefix)
+            start = first.header.data_start
+            relabelled.append(WithNewHeader(file, first.layer, start, blob.tensors))
+        for part in parts:
+            file = weight_file(next(names), in_file_order(part), contents.joins, prefix)
+            tensors[file.name] = file.tensors
+            gathered.append(file)
+        weights += tensors
+        if len(tensors) > 1:
+            held = {name.removeprefix(prefix): own for name, own in tensors.items()}
+            written[index_name(stem)] = index(held, sum(spec.nbytes for spec in specs))
+    check_file_names(contents, weights)
+    written |= contents.configs
+    files = {name: file for name, file in contents.files.items() if name not in written}
+    count = len(contents.tensors)
+    return LinkPlan(links, relabelled, gathered, rest.tensors, written, files, count)
 
 
 def _classify(contents: FolderContents) -> tuple[dict[str, list[_Blob]], _Rest]:
