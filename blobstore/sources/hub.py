@@ -13,7 +13,7 @@ import glob
 import hashlib
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -123,13 +123,24 @@ def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
         DamagedSource: a file does not match the listing.
     """
     repo, revision = parse_hub_id(text)
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    listed: list[_Listed] | None = None
     with _client_errors(repo, revision):
-        found = _list(repo, revision)
-        if found is None:
-            folder, listed = _cached(repo, revision)
-        else:
+        if (found := _list(repo, revision)) is not None:
             commit, listed = found
             folder = _fetch(repo, revision, commit, listed, progress)
+        else:
+            # The check finds missing files; that of the client would expect files that we do not need.
+            folder = Path(
+                snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
+            )
+            # The cached listing may be missing or unreadable.
+            with suppress(
+                CachedRepoTreeNotFoundError, AttributeError, KeyError, TypeError, ValueError
+            ):
+                listed = _wanted(get_cached_repo_tree(repo, revision=folder.name))
     if listed is not None:
         _check(folder, repo, listed, progress)
         return HubSnapshot(folder=folder, repo=repo, revision=folder.name)
@@ -174,10 +185,15 @@ def _wanted(tree: Iterable[Any]) -> list[_Listed]:
     from huggingface_hub import RepoFile
 
     files = [item for item in tree if isinstance(item, RepoFile)]
-    safe = {os.path.dirname(it.path) for it in files if it.path.endswith(".safetensors")}  # noqa: PTH120
+    safe = {it.path.rpartition("/")[0] for it in files if it.path.endswith(".safetensors")}
     wanted = []
     for item in files:
-        if not _is_wanted(item.path, safe):
+        folder, _, name = item.path.rpartition("/")
+        parts = item.path.split("/")
+        if len(parts) > MAX_DEPTH or not {"", ".", ".."}.isdisjoint(parts):
+            continue
+        patterns = _WANTED if folder in safe else (*_WANTED, "*pytorch_model*.bin")
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         large = item.lfs
         size, algorithm, digest = (
@@ -188,14 +204,6 @@ def _wanted(tree: Iterable[Any]) -> list[_Listed]:
             raise ValueError(f"no size or digest of {quote(item.path)}")
         wanted.append(_Listed(item.path, size, algorithm, digest))
     return wanted
-
-
-def _is_wanted(path: str, safe: set[str]) -> bool:
-    *folders, name = path.split("/")
-    if len(folders) >= MAX_DEPTH or not {"", ".", ".."}.isdisjoint((*folders, name)):
-        return False
-    wanted = _WANTED if "/".join(folders) in safe else (*_WANTED, "*pytorch_model*.bin")
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
 
 
 def _fetch(
@@ -319,13 +327,6 @@ def _fault_of(link: Path, file: _Listed, cache: str, report: Callable[[int], Non
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"
-    digest = _digest(path, file, report)
-    if digest != file.digest:
-        return f"its {file.algorithm} is {digest}, the Hub lists {file.digest}; {again}"
-    return None
-
-
-def _digest(path: Path, file: _Listed, report: Callable[[int], None]) -> str:
     digester = hashlib.new(file.algorithm, usedforsecurity=False)
     if file.algorithm == "sha1":
         digester.update(b"blob %d\0" % file.size)  # git hashes this header too
@@ -334,21 +335,10 @@ def _digest(path: Path, file: _Listed, report: Callable[[int], None]) -> str:
         while count := stream.readinto(buffer):
             digester.update(buffer[:count])
             report(count)
-    return digester.hexdigest()
-
-
-def _cached(repo: str, revision: str | None) -> tuple[Path, list[_Listed] | None]:
-    """Return the cached snapshot and its cached listing, None if there is none."""
-    from huggingface_hub import get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    # The check finds missing files; that of the client would expect files that we do not need.
-    path = snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
-    folder = Path(path)
-    try:
-        return folder, _wanted(get_cached_repo_tree(repo, revision=folder.name))
-    except (CachedRepoTreeNotFoundError, AttributeError, KeyError, TypeError, ValueError):
-        return folder, None  # there is none, or it cannot be read
+    digest = digester.hexdigest()
+    if digest != file.digest:
+        return f"its {file.algorithm} is {digest}, the Hub lists {file.digest}; {again}"
+    return None
 
 
 @contextmanager

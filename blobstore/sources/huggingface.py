@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, read_regular
@@ -30,11 +30,11 @@ from blobstore.sources.small_files import files_of, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceFile, SourceOptions
 
+_T = TypeVar("_T")
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
     ".bin": ("pytorch_model", "diffusion_pytorch_model"),
@@ -42,7 +42,9 @@ _STEMS = {
 """Names of weight files by ending, without ending and shard number."""
 _MAX_FILE_SIZE = 64 * 2**20
 _EXTRA_FOLDERS = ("additional_chat_templates",)
-_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*")
+_TRAINING_STATE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*\.(bin|pt|pth|ckpt)"
+)
 """Checkpoints next to the weights that have no model."""
 _OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -92,7 +94,7 @@ class HuggingFaceFolder:
         self._shards.close()
 
     def _open_folder(self, folder: Path, options: SourceOptions) -> None:
-        self.config = _read_object(folder / "config.json")
+        self.config = _read_json(folder / "config.json", dict)
         components = _components(folder)
         found = self._add_weights(folder, "", options)
         for name in components:
@@ -100,12 +102,20 @@ class HuggingFaceFolder:
         if not found:
             raise _no_weights(folder, options.weights)
         files = list(files_of(folder))
-        for name in (*components, *_EXTRA_FOLDERS):
+        folders = (*components, *_EXTRA_FOLDERS)
+        for name in folders:
             if (folder / name).is_dir():
                 files.extend(_files_below(folder / name, name))
         self.files = sorted(files, key=lambda file: file.name)
         weights = set(_weight_files(folder, options.weights))
-        self.notices.extend(_left_out(folder, components, weights))
+        for path in sorted(folder.iterdir()):
+            is_known = path.name in folders or path.name.startswith(".")
+            if path.is_dir() and not is_known:
+                self.notices.append(f"left out: folder {quote(path)}")
+            elif path.suffix in _OTHER_WEIGHTS and path.name not in weights:
+                self.notices.append(f"left out: {quote(path)}, not part of the model's weights")
+            elif notice := unusable_name(path):
+                self.notices.append(notice)
 
     def _add_weights(self, folder: Path, prefix: str, options: SourceOptions) -> bool:
         """Add the weights of one component; return whether it has any."""
@@ -138,12 +148,9 @@ def _weight_files(folder: Path, weights: str | None) -> list[str]:
     return names + [
         name
         for name in every
-        if name.endswith(CHECKPOINTS) and (weights is not None or not _is_training_state(name))
+        if name.endswith(CHECKPOINTS)
+        and (weights is not None or not _TRAINING_STATE.fullmatch(name))
     ]
-
-
-def _is_training_state(name: str) -> bool:
-    return name.endswith(CHECKPOINTS) and _TRAINING_STATE.fullmatch(name) is not None
 
 
 def _choose(
@@ -157,7 +164,7 @@ def _choose(
         return _choose_by(weights, [*indexes[SAFETENSORS], *indexes[".bin"]], names)
     is_safetensors = indexes[SAFETENSORS] or any(name.endswith(SAFETENSORS) for name in names)
     ending = SAFETENSORS if is_safetensors else ".bin"
-    if _read_object(folder / "model_index.json"):
+    if _read_json(folder / "model_index.json", dict):
         # The folder of a pipeline often has all components once more in a single file.
         names = [name for name in names if name.startswith(("model", "pytorch_model"))]
     for stem in _STEMS[ending]:
@@ -193,7 +200,7 @@ def _choose_by(
     chosen = {
         name
         for name in fnmatch.filter(names, weights)
-        if name == weights or not _is_training_state(name)
+        if name == weights or not _TRAINING_STATE.fullmatch(name)
     }
     for index in indexes:
         mapped = set(read_weight_map(index).values())
@@ -222,30 +229,28 @@ def _check_numbers(folder: Path, shards: Sequence[str]) -> None:
 
 def _components(folder: Path) -> list[str]:
     """Return the names of the component folders, checked and sorted."""
-    listed: set[str] = set()
-    for name, value in _read_object(folder / "model_index.json").items():
-        # A component is [library, class], or [null, null] if the pipeline does not have it.
-        if isinstance(value, list) and len(value) == 2 and value[1] is not None:  # noqa: PLR2004
-            if not (folder / _checked_part(folder, name)).is_dir():
-                raise DamagedSource(
-                    f"model_index.json of {quote(folder)} lists component {quote(name)}, but "
-                    "there is no such folder; download the complete model"
-                )
-            listed.add(name)
-    modules = _read_json(folder / "modules.json")
-    for module in modules if isinstance(modules, list) else ():
-        path = module.get("path") if isinstance(module, dict) else None
-        if isinstance(path, str) and path:
-            listed.add(_checked_part(folder, path))
-    return sorted(name for name in listed if (folder / name).is_dir())
-
-
-def _checked_part(folder: Path, name: str) -> str:
-    if not is_valid_part(name):
-        raise DamagedSource(
-            f"{quote(folder)} lists a component {quote(name)}, which is not a folder name"
-        )
-    return name
+    # A component is [library, class], or [null, null] if the pipeline does not have it.
+    parts = [
+        name
+        for name, value in _read_json(folder / "model_index.json", dict).items()
+        if isinstance(value, list) and len(value) == 2 and value[1] is not None  # noqa: PLR2004
+    ]
+    modules = [
+        path
+        for module in _read_json(folder / "modules.json", list)
+        if isinstance(module, dict) and isinstance(path := module.get("path"), str) and path
+    ]
+    for name in (*parts, *modules):
+        if not is_valid_part(name):
+            raise DamagedSource(
+                f"{quote(folder)} lists a component {quote(name)}, which is not a folder name"
+            )
+        if name in parts and not (folder / name).is_dir():
+            raise DamagedSource(
+                f"model_index.json of {quote(folder)} lists component {quote(name)}, but "
+                "there is no such folder; download the complete model"
+            )
+    return sorted(name for name in {*parts, *modules} if (folder / name).is_dir())
 
 
 def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
@@ -256,18 +261,6 @@ def _files_below(folder: Path, name: str) -> Iterator[SourceFile]:
         for path in folder.iterdir():
             if path.is_dir() and is_valid_part(path.name):
                 yield from _files_below(path, f"{name}/{path.name}")
-
-
-def _left_out(folder: Path, components: Sequence[str], weights: AbstractSet[str]) -> Iterator[str]:
-    known = {*components, *_EXTRA_FOLDERS}
-    for path in sorted(folder.iterdir()):
-        is_hidden = path.name.startswith(".")
-        if path.is_dir() and path.name not in known and not is_hidden:
-            yield f"left out: folder {quote(path)}"
-        elif path.suffix in _OTHER_WEIGHTS and path.name not in weights:
-            yield f"left out: {quote(path)}, not part of the model's weights"
-        elif notice := unusable_name(path):
-            yield notice
 
 
 def _no_weights(folder: Path, weights: str | None) -> SourceError:
@@ -284,14 +277,10 @@ def _no_weights(folder: Path, weights: str | None) -> SourceError:
     return SourceError(f"{quote(folder)} {what}; expected a Hugging Face model folder")
 
 
-def _read_object(path: Path) -> Mapping[str, Any]:
-    value = _read_json(path)
-    return value if isinstance(value, dict) else {}
-
-
-def _read_json(path: Path) -> Any:
-    """Return the decoded file; None if it is missing or malformed. It is kept in any case."""
+def _read_json(path: Path, kind: type[_T]) -> _T:
+    """Return the decoded file; an empty ``kind`` if it is missing, malformed or of another kind."""
     try:
-        return json.loads(read_regular(path, _MAX_FILE_SIZE))
+        value = json.loads(read_regular(path, _MAX_FILE_SIZE))
     except (OSError, ValueError, RecursionError, BlobstoreError):
-        return None
+        return kind()
+    return value if isinstance(value, kind) else kind()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions, TensorSource
 
-_HUB_SCHEME = "hf://"
-
 
 def open_source(
     text: str | os.PathLike[str],
@@ -46,24 +44,20 @@ def open_source(
     path = Path(name)
     try:
         # Path("") would be the working folder.
-        exists = bool(name) and not name.startswith(_HUB_SCHEME) and path.exists()
+        exists = bool(name) and not name.startswith(hub.SCHEME) and path.exists()
     except (OSError, ValueError) as error:  # a name that is too long, a NUL byte, no permission
         raise SourceNotFound(f"cannot access {quote(name)}: {error}") from None
-    if exists:
-        return _open_path(path, options)
-    if not hub.is_hub_id(name):
-        raise SourceNotFound(f"no such folder or file: {quote(name)}")
-    if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
-        raise UsageError(
-            f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
-        )
-    snapshot = hub.download(name, progress=progress)
-    source = HuggingFaceFolder(snapshot.folder, options)
-    source.notices.extend(snapshot.notices)
-    return source
-
-
-def _open_path(path: Path, options: SourceOptions) -> TensorSource:
+    if not exists:
+        if not hub.is_hub_id(name):
+            raise SourceNotFound(f"no such folder or file: {quote(name)}")
+        if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
+            raise UsageError(
+                f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
+            )
+        snapshot = hub.download(name, progress=progress)
+        source = HuggingFaceFolder(snapshot.folder, options)
+        source.notices.extend(snapshot.notices)
+        return source
     try:
         if path.is_dir() and options.weights is None and is_meta_folder(path):
             if options.subtree is not None:
