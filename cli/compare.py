@@ -5,24 +5,17 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 from blobstore.operations.ui.compare_page import badness, decibels, group_of, number, page, type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.compare import Comparison, TensorError
@@ -38,13 +31,19 @@ _TENSOR_FIELDS = (
 )
 _TOTAL_FIELDS = "relative_error snr_db max_abs_error nonfinite bits_per_weight base_bits_per_weight"
 _MAX_LISTED = 20
+_SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
+    "error": lambda tensor: [-part for part in badness(tensor)],
+    "snr": lambda tensor: -math.inf if tensor.snr_db is None else tensor.snr_db,
+    "size": lambda tensor: (-tensor.nbytes, tensor.name),
+    "name": lambda tensor: tensor.name,
+}
 
 
 @click.command("compare", short_help="Measure the tensors of a model against those of another.")
-@click.argument("name", callback=parse_name)
-@click.argument("base", callback=parse_name)
+@click.argument("name", callback=options.parse_name)
+@click.argument("base", callback=options.parse_name)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@store_option
+@options.store_option
 @click.option(
     "--sort",
     "order",
@@ -63,8 +62,8 @@ _MAX_LISTED = 20
     metavar="FILE",
     help="Also write a page with a heat map by layer and projection. An existing file is replaced.",
 )
-@jobs_option
-@json_option
+@options.jobs_option
+@options.json_option
 def command(
     name: Reference,
     base: Reference,
@@ -91,42 +90,35 @@ def command(
     In JSON, an infinite number is the text "Infinity" or "-Infinity", and an unknown one is null. The
     relative error of a group or tensor is infinite if the base has only zeros there.
     """
+    from blobstore.core.files import write_file
     from blobstore.operations.compare.compare import compare_models
 
     target = None if html is None else _free_target(html)
-    with suggesting_names(store, [name, base]), render.progress_bar() as progress:
+    with options.suggesting_names(store, [name, base]), render.progress_bar() as progress:
         compared = compare_models(
             name, base, store=store, patterns=patterns, jobs=jobs, progress=progress
         )
     if target is not None:
-        _write_page(target, compared)
-    rows = _ordered(compared.tensors, order or ("error" if top else None))[:top]
+        try:
+            write_file(target, [page(compared).encode()])
+        except OSError as error:
+            raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
+    order = order or ("error" if top else None)
+    tensors = sorted(compared.tensors, key=_SORT_KEYS[order]) if order else compared.tensors
+    rows = tensors[:top]
     if as_json:
-        tensors = render.records(rows, _TENSOR_FIELDS)
-        for row, shown in zip(rows, tensors, strict=True):
+        listed = render.records(rows, _TENSOR_FIELDS)
+        for row, shown in zip(rows, listed, strict=True):
             worst = row.worst and render.record(row.worst, " ".join(row.worst._fields))
             shown["worst_group"] = worst
         count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
         fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
         total = count | render.record(compared, _TOTAL_FIELDS)
-        render.show_json(render.record(compared, fields) | {"tensors": tensors, "total": total})
+        render.show_json(render.record(compared, fields) | {"tensors": listed, "total": total})
         return
-    cells = [_cells(row) for row in rows]
-    alarming = [index for index, row in enumerate(rows) if row.nonfinite]
-    table = render.table(_HEADINGS, cells, right=(3, 4, 5), alarming=alarming)
-    render.show("\n".join([table, *_totals(compared)]))
+    render.show("\n".join(_as_text(compared, rows)))
     if target is not None:
         render.show_note(f"wrote {target}")
-
-
-def _ordered(tensors: Sequence[TensorError], order: Order | None) -> Sequence[TensorError]:
-    if order == "error":
-        return sorted(tensors, key=badness, reverse=True)
-    if order == "snr":
-        return sorted(tensors, key=lambda item: -math.inf if item.snr_db is None else item.snr_db)
-    if order == "size":
-        return sorted(tensors, key=lambda item: (-item.nbytes, item.name))
-    return sorted(tensors, key=lambda item: item.name) if order == "name" else tensors
 
 
 def _free_target(file: str) -> Path:
@@ -150,29 +142,21 @@ def _free_target(file: str) -> Path:
     return target
 
 
-def _write_page(target: Path, compared: Comparison) -> None:
-    from blobstore.core.files import write_file
-
-    try:
-        write_file(target, [page(compared).encode()])
-    except OSError as error:
-        raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
-
-
-def _cells(tensor: TensorError) -> tuple[str, ...]:
-    alarm = f", {tensor.nonfinite:,} non-finite" if tensor.nonfinite else ""
-    return (
-        render.cell(tensor.name),
-        type_of(tensor.type, tensor.group_size),
-        type_of(tensor.base_type, tensor.base_group_size),
-        number(tensor.bits_per_weight),
-        number(tensor.relative_error),
-        decibels(tensor.snr_db),
-        group_of(tensor.worst) + alarm,
-    )
-
-
-def _totals(compared: Comparison) -> Iterator[str]:
+def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]:
+    cells = [
+        (
+            render.cell(row.name),
+            type_of(row.type, row.group_size),
+            type_of(row.base_type, row.base_group_size),
+            number(row.bits_per_weight),
+            number(row.relative_error),
+            decibels(row.snr_db),
+            group_of(row.worst) + (f", {row.nonfinite:,} non-finite" if row.nonfinite else ""),
+        )
+        for row in rows
+    ]
+    alarming = [index for index, row in enumerate(rows) if row.nonfinite]
+    yield render.table(_HEADINGS, cells, right=(3, 4, 5), alarming=alarming)
     count = len(compared.tensors)
     differing = len(compared.differing)
     bits = f"{number(compared.bits_per_weight)} bits per weight, {number(compared.base_bits_per_weight)} in the base"

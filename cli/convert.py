@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import jobs_option, json_option
+from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 
@@ -24,8 +23,8 @@ from blobstore.core.escape import escape
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llamas."
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@jobs_option
-@json_option
+@options.jobs_option
+@options.json_option
 def command(
     source: str,
     out: str,

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +22,7 @@ _force_option = click.option(
 
 def naming_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that cp, mv and tag share."""
-    for option in (json_option, wait_option, store_option, _force_option):
+    for option in (options.json_option, options.wait_option, options.store_option, _force_option):
         command = option(command)
     return command
 
@@ -44,8 +37,8 @@ def show_named(named: Named, done: str, *, as_json: bool) -> None:
 
 
 @click.command("cp", short_help="Give a model a second name.")
-@click.argument("source", metavar="SRC", callback=parse_name)
-@click.argument("target", metavar="DST", callback=parse_name)
+@click.argument("source", metavar="SRC", callback=options.parse_name)
+@click.argument("target", metavar="DST", callback=options.parse_name)
 @naming_options
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
@@ -53,6 +46,6 @@ def command(
     """Give the model SRC the additional name DST. Both names share all blobs; no data is copied."""
     from blobstore.operations.maintenance.names import copy_model
 
-    with suggesting_names(store, [source]):
+    with options.suggesting_names(store, [source]):
         named = copy_model(source, target, store=store, force=force)
     show_named(named, "copied", as_json=as_json)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import jobs_option, json_option, parse_name, store_option
+from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions
-    from blobstore.sources.base import SourceOptions
+    from blobstore.operations.create.plan import ModelPlan, PlannedTensor
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
@@ -25,8 +24,8 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
 @click.argument("source")
-@click.argument("name", callback=parse_name)
-@store_option
+@click.argument("name", callback=options.parse_name)
+@options.store_option
 @click.option(
     "--experts",
     type=click.Choice(["packed", "stacked"]),
@@ -83,9 +82,9 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llama."
 )
 @click.option("--paranoid", is_flag=True, help="Hash blobs that the store already has.")
-@jobs_option
+@options.jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
-@json_option
+@options.json_option
 def command(
     source: str,
     name: Reference,
@@ -118,20 +117,25 @@ def command(
         show_parts(source, as_json=as_json)
         return
     if dry_run:
-        from blobstore.operations.create.plan import QuantizeOptions
+        from blobstore.operations.create.plan import QuantizeOptions, plan_source
         from blobstore.sources.base import SourceOptions
+        from blobstore.sources.open import open_source
 
         quantize = QuantizeOptions(
             quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
         )
-        options = SourceOptions(
+        source_options = SourceOptions(
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
         )
-        planned, files = _plan(source, name, store, experts, quantize, options)
-        _show_plan(name, planned, files, as_json)
+        store.check_name(name)
+        with render.progress_bar() as progress:
+            opened = open_source(source, source_options, progress=progress)
+        with closing(opened):
+            planned = plan_source(opened, experts=experts, quantize=quantize)
+            _show_plan(name, planned, [file.name for file in opened.files], as_json)
         return
     from blobstore.operations.create.create import create
 
@@ -153,7 +157,8 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    _show_notes(created.notices)
+    for notice in created.notices:
+        render.show_note(notice)
     if as_json:
         fields = "name=reference tensors blobs bytes_written bytes_present seconds notices"
         render.show_json(render.record(created, fields))
@@ -167,52 +172,24 @@ def command(
     )
 
 
-def _plan(
-    source: str,
-    name: Reference,
-    store: LocalStore,
-    experts: ExpertForm,
-    quantize: QuantizeOptions,
-    options: SourceOptions,
-) -> tuple[ModelPlan, list[str]]:
-    """Return the plan of a source and the names of its small files."""
-    from blobstore.operations.create.plan import plan_source
-    from blobstore.sources.open import open_source
-
-    store.check_name(name)
-    with render.progress_bar() as progress:
-        opened = open_source(source, options, progress=progress)
-    try:
-        planned = plan_source(opened, experts=experts, quantize=quantize)
-        return planned, [file.name for file in opened.files]
-    finally:
-        opened.close()
-
-
 def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
-    _show_notes(planned.notices)
+    for notice in planned.notices:
+        render.show_note(notice)
     tensors = sum(len(blob.tensors) for blob in planned.blobs)
     size = sum(blob.size for blob in planned.blobs)
     if as_json:
-        blobs = [
-            {
-                "name": blob.name,
-                "tensors": [recipe.spec.name for recipe in blob.tensors],
-                "bytes": blob.size,
-            }
-            for blob in planned.blobs
-        ]
-        render.show_json(
-            {
-                "name": name,
-                "tensors": tensors,
-                "bytes": size,
-                "blobs": blobs,
-                "decisions": render.records(planned.decisions(), _DECISION_FIELDS),
-                "files": files,
-                "notices": planned.notices,
-            }
-        )
+        result: dict[str, Any] = {
+            "name": name,
+            "tensors": tensors,
+            "bytes": size,
+            "blobs": render.records(planned.blobs, "name tensors bytes=size"),
+            "decisions": render.records(planned.decisions(), _DECISION_FIELDS),
+            "files": files,
+            "notices": planned.notices,
+        }
+        for blob in result["blobs"]:
+            blob["tensors"] = [recipe.spec.name for recipe in blob["tensors"]]
+        render.show_json(result)
         return
     if planned.policy is None:
         rows = [
@@ -248,8 +225,3 @@ def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
     render.show(
         f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits per weight"
     )
-
-
-def _show_notes(notices: Sequence[str]) -> None:
-    for notice in notices:
-        render.show_note(notice)

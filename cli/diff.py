@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-)
+from blobstore.cli import options, render
 from blobstore.operations.ui.compare_page import type_of
 
 if TYPE_CHECKING:
@@ -33,12 +26,12 @@ _DIFFERENT = 1
 
 
 @click.command("diff", short_help="Show the differences between two models.")
-@click.argument("ours", metavar="A", callback=parse_name)
-@click.argument("theirs", metavar="B", callback=parse_name)
+@click.argument("ours", metavar="A", callback=options.parse_name)
+@click.argument("theirs", metavar="B", callback=options.parse_name)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
-@store_option
-@jobs_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -58,7 +51,7 @@ def command(
     """
     from blobstore.operations.compare.diff import diff_models
 
-    with suggesting_names(store, [ours, theirs]), render.progress_bar() as progress:
+    with options.suggesting_names(store, [ours, theirs]), render.progress_bar() as progress:
         found = diff_models(ours, theirs, store=store, jobs=jobs, progress=progress)
     if as_json:
         _show_json(found)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import json_option, parse_names, store_option, suggesting_names
+from blobstore.cli import options, render
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _SPACES = {
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option(
     "--sort",
     "order",
@@ -42,8 +41,8 @@ _SPACES = {
     show_default=True,
     help="Order of the models; largest first for size and unique.",
 )
-@store_option
-@json_option
+@options.store_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -60,7 +59,7 @@ def command(
     """
     from blobstore.operations.maintenance.disk_usage import measure_usage
 
-    with suggesting_names(store, names):
+    with options.suggesting_names(store, names):
         usage = measure_usage(names, store=store)
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
@@ -84,7 +83,16 @@ def command(
 def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:
     if rows:
         broken = [row for row, model in enumerate(rows) if model.error or model.faults]
-        cells = [_cells(model) for model in rows]
+        cells = [
+            (render.cell(model.reference), "UNREADABLE", "-", "-", "-")
+            if model.error
+            else (
+                render.cell(model.reference),
+                *map(render.human_bytes, (model.size, model.unique, model.shared)),
+                f"{model.blobs:,}",
+            )
+            for model in rows
+        ]
         yield render.table(_HEADINGS, cells, right=(1, 2, 3, 4), alarming=broken)
     if is_chosen:
         yield (
@@ -111,14 +119,6 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
             count = render.count_of(space.files, "file")
             yield f"  {render.human_bytes(space.size)} in {count}: {meaning}"
     yield f"  {render.human_bytes(usage.size)} in all"
-
-
-def _cells(model: ModelUsage) -> tuple[str, ...]:
-    name = render.cell(model.reference)
-    if model.error:
-        return (name, "UNREADABLE", "-", "-", "-")
-    sizes = map(render.human_bytes, (model.size, model.unique, model.shared))
-    return (name, *sizes, f"{model.blobs:,}")
 
 
 def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> None:

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_name,
-    parse_size,
-    store_option,
-    suggesting_names,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -23,12 +15,12 @@ if TYPE_CHECKING:
 
 
 @click.command("export", short_help="Write a model as a Hugging Face folder.")
-@click.argument("name", callback=parse_name)
+@click.argument("name", callback=options.parse_name)
 @click.argument("folder", metavar="DIR")
-@store_option
+@options.store_option
 @click.option(
     "--shard-size",
-    callback=parse_size,
+    callback=options.parse_size,
     default="5GB",
     show_default=True,
     help="Bytes of tensors per file; larger models become several files with an index.",
@@ -36,8 +28,8 @@ if TYPE_CHECKING:
 @click.option(
     "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
 )
-@jobs_option
-@json_option
+@options.jobs_option
+@options.json_option
 def command(
     name: Reference,
     folder: str,
@@ -53,7 +45,7 @@ def command(
     """
     from blobstore.operations.export.export import export_model
 
-    with suggesting_names(store, [name]), render.progress_bar() as progress:
+    with options.suggesting_names(store, [name]), render.progress_bar() as progress:
         exported = export_model(
             name,
             folder,

@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_duration,
-    parse_name,
-    parse_names,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -34,18 +24,8 @@ _REASONS = {
 }
 
 
-def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the seconds of a duration such as ``30d``; a callback of click."""
-    return None if value is None else parse_duration(ctx, param, value)
-
-
-def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) -> Reference | None:
-    """Return the reference of an option; a callback of click."""
-    return None if value is None else parse_name(ctx, param, value)
-
-
 @click.command("freeze", short_help="Compress models losslessly.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option(
     "--level",
     type=click.Choice(["fast", "small"]),
@@ -56,7 +36,7 @@ def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--base",
     metavar="NAME",
-    callback=parse_base,
+    callback=options.parse_name,
     help="Encode the other models as deltas against NAME; by default a base is searched for.",
 )
 @click.option(
@@ -68,15 +48,15 @@ def parse_base(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--older-than",
     metavar="TIME",
-    callback=parse_age,
+    callback=options.parse_duration,
     help="Freeze only models not created, copied or thawed within TIME (12h, 30d). "
     "With no NAME, applies to every model.",
 )
 @click.option("--dry-run", is_flag=True, help="Write nothing; estimate the savings from samples.")
-@store_option
-@jobs_option
-@wait_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.wait_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -101,7 +81,7 @@ def command(
 
     if base is not None and no_base:
         raise click.UsageError("--base and --no-base contradict each other", ctx)
-    with suggesting_names(store, names), render.progress_bar() as progress:
+    with options.suggesting_names(store, names), render.progress_bar() as progress:
         frozen = freeze_models(
             names,
             store=store,

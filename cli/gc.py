@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import json_option, parse_duration, store_option, wait_option
+from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from blobstore.operations.maintenance.gc import Collected
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     metavar="TIME",
     default="1h",
     show_default=True,
-    callback=parse_duration,
+    callback=options.parse_duration,
     help="Keep files written within TIME, such as 30m, 1h or 2d.",
 )
-@store_option
-@wait_option
-@json_option
+@options.store_option
+@options.wait_option
+@options.json_option
 def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) -> None:
     """Remove blobs that no model references, files of dead processes, and empty folders.
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import json_option
+from blobstore.cli import options, render
 from blobstore.core.escape import escape, quote
 from blobstore.errors import CheckpointRefused
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("file")
 @click.option("--subtree", metavar="PATH", help="List the tensors below these keys.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
-@json_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context, file: str, subtree: str | None, with_tensors: bool, as_json: bool

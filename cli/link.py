@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_name,
-    store_option,
-    suggesting_names,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -25,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command("link", short_help="Create a Hugging Face folder of links to a model's blobs.")
-@click.argument("name", callback=parse_name)
+@click.argument("name", callback=options.parse_name)
 @click.argument("folder", metavar="DIR")
-@store_option
+@options.store_option
 @click.option(
     "--hard",
     is_flag=True,
@@ -39,8 +32,8 @@ if TYPE_CHECKING:
     help="Repeat values in config.json under the keys of transformers 4, which mlx-lm needs.",
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
-@jobs_option
-@json_option
+@options.jobs_option
+@options.json_option
 def command(
     name: Reference,
     folder: str,
@@ -59,7 +52,7 @@ def command(
     from blobstore.cli.thaw import thaw_whole
     from blobstore.operations.export.link import link_model
 
-    with suggesting_names(store, [name]), render.progress_bar() as progress:
+    with options.suggesting_names(store, [name]), render.progress_bar() as progress:
         if thaw:
             thaw_whole(name, store, progress)
         linked = link_model(

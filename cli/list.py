@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import json_option, store_option
+from blobstore.cli import options, render
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
     show_default=True,
     help="Order of the models; largest first for size, latest first for modified.",
 )
-@store_option
-@json_option
+@options.store_option
+@options.json_option
 @click.pass_context
 def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) -> None:
     """List the models of the store.

@@ -80,23 +80,21 @@ class _Program(click.Group):
         try:
             with _printable_usage_errors():
                 return super().invoke(ctx)
-        except BlobstoreError as error:
-            _report(error, as_json=wants_json(ctx))
-            ctx.exit(error.exit_code)
         except click.UsageError as error:
-            if wants_json(ctx):
-                _report_json("UsageError", error.format_message(), error.exit_code)
+            _report_json(ctx, "UsageError", error.format_message(), error.exit_code)
             raise
         except KeyboardInterrupt:
             click.echo("blobstore: interrupted", err=True)
             ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
-        except OSError as error:  # for example, a file that cannot be closed
-            where = f" ({quote(error.filename)})" if error.filename else ""
-            message = f"the system failed: {error.strerror or error}{where}"
-            _report(BlobstoreError(message), as_json=wants_json(ctx))
-            ctx.exit(BlobstoreError.exit_code)
+        except (BlobstoreError, OSError) as error:
+            if isinstance(error, OSError):  # for example, a file that cannot be closed
+                where = f" ({quote(error.filename)})" if error.filename else ""
+                error = BlobstoreError(f"the system failed: {error.strerror or error}{where}")
+            _report_json(ctx, type(error).__name__, str(error), error.exit_code)
+            show_error(str(error))
+            ctx.exit(error.exit_code)
 
 
 @click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
@@ -153,19 +151,12 @@ def _show_version(ctx: click.Context) -> None:
     ctx.exit()
 
 
-def _report(error: BlobstoreError, *, as_json: bool) -> None:
-    message = str(error)
-    if as_json:
-        _report_json(type(error).__name__, message, error.exit_code)
-    show_error(message)
-
-
-def _report_json(kind: str, message: str, exit_code: int) -> None:
-    value = {"kind": kind, "message": message, "exit_code": exit_code}
-    with contextlib.suppress(
-        BlobstoreError, OutputClosed
-    ):  # the message on standard error is enough
-        show_json({"error": value})
+def _report_json(ctx: click.Context, kind: str, message: str, exit_code: int) -> None:
+    if wants_json(ctx):
+        value = {"kind": kind, "message": message, "exit_code": exit_code}
+        # If standard output cannot be written, the message on standard error is enough.
+        with contextlib.suppress(BlobstoreError, OutputClosed):
+            show_json({"error": value})
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blobstore.cli import options
 from blobstore.cli.cp import naming_options, show_named
-from blobstore.cli.options import parse_name, suggesting_names
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @click.command("mv", short_help="Rename a model.")
-@click.argument("source", metavar="SRC", callback=parse_name)
-@click.argument("target", metavar="DST", callback=parse_name)
+@click.argument("source", metavar="SRC", callback=options.parse_name)
+@click.argument("target", metavar="DST", callback=options.parse_name)
 @naming_options
 def command(
     source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
@@ -24,6 +24,6 @@ def command(
     """Rename the model SRC to DST. If the process is killed in between, both names remain."""
     from blobstore.operations.maintenance.names import rename_model
 
-    with suggesting_names(store, [source]):
+    with options.suggesting_names(store, [source]):
         named = rename_model(source, target, store=store, force=force)
     show_named(named, "renamed", as_json=as_json)

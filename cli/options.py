@@ -31,8 +31,8 @@ _UNITS = {
 }
 
 
-def parse_name(ctx: click.Context, param: click.Parameter, value: str) -> Reference:
-    """Return the reference that an argument spells; a callback of click.
+def parse_name(ctx: click.Context, param: click.Parameter, value: str | None) -> Reference | None:
+    """Return the reference that a value spells; None if it was not given. A callback of click.
 
     Raises:
         InvalidReference: it breaks the grammar.
@@ -40,14 +40,17 @@ def parse_name(ctx: click.Context, param: click.Parameter, value: str) -> Refere
     del ctx, param
     from blobstore.manifests.reference import Reference
 
-    return Reference.parse(value)
+    return None if value is None else Reference.parse(value)
 
 
 def parse_names(
     ctx: click.Context, param: click.Parameter, values: Sequence[str]
 ) -> tuple[Reference, ...]:
     """Return the references of several arguments. Raises as :func:`parse_name`."""
-    return tuple(parse_name(ctx, param, value) for value in values)
+    del ctx, param
+    from blobstore.manifests.reference import Reference
+
+    return tuple(map(Reference.parse, values))
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -59,8 +62,10 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(float(match["number"]) * unit)
 
 
-def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; a callback of click."""
+def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; None if it was not given."""
+    if value is None:
+        return None
     match = _DURATION.fullmatch(value.strip())
     if match is None:
         raise click.BadParameter(f"{quote(value)} is not a time such as 30m, 1h or 2d", ctx, param)

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_names,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import escape, quote
 
 if TYPE_CHECKING:
@@ -37,7 +29,7 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 @click.command("pack", short_help="Write models to one archive file.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
 @click.argument("file", metavar="FILE.bsar", callback=parse_file)
 @click.option(
     "--level",
@@ -47,10 +39,10 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
     help="Fast to compress and decompress, or small. Frozen tensors are copied at either level.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@store_option
-@jobs_option
-@wait_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.wait_option
+@options.json_option
 def command(
     names: tuple[Reference, ...],
     file: str,
@@ -67,7 +59,7 @@ def command(
     """
     from blobstore.operations.archive.pack import pack_models
 
-    with suggesting_names(store, names), render.progress_bar() as progress:
+    with options.suggesting_names(store, names), render.progress_bar() as progress:
         packed = pack_models(
             names,
             file,

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_names,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 from blobstore.cli.verify import FAULT_FIELDS, fault_line
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, NotFound
@@ -33,7 +25,7 @@ _ADVICE = (
 
 
 @click.command("repair", short_help="Rewrite damaged and missing blobs.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option(
     "--from",
     "source",
@@ -52,10 +44,10 @@ _ADVICE = (
 @click.option("--subtree", metavar="PATH", help="As for create.")
 @click.option("--keep-names", is_flag=True, help="As for create.")
 @click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
-@store_option
-@wait_option
-@jobs_option
-@json_option
+@options.store_option
+@options.wait_option
+@options.jobs_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -84,7 +76,7 @@ def command(
     store.check_root()
     if not store.root.exists():
         raise NotFound(f"there is no store at {quote(store.root)}")
-    with suggesting_names(store, names), render.progress_bar() as progress:
+    with options.suggesting_names(store, names), render.progress_bar() as progress:
         repaired = repair_models(
             names,
             source,

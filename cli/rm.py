@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    json_option,
-    parse_names,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -26,11 +19,11 @@ _NAMED = 3
 
 
 @click.command("rm", short_help="Remove model names.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
-@store_option
-@wait_option
-@json_option
+@options.store_option
+@options.wait_option
+@options.json_option
 def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
@@ -38,7 +31,7 @@ def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_j
     """
     from blobstore.operations.maintenance.names import remove_models
 
-    with suggesting_names(store, names):
+    with options.suggesting_names(store, names):
         removed = remove_models(names, store=store, dry_run=dry_run)
     if as_json:
         result = {

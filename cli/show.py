@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import json_option, parse_name, store_option, suggesting_names
+from blobstore.cli import options, render
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import TypeIs
 
@@ -40,12 +39,18 @@ _HEADINGS = {
     "layers": ("NAME", "MEDIA TYPE", "SIZE", "DIGEST"),
     "files": ("NAME", "SIZE", "DIGEST"),
 }
+_SORT_KEYS: dict[Order, Callable[[Row], Any]] = {
+    "name": lambda row: row.name,
+    "size": lambda row: -row.size,
+    "type": lambda row: row.media_type if _is_blob(row) else row.type,
+    "params": lambda row: -getattr(row, "parameters", 0),
+}
 
 
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
-@click.argument("name", callback=parse_name)
+@click.argument("name", callback=options.parse_name)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@store_option
+@options.store_option
 @click.option("--layers", "view", flag_value="layers", help="List the manifest's layers.")
 @click.option("--files", "view", flag_value="files", help="List the small files.")
 @click.option(
@@ -57,7 +62,7 @@ _HEADINGS = {
     type=click.Choice(["name", "size", "type", "params"]),
     help="Order of the rows; the manifest's by default. Largest first for size and params.",
 )
-@json_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -76,7 +81,7 @@ def command(
     """
     from blobstore.operations.maintenance.show import describe_model
 
-    with suggesting_names(store, [name]):
+    with options.suggesting_names(store, [name]):
         if view == "manifest":
             if patterns or order:
                 raise click.UsageError("--manifest takes no PATTERN and no --sort", ctx)
@@ -85,7 +90,9 @@ def command(
         model = describe_model(name, store=store)
     if view is None:
         view = "layers" if model.format == "gguf" else "tensors"
-    rows = _ordered(_selected(_rows(model, view), patterns, model), order)
+    rows = _selected(model, view, patterns)
+    if order:
+        rows = sorted(rows, key=lambda row: (_SORT_KEYS[order](row), row.name))
     if as_json:
         _show_json(model, view, rows)
     else:
@@ -96,28 +103,21 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _rows(model: ModelDescription, view: View) -> Sequence[Row]:
-    """Return what a view lists. Among the tensors, each faulty blob has a row of its own."""
+def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> Sequence[Row]:
+    """Return the rows of a view. Among the tensors, each faulty blob has a row of its own."""
     from blobstore.manifests import media_types
 
-    if view == "layers":
-        return model.blobs
-    if view == "files":
-        return model.files
-    # By digest too: several layers may have no name.
-    by_layer: dict[tuple[str, Digest], list[TensorDescription]] = {}
-    for tensor in model.tensors:
-        by_layer.setdefault((tensor.layer, tensor.digest), []).append(tensor)
-    rows: list[Row] = []
-    for blob in model.blobs:
-        if blob.media_type == media_types.TENSOR:
-            rows += [blob] if blob.fault else by_layer.get((blob.name, blob.digest), ())
-    return rows + [blob for blob in model.faults if blob.media_type != media_types.TENSOR]
-
-
-def _selected(
-    rows: Sequence[Row], patterns: Sequence[str], model: ModelDescription
-) -> Sequence[Row]:
+    rows: list[Row] = list(model.blobs if view == "layers" else model.files)
+    if view == "tensors":
+        # By digest too: several layers may have no name.
+        by_layer: dict[tuple[str, Digest], list[TensorDescription]] = {}
+        for tensor in model.tensors:
+            by_layer.setdefault((tensor.layer, tensor.digest), []).append(tensor)
+        rows = []
+        for blob in model.blobs:
+            if blob.media_type == media_types.TENSOR:
+                rows += [blob] if blob.fault else by_layer.get((blob.name, blob.digest), ())
+        rows += [blob for blob in model.faults if blob.media_type != media_types.TENSOR]
     for pattern in patterns:
         if not any(fnmatchcase(row.name, pattern) for row in rows):
             message = f"nothing in model {quote(model.reference)} matches {quote(pattern)}"
@@ -128,20 +128,6 @@ def _selected(
     if not patterns:
         return rows
     return [row for row in rows if any(fnmatchcase(row.name, item) for item in patterns)]
-
-
-def _ordered(rows: Sequence[Row], order: Order | None) -> Sequence[Row]:
-    if order == "size":
-        return sorted(rows, key=lambda row: (-row.size, row.name))
-    if order == "params":
-        return sorted(rows, key=lambda row: (-getattr(row, "parameters", 0), row.name))
-    if order == "type":
-        return sorted(rows, key=lambda row: (_type_of(row), row.name))
-    return sorted(rows, key=lambda row: row.name) if order == "name" else rows
-
-
-def _type_of(row: Row) -> str:
-    return row.media_type if _is_blob(row) else row.type
 
 
 def _is_blob(row: Row) -> TypeIs[BlobDescription]:
@@ -164,16 +150,17 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> str:
 
 
 def _cells(view: View, row: Row) -> tuple[str, ...]:
-    name, kind = render.cell(row.name), render.cell(_type_of(row))
-    end = (render.human_bytes(row.size), row.digest.short)
+    name, end = render.cell(row.name), (render.human_bytes(row.size), row.digest.short)
     if not _is_blob(row):
-        group = f" g{row.group_size}" if row.group_size else ""
+        kind = render.cell(row.type) + (f" g{row.group_size}" if row.group_size else "")
         shape = render.cell(f"[{', '.join(map(str, row.shape))}]")
-        return (name, f"{kind}{group}", shape, _bits(row.size, row.parameters), *end)
+        return (name, kind, shape, _bits(row.size, row.parameters), *end)
     if view == "tensors":
         return (name, row.state.upper(), "-", "-", *end)
     mark = f"{row.state.upper()} " if row.fault else ""
-    return (name, f"{mark}{kind}", *end) if view == "layers" else (f"{mark}{name}", *end)
+    if view == "files":
+        return (f"{mark}{name}", *end)
+    return (name, f"{mark}{render.cell(row.media_type)}", *end)
 
 
 def _totals(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterator[str]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blobstore.cli import options
 from blobstore.cli.cp import naming_options, show_named
-from blobstore.cli.options import parse_name, suggesting_names
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @click.command("tag", short_help="Give a model another tag.")
-@click.argument("name", callback=parse_name)
+@click.argument("name", callback=options.parse_name)
 @click.argument("tag")
 @naming_options
 def command(name: Reference, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
     """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names."""
     from blobstore.operations.maintenance.names import copy_model
 
-    with suggesting_names(store, [name]):
+    with options.suggesting_names(store, [name]):
         named = copy_model(name, replace(name, tag=tag), store=store, force=force)
     show_named(named, "copied", as_json=as_json)

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_names,
-    store_option,
-    suggesting_names,
-    wait_option,
-)
+from blobstore.cli import options, render
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -24,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @click.command("thaw", short_help="Decompress frozen models.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
 @click.option("--keep-cold", is_flag=True, help="Keep the compressed form too.")
-@store_option
-@jobs_option
-@wait_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.wait_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -45,7 +37,7 @@ def command(
     """
     from blobstore.operations.freeze.thaw import thaw_models
 
-    with suggesting_names(store, names), render.progress_bar() as progress:
+    with options.suggesting_names(store, names), render.progress_bar() as progress:
         thawed = thaw_models(names, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
     if as_json:
         fields = "names=references blobs bytes=size stored_bytes=stored faults seconds"

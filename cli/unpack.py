@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_names,
-    store_option,
-    wait_option,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -24,13 +17,13 @@ if TYPE_CHECKING:
 
 @click.command("unpack", short_help="Import the models of an archive.")
 @click.argument("file", metavar="FILE.bsar")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
-@store_option
-@jobs_option
-@wait_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.wait_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,

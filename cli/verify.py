@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import render
-from blobstore.cli.options import (
-    jobs_option,
-    json_option,
-    parse_names,
-    parse_size,
-    store_option,
-    suggesting_names,
-)
+from blobstore.cli import options, render
 from blobstore.core.escape import escape, quote
 from blobstore.errors import Damaged, NotFound
 
@@ -31,14 +23,14 @@ def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """Return the bytes per second that ``50MB/s`` or ``50MB`` spell; a callback of click."""
     if value is None:
         return None
-    rate = parse_size(ctx, param, value.strip().removesuffix("/s"))
+    rate = options.parse_size(ctx, param, value.strip().removesuffix("/s"))
     if rate < 1:
         raise click.BadParameter(f"rate must be above 0, got {quote(value)}", ctx, param)
     return rate
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
     "--watch-rate",
@@ -47,9 +39,9 @@ def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) ->
     callback=parse_rate,
     help="Read at most RATE bytes per second, such as 50MB/s.",
 )
-@store_option
-@jobs_option
-@json_option
+@options.store_option
+@options.jobs_option
+@options.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -71,7 +63,7 @@ def command(
     store.check_root()
     if not store.root.exists():
         raise NotFound(f"there is no store at {quote(store.root)}")
-    with suggesting_names(store, names), render.progress_bar() as progress:
+    with options.suggesting_names(store, names), render.progress_bar() as progress:
         verified = verify_models(
             names, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
         )
