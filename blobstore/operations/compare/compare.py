@@ -126,12 +126,12 @@ class Comparison:
     @property
     def relative_error(self) -> float | None:
         """As :attr:`TensorError.relative_error`, of all tensors that differ as if they were one."""
-        return relative_error(*self._squares) if self._is_measured else None
+        return relative_error(*self._squares) if self._squares else None
 
     @property
     def snr_db(self) -> float | None:
         """As :attr:`TensorError.snr_db`, of all tensors that differ as if they were one."""
-        return snr_db(*self._squares) if self._is_measured else None
+        return snr_db(*self._squares) if self._squares else None
 
     @property
     def max_abs_error(self) -> float:
@@ -161,17 +161,15 @@ class Comparison:
         return size * 8 / self.elements if self.elements else None
 
     @property
-    def _squares(self) -> tuple[float, float]:
+    def _squares(self) -> tuple[float, float] | None:
+        """The sums of the squared errors and of the squared base; None if no element is finite."""
         differing = self.differing
+        if differing and all(item.relative_error is None for item in differing):
+            return None
         return (
             math.fsum(tensor.squared_error for tensor in differing),
             math.fsum(tensor.squared_base for tensor in differing),
         )
-
-    @property
-    def _is_measured(self) -> bool:
-        differing = self.differing
-        return not differing or any(item.relative_error is not None for item in differing)
 
 
 def compare_models(

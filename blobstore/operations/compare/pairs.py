@@ -108,7 +108,11 @@ def pair_tensors(
             raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
     if patterns:
         ours, theirs = (
-            {name: part for name, part in parts.items() if _is_chosen(name, patterns)}
+            {
+                name: part
+                for name, part in parts.items()
+                if any(fnmatchcase(name, pattern) for pattern in patterns)
+            }
             for parts in (ours, theirs)
         )
     pairs = [Pair(part, theirs[name]) for name, part in ours.items() if name in theirs]
@@ -181,10 +185,6 @@ def _unstacked(
             if found.setdefault(tensor.name, tensor) is not tensor:
                 raise BlobDamaged(f"two tensors would both be called {quote(tensor.name)}")
     return found
-
-
-def _is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check(pair: Pair, *references: Reference) -> None:

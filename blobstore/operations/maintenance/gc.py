@@ -219,7 +219,7 @@ class _Collection:
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
         caches += [entry for entry in scan_folder(folder("headers").parent) if entry.name[0] == "."]
-        bases = {base.file_name for base in self._needed_bases(self._needed(leased.digests))}
+        bases = {f"{_PREFIX}{base}" for base in self._needed(leased.digests).bases}
         links = [entry for entry in scan_folder(folder("bases")) if entry.name not in bases]
         # Caches are written without the lock, so young ones are kept.
         ages = [(path, 0.0) for path in leased.dead]
@@ -245,21 +245,18 @@ class _Collection:
                 yield Path(folder).relative_to(self._store.root)
 
     def _needed(self, leased: Iterable[Digest]) -> _Needed:
+        """Return the needed blobs, including the bases of all delta-encoded blobs that stay."""
         needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
-        needed.bases.update([base.hex for base in self._needed_bases(needed)])
-        return needed
-
-    def _needed_bases(self, needed: _Needed) -> Iterator[Digest]:
-        """Yield the bases of all delta-encoded blobs that stay."""
-        if self._keeps_bases:
-            yield from filter(None, map(digest_of, list_names(self._store.folder("bases"))))
         for digest, status in self._store.cold_files().items():
             if digest.file_name not in self._gone:
                 # An unreadable base matters only if the blob is needed and has no hot form.
                 must_be_known = needed.has_itself(digest.hex) and not self._store.has_hot(digest)
                 base = self._store.base_of(digest, status, must_be_known=must_be_known)
-                if base is not None:
-                    yield base
+                needed.bases.update([base.hex] if base is not None else [])
+        if self._keeps_bases:
+            links = map(digest_of, list_names(self._store.folder("bases")))
+            needed.bases.update(link.hex for link in links if link is not None)
+        return needed
 
     def _remove(self, path: Path, size: int) -> Removed:
         if not self._is_dry:

@@ -155,8 +155,6 @@ class RebuiltBlobs:
 
     def _plans(self) -> Iterator[ModelPlan]:
         """Yield all plans, the most likely first."""
-        yield from self._planned([QuantizeOptions()], must_be=True)
-        # Without overrides, a source that cannot be quantized is no error.
         quantizing = [
             QuantizeOptions(
                 quant_type=item.name, group_size=size, policy=policy, overrides=self._overrides
@@ -166,22 +164,19 @@ class RebuiltBlobs:
             if item.is_target
             for size in sorted(item.group_sizes, key=lambda size: size != item.group_size)
         ]
-        yield from self._planned(quantizing, must_be=bool(self._overrides))
-
-    def _planned(
-        self, requests: Iterable[QuantizeOptions], *, must_be: bool
-    ) -> Iterator[ModelPlan]:
-        failure: BlobstoreError | None = None
-        for request, experts in product(requests, EXPERT_FORMS):
-            try:
-                planned = plan_source(self._source, experts=experts, quantize=request)
-            except (UnsupportedSource, UsageError) as error:
-                failure = failure or error
-            else:
-                must_be = False
-                yield planned
-        if must_be and failure is not None:
-            raise failure
+        # Without overrides, a source that cannot be quantized is no error.
+        for requests, must_be in (([QuantizeOptions()], True), (quantizing, bool(self._overrides))):
+            failure: BlobstoreError | None = None
+            planned = None
+            for request, experts in product(requests, EXPERT_FORMS):
+                try:
+                    planned = plan_source(self._source, experts=experts, quantize=request)
+                except (UnsupportedSource, UsageError) as error:
+                    failure = failure or error
+                else:
+                    yield planned
+            if must_be and planned is None and failure is not None:
+                raise failure
 
 
 def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> LocalStore | None:

@@ -1,7 +1,7 @@
 """Renders a comparison of two models as an HTML page: a heat map and the worst tensors.
 
-The page is one file without scripts and without anything from elsewhere. All text in it that comes
-from a file goes through :func:`_text`.
+The page is one file without scripts and external resources. :func:`_text` escapes all text that
+comes from a file.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MAX_OTHERS = 500
 _MAX_NAMES = 100
 _MAX_LABEL = 80
 _MAX_GAPS = 4
-"""Most cells of a map per filled cell. A sparser map would be mostly empty."""
+"""The most cells of a map per filled cell. Tensors of a sparser map are listed instead."""
 _LEAST_SPAN = 6.0
-"""Smallest range of the colours in decibels, so that small differences stay small."""
+"""The smallest range of the colours in decibels, so that small differences do not look large."""
 _PALETTE = bytes.fromhex("a50026d73027f46d43fdae61fee090ffffbfe0f3f8abd9e974add14575b4313695")
 _COLOURS = [tuple(_PALETTE[start : start + 3]) for start in range(0, len(_PALETTE), 3)]
 """From bad to good, safe for colour-blind readers."""
@@ -37,6 +37,7 @@ _HEADINGS = (
     *("Tensor", "Type", "Base", "Shape", "Bits"),
     *("Relative error", "SNR dB", "Largest error", "Worst group"),
 )
+_ALARM = ' <span class="alarm">{:,} non-finite</span>'
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --dim: #626b75; --line: #d8dee4;
   --soft: #f3f5f7; --alarm: #b00020; }
@@ -87,6 +88,10 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+_LEGEND = """<div class="legend">{low} dB<span style="background:linear-gradient(to right,{colours})"></span>{high} dB</div>
+<p>Signal-to-noise ratio (SNR) in decibels; higher is better. A cell for several experts shows the
+worst expert, and below it the mean of the experts that differ. A tensor that is equal is shown as
+"=". Tensors that are equal in every layer are omitted.</p>"""
 
 
 def page(compared: Comparison) -> str:
@@ -96,7 +101,9 @@ def page(compared: Comparison) -> str:
     scale = _Scale.of(shown)
     parts = [_totals(compared)]
     if compared.differing:
-        parts += [_legend(scale)]
+        low, high = map(decibels, scale)
+        colours = ",".join(f"rgb{colour}" for colour in _COLOURS)
+        parts += [_LEGEND.format(low=low, high=high, colours=colours)]
         parts += [_map(stem, cells, scale) for stem, cells in maps.items()]
         parts += [_others(others, scale)] if others else []
         parts += [_worst(compared.differing)]
@@ -106,12 +113,15 @@ def page(compared: Comparison) -> str:
         (f"Only in {_text(compared.reference)}", compared.only_in_model),
         (f"Only in {_text(compared.base)}", compared.only_in_base),
     ):
-        parts += [_names(title, names)] if names else []
+        items = "".join(f"<li>{_text(name)}</li>" for name in names[:_MAX_NAMES])
+        more = len(names) - _MAX_NAMES
+        rest = f"<p>and {more:,} more</p>" if more > 0 else ""
+        parts += [f"<h2>{title}</h2>\n<ul>{items}</ul>{rest}"] if names else []
     title = f"{_text(compared.reference)} compared with {_text(compared.base)}"
     return _PAGE.format(title=title, style=_STYLE, body="\n".join(parts))
 
 
-# Texts, which the command uses too
+# Texts, which the commands use too
 
 
 def number(value: float | None) -> str:
@@ -150,7 +160,7 @@ def _text(value: object, limit: int = MAX_SHOWN) -> str:
 
 
 class _Cell(NamedTuple):
-    """Tensors whose names differ only in the number of the expert."""
+    """Tensors whose names differ only in the expert number."""
 
     name: str
     tensors: list[TensorError]
@@ -179,7 +189,7 @@ _Map = dict[_Place, _Cell]
 
 
 def _cells_of(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Cell]]:
-    """Return the cells of each stack of layers, and cells outside of layers, without equal ones."""
+    """Return a map for each stack of layers, and the cells outside of layers. Equal ones are omitted."""
     maps: dict[str, _Map] = defaultdict(dict)
     others: dict[str, _Cell] = {}
     for tensor in tensors:
@@ -205,18 +215,14 @@ def _cells_of(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Ce
 def _parsed(name: str) -> tuple[str, int | None, str]:
     """Return the text before the layer number, the number, and the rest without expert numbers."""
     parts = name.split(".")
-    for index, part in enumerate(parts):
-        if _NUMBER.fullmatch(part) and parts[max(index - 1, 0)] != _EXPERTS:
-            return ".".join(parts[:index]), int(part), _folded(parts[index + 1 :])
-    return "", None, _folded(parts)
-
-
-def _folded(parts: Sequence[str]) -> str:
-    before = ("", *parts)
-    return ".".join(
+    folded = [
         "*" if last == _EXPERTS and _NUMBER.fullmatch(part) else part
-        for last, part in zip(before, parts, strict=False)
-    )
+        for last, part in zip(["", *parts], parts, strict=False)
+    ]
+    for index, part in enumerate(folded):
+        if _NUMBER.fullmatch(part):
+            return ".".join(parts[:index]), int(part), ".".join(folded[index + 1 :])
+    return "", None, ".".join(folded)
 
 
 # Colours
@@ -258,29 +264,17 @@ def _totals(compared: Comparison) -> str:
     entries = {
         "Tensors": f"{len(compared.tensors):,}",
         "Tensors that differ": f"{len(compared.differing):,}",
-        "Relative error of these": number(compared.relative_error),
-        "SNR of these, dB": decibels(compared.snr_db),
+        "Relative error, tensors that differ": number(compared.relative_error),
+        "SNR in dB, tensors that differ": decibels(compared.snr_db),
         "Largest error": number(compared.max_abs_error),
         "Bits per weight": number(compared.bits_per_weight),
         "Bits per weight of the base": number(compared.base_bits_per_weight),
     }
     items = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in entries.items())
     count = compared.nonfinite
-    what = "Different elements that are not finite in one of the models, not counted elsewhere"
+    what = "Elements that differ and are not finite in one of the models; no error includes them"
     alarm = f'\n<p class="alarm">{what}: {count:,}</p>' if count else ""
     return f"<dl>{items}</dl>{alarm}"
-
-
-def _legend(scale: _Scale) -> str:
-    colours = ",".join(f"rgb{colour}" for colour in _COLOURS)
-    return (
-        f'<div class="legend">{decibels(scale.low)} dB'
-        f'<span style="background:linear-gradient(to right,{colours})"></span>'
-        f"{decibels(scale.high)} dB</div>"
-        "<p>Signal-to-noise ratio in decibels; higher is better. If several experts share a cell, "
-        "its number and colour are those of the worst, and the mean of those that differ is below. "
-        "= means equal. Tensors that are equal in all layers are not shown.</p>"
-    )
 
 
 def _map(stem: str, cells: _Map, scale: _Scale) -> str:
@@ -355,33 +349,24 @@ def _tooltip(cell: _Cell) -> str:
 def _worst(tensors: Sequence[TensorError]) -> str:
     chosen = sorted(tensors, key=badness, reverse=True)[:_WORST]
     heads = "".join(f'<th scope="col">{heading}</th>' for heading in _HEADINGS)
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{text}</td>" for text in _row(tensor)) + "</tr>" for tensor in chosen
+    cells = (
+        (
+            _text(tensor.name),
+            _text(type_of(tensor.type, tensor.group_size)),
+            _text(type_of(tensor.base_type, tensor.base_group_size)),
+            _text(f"[{', '.join(map(str, tensor.shape))}]"),
+            number(tensor.bits_per_weight),
+            number(tensor.relative_error),
+            decibels(tensor.snr_db),
+            number(tensor.max_abs_error),
+            group_of(tensor.worst) + (_ALARM.format(tensor.nonfinite) if tensor.nonfinite else ""),
+        )
+        for tensor in chosen
     )
-    title = "The tensors that differ" if len(chosen) == len(tensors) else f"The worst {_WORST}"
+    rows = "\n".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+    is_all = len(chosen) == len(tensors)
+    title = "Tensors that differ" if is_all else f"The {_WORST} worst tensors"
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table class="list">\n'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody>\n</table></div>"
     )
-
-
-def _row(tensor: TensorError) -> tuple[str, ...]:
-    alarm = f' <span class="alarm">{tensor.nonfinite:,} non-finite</span>'
-    return (
-        _text(tensor.name),
-        _text(type_of(tensor.type, tensor.group_size)),
-        _text(type_of(tensor.base_type, tensor.base_group_size)),
-        _text(f"[{', '.join(map(str, tensor.shape))}]"),
-        number(tensor.bits_per_weight),
-        number(tensor.relative_error),
-        decibels(tensor.snr_db),
-        number(tensor.max_abs_error),
-        group_of(tensor.worst) + (alarm if tensor.nonfinite else ""),
-    )
-
-
-def _names(title: str, names: Sequence[str]) -> str:
-    items = "".join(f"<li>{_text(name)}</li>" for name in names[:_MAX_NAMES])
-    more = len(names) - _MAX_NAMES
-    rest = f"<p>and {more:,} more</p>" if more > 0 else ""
-    return f"<h2>{title}</h2>\n<ul>{items}</ul>{rest}"

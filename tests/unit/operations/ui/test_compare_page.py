@@ -283,7 +283,7 @@ def test_marks_tensors_without_a_ratio() -> None:
     assert [row[1] for row in found.tables[0]] == ["q", "non-finite", "-inf", "non-finite", "20.0"]
     assert sum(keys.get("class") == "broken" for _, keys in found.tags) == 3
     assert "non-finite elements: 3" in found.titles[0]
-    assert any("not counted elsewhere: 259" in word for word in found.words)
+    assert any("no error includes them: 259" in word for word in found.words)
 
 
 def test_a_map_of_nothing_but_gaps_becomes_a_list() -> None:
@@ -305,8 +305,8 @@ def test_shows_totals() -> None:
     for key, value in {
         "Tensors": "2",
         "Tensors that differ": "1",
-        "Relative error of these": "0.1",
-        "SNR of these, dB": "20.0",
+        "Relative error, tensors that differ": "0.1",
+        "SNR in dB, tensors that differ": "20.0",
         "Largest error": "0.25",
         "Bits per weight": "10.5",
         "Bits per weight of the base": "16",
