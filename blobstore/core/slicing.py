@@ -68,7 +68,8 @@ def select(spec: TensorSpec, index: Index) -> Selection:
     rank, gaps = len(spec.shape), sum(item is ... for item in items)
     if gaps > 1 or len(items) - gaps > rank:
         raise UsageError(
-            f"tensor {quote(spec.name)} has {rank} dimensions; the index {_shown(index)} has more"
+            f"tensor {quote(spec.name)} has {rank} dimensions; the index "
+            f"{escape(repr(index), 200)} has more"
         )
     gap = next((position for position, item in enumerate(items) if item is ...), len(items))
     filling = (slice(None),) * (rank - len(items) + gaps)
@@ -114,7 +115,7 @@ def _bounds(name: str, item: object, size: int) -> tuple[int, int]:
     if number is None:
         raise UsageError(
             f"tensor {quote(name)} can be indexed by integers and slices of step 1, "
-            f"got {_shown(item)}"
+            f"got {escape(repr(item), 200)}"
         )
     if not -size <= number < size:
         raise UsageError(
@@ -122,7 +123,3 @@ def _bounds(name: str, item: object, size: int) -> tuple[int, int]:
         )
     start = number % size
     return start, start + 1
-
-
-def _shown(index: object) -> str:
-    return escape(repr(index), 200)

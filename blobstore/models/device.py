@@ -125,8 +125,8 @@ def transfer(
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="blobstore") as pool:
         try:
-            for job in _jobs(tensors, stream, size):
-                flights.append((job, pool.submit(_carry, job, stream.mark(), ring, read)))
+            for job in _Job.cut(tensors, stream, size):
+                flights.append((job, pool.submit(job.carry, stream.mark(), ring, read)))
                 if len(flights) == _THREADS + _SPARE:
                     yield from arrive()
             while flights:
@@ -156,6 +156,26 @@ class _Job:
         self.finished: deque[tuple[str, Any]] = deque()
         """Tensors whose last byte is among these bytes."""
 
+    @classmethod
+    def cut(
+        cls, tensors: Sequence[TensorLocation], stream: DeviceStream, size: int
+    ) -> Iterator[_Job]:
+        """Cut the bytes of ``tensors`` into jobs; allocate each tensor when its turn comes."""
+        job = cls()
+        for spec, slot, begin in tensors:
+            tensor = stream.empty(spec)
+            done, nbytes = 0, spec.nbytes
+            while done < nbytes:
+                count = min(max(size - _aligned(job.filled), 0), nbytes - done)
+                if count:
+                    job.add(tensor, done, count, slot, begin + done)
+                    done += count
+                else:
+                    yield job
+                    job = cls()
+            job.finished.append((spec.name, tensor))
+        yield job
+
     def add(self, tensor: Any, start: int, count: int, slot: int, begin: int) -> None:
         """Add bytes of a blob, which belong to ``tensor`` at ``start``."""
         at = _aligned(self.filled)
@@ -168,27 +188,20 @@ class _Job:
         self.filled = at + count
         self.nbytes += count
 
+    def carry(self, after: Any, ring: _Ring, read: Read) -> Any:
+        """Read the bytes, request their copies, and return what the stream receives."""
+        staging = ring.take()
+        try:
+            for slot, begin, at, count in self.reads:
+                read(slot, begin, staging.memory[at : at + count])
+            return staging.send(self.moves, after)
+        finally:
+            self.moves.clear()
+            ring.give(staging)
+
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
-def _jobs(tensors: Sequence[TensorLocation], stream: DeviceStream, size: int) -> Iterator[_Job]:
-    """Cut the bytes of ``tensors`` into jobs; allocate each tensor when its turn comes."""
-    job = _Job()
-    for spec, slot, begin in tensors:
-        tensor = stream.empty(spec)
-        done, nbytes = 0, spec.nbytes
-        while done < nbytes:
-            count = min(max(size - _aligned(job.filled), 0), nbytes - done)
-            if count:
-                job.add(tensor, done, count, slot, begin + done)
-                done += count
-            else:
-                yield job
-                job = _Job()
-        job.finished.append((spec.name, tensor))
-    yield job
 
 
 class _Ring:
@@ -226,15 +239,3 @@ class _Ring:
         """Return a buffer whose copies were requested."""
         with self._lock:
             self._free.append(staging)
-
-
-def _carry(job: _Job, after: Any, ring: _Ring, read: Read) -> Any:
-    """Read the bytes of a job, request their copies, and return what the stream receives."""
-    staging = ring.take()
-    try:
-        for slot, begin, at, count in job.reads:
-            read(slot, begin, staging.memory[at : at + count])
-        return staging.send(job.moves, after)
-    finally:
-        job.moves.clear()
-        ring.give(staging)

@@ -203,7 +203,7 @@ class ModelMemory:
         return cold
 
     def _decompress(self, cold: set[int], region: MappedRegion) -> None:
-        meter = Meter(self._progress, self._nbytes(cold))
+        meter = Meter(self._progress, sum(self._blobs[slot][1] for slot in cold))
         decoder = ParallelDecoder(
             self._store,
             region,
@@ -274,7 +274,8 @@ class ModelMemory:
         ]
         if not requests:
             return
-        pool = WorkerPool(jobs, self._progress, self._nbytes(slots))
+        total = sum(request.end - request.begin for request in requests)
+        pool = WorkerPool(jobs, self._progress, total)
 
         def run(request: _Request) -> None:
             work(request)
@@ -284,6 +285,3 @@ class ModelMemory:
             run(requests[0])
         else:
             pool.run(requests, run)
-
-    def _nbytes(self, slots: set[int]) -> int:
-        return sum(self._blobs[slot][1] for slot in slots)

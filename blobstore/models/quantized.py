@@ -85,8 +85,8 @@ class QuantizedWeights:
         """Return the spec of a weight after it is dequantized to its original type."""
         item, _ = self.format(name)
         shape = self._index.spec(name).shape
-        dtype = FLOATS[self._original_dtype(name, item)]
-        return TensorSpec(name, dtype, (*shape[:-1], item.columns(shape[-1])))
+        dtype = original_dtype(item, self._index.spec(name + COMPANIONS[SCALE]).dtype)
+        return TensorSpec(name, FLOATS[dtype], (*shape[:-1], item.columns(shape[-1])))
 
     def dequantize(
         self, name: str, arrays: Mapping[str, Any], dtype: FloatName | None = None
@@ -107,7 +107,8 @@ class QuantizedWeights:
             arrays.get(names.get(suffix, "")) for suffix in (SCALE, BIAS, GLOBAL_SCALE)
         )
         global_scale = None if scalar is None else scalar.item()
-        chosen = dtype or self._original_dtype(name, item)
+        scale_dtype = self._index.spec(name + COMPANIONS[SCALE]).dtype
+        chosen = dtype or original_dtype(item, scale_dtype)
         dequantize = dequantizer(self._framework)
         return dequantize(arrays[name], scale, bias, item, group_size, chosen, global_scale)
 
@@ -144,6 +145,3 @@ class QuantizedWeights:
             )
         columns = slice(start - bounds[0], stop - bounds[0])
         return QuantizedPart(selections, columns if selection.is_kept[-1] else columns.start)
-
-    def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
-        return original_dtype(item, self._index.spec(name + COMPANIONS[SCALE]).dtype)

@@ -241,14 +241,12 @@ def read_part(
         _read_cold(store, blob, location.begin, requests)
         return buffer, spec
 
-    def read(request: _Request) -> None:
-        _read_vector(descriptor, location.begin + request.begin, request.buffers)
-
     try:
         if len(requests) == 1:
-            read(requests[0])
+            requests[0].read(descriptor, location.begin)
         elif requests:
-            WorkerPool(_REQUESTS, None, 0).run(requests, read)
+            pool = WorkerPool(_REQUESTS, None, 0)
+            pool.run(requests, lambda request: request.read(descriptor, location.begin))
     except EOFError:
         raise BlobDamaged(
             f"blob {quote(store.blob_path(digest))} ended before its last byte of {size}"
@@ -269,6 +267,22 @@ class _Request(NamedTuple):
     def has_space(self, end: int) -> bool:
         """Return whether the request can be extended to the offset ``end``."""
         return end - self.begin <= _REQUEST and len(self.buffers) + 2 <= _BUFFERS
+
+    def read(self, descriptor: int, start: int) -> None:
+        """Fill the buffers with bytes of a file, in which the tensor begins at ``start``."""
+        offset, buffers = start + self.begin, self.buffers
+        while buffers:
+            count = os.preadv(descriptor, buffers, offset)
+            if not count:
+                raise EOFError
+            offset += count
+            done = 0
+            while done < len(buffers) and count >= len(buffers[done]):
+                count -= len(buffers[done])
+                done += 1
+            buffers = buffers[done:]
+            if count:
+                buffers[0] = buffers[0][count:]
 
 
 def _requests(runs: Runs, buffer: memoryview) -> Iterator[_Request]:
@@ -308,22 +322,6 @@ def _read_cold(
         for buffer in buffers:
             buffer[:] = memory[at : at + len(buffer)]
             at += len(buffer)
-
-
-def _read_vector(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
-    """Fill the buffers with the bytes of a file from ``offset`` on."""
-    while buffers:
-        count = os.preadv(descriptor, buffers, offset)
-        if not count:
-            raise EOFError
-        offset += count
-        done = 0
-        while done < len(buffers) and count >= len(buffers[done]):
-            count -= len(buffers[done])
-            done += 1
-        buffers = buffers[done:]
-        if count:
-            buffers[0] = buffers[0][count:]
 
 
 def _new_buffer(size: int) -> memoryview:

@@ -52,10 +52,7 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
         return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(torch.float4_e2m1fn_x2)
     elements = math.prod(spec.shape)  # faster than the property; a model has thousands of tensors
     if not elements:
-        try:
-            return torch.empty(spec.shape, dtype=dtype)
-        except (RuntimeError, TypeError):  # dimensions of size 0 and very large ones
-            raise _invalid_shape(spec) from None
+        return empty_tensor(spec, torch.device("cpu"))
     flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
     return flat if len(spec.shape) == 1 else torch.reshape(flat, spec.shape)
 
@@ -75,9 +72,10 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     except torch.OutOfMemoryError:
         raise _out_of_memory(device, spec) from None
     except (RuntimeError, TypeError):
-        if not math.prod(spec.shape):
-            raise _invalid_shape(spec) from None
-        raise
+        if math.prod(spec.shape):
+            raise
+        # dimensions of size 0 and very large ones
+        raise UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape") from None
 
 
 def copy_to(device: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -113,10 +111,6 @@ def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
             f"{list(spec.shape)}; read its bytes with Model.view()"
         )
     return TensorSpec(spec.name, DType.U8, (*spec.shape[:-1], spec.shape[-1] // 2))
-
-
-def _invalid_shape(spec: TensorSpec) -> UnsupportedDType:
-    return UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape")
 
 
 def _out_of_memory(device: object, spec: TensorSpec) -> BlobstoreError:

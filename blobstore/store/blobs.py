@@ -232,9 +232,24 @@ class BlobReader:
             BlobDamaged: it has another size, is a symbolic link, or cannot be decoded.
             StoreError: it cannot be read.
         """
-        return _either(
-            lambda: self._hot.open(digest, size), lambda: self._open_decoded(digest, size)
-        )
+
+        def decode() -> int:
+            blob = self._cold.open(digest, size)
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
+            else:
+                with tempfile.TemporaryFile() as file:
+                    descriptor = os.dup(file.fileno())
+            try:
+                for piece in blob.pieces():
+                    write_all(descriptor, piece)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+
+        return _either(lambda: self._hot.open(digest, size), decode)
 
     def open_hot(self, digest: Digest, size: int) -> int:
         """Open the hot form of a blob as :meth:`open_blob` does.
@@ -370,9 +385,16 @@ class BlobReader:
 
         With ``region``, each hot blob is also mapped, into the slot of its position in ``blobs``.
         """
+
+        def read(digest: Digest, size: int, slot: int) -> Header:
+            return _either(
+                lambda: self._hot.read_header(digest, size, slot, region),
+                lambda: self._cold.open(digest, size).read_header(),
+            )
+
         for slot, (digest, size) in enumerate(blobs):
             try:
-                header = self._read_header(digest, size, slot, region)
+                header = read(digest, size, slot)
             except InvalidHeader as error:
                 yield BlobDamaged(f"blob {quote(self._layout.blob(digest))}: {error}")
             except (Damaged, StoreError) as error:
@@ -381,30 +403,6 @@ class BlobReader:
                 yield self._hot.error_of(digest, error)
             else:
                 yield header
-
-    def _read_header(
-        self, digest: Digest, size: int, slot: int, region: MappedRegion | None
-    ) -> Header:
-        return _either(
-            lambda: self._hot.read_header(digest, size, slot, region),
-            lambda: self._cold.open(digest, size).read_header(),
-        )
-
-    def _open_decoded(self, digest: Digest, size: int) -> int:
-        blob = self._cold.open(digest, size)
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-        try:
-            for piece in blob.pieces():
-                write_all(descriptor, piece)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
 
 
 def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:

@@ -164,14 +164,11 @@ class ColdBlob:
         Raises:
             InvalidHeader: it breaks the format. Otherwise as :meth:`read_into`.
         """
-        prefix = self._bytes(0, min(PREFIX_SIZE, self.size))
-        length = header_size(prefix, self.size)
-        return parse_header(self._bytes(PREFIX_SIZE, length), self.size)
-
-    def _bytes(self, begin: int, count: int) -> bytes:
-        buffer = bytearray(count)
-        self.read_into(begin, memoryview(buffer))
-        return bytes(buffer)
+        prefix = memoryview(bytearray(min(PREFIX_SIZE, self.size)))
+        self.read_into(0, prefix)
+        text = memoryview(bytearray(header_size(prefix, self.size)))
+        self.read_into(PREFIX_SIZE, text)
+        return parse_header(text, self.size)
 
     def _all_decoders(self) -> Iterator[ColdBlobDecoder]:
         """Yield a decoder for each form of the base; the next form is opened only if it is needed."""

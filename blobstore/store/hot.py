@@ -149,23 +149,22 @@ class HotShelf:
 
         The generator raises BlobDamaged if the blob cannot be read to its end.
         """
-        return self._read_all(self.open(digest, size), digest, size)
+        descriptor = self.open(digest, size)
 
-    def _read_all(
-        self, descriptor: int, digest: Digest, size: int
-    ) -> Generator[memoryview, None, None]:
-        done = 0
-        buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
-        try:
-            while count := os.preadv(descriptor, [buffer], done):
-                yield buffer[:count]
-                done += count
-        except OSError as error:
-            raise BlobDamaged(
-                f"blob {quote(self._path(digest))} cannot be read at byte {done}: {error.strerror}"
-            ) from error
-        finally:
-            os.close(descriptor)
+        def read() -> Generator[memoryview, None, None]:
+            done = 0
+            buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
+            try:
+                while count := os.preadv(descriptor, [buffer], done):
+                    yield buffer[:count]
+                    done += count
+            except OSError as error:
+                path, reason = quote(self._path(digest)), error.strerror
+                raise BlobDamaged(f"blob {path} cannot be read at byte {done}: {reason}") from error
+            finally:
+                os.close(descriptor)
+
+        return read()
 
     def sizes(self) -> set[int]:
         """Return the sizes of all files."""

@@ -232,13 +232,9 @@ def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
             if array.shape != wanted.shape
         ],
         mistyped=[
-            (name, _type_name(array), _type_name(wanted))
+            (name, *(str(item.dtype).rpartition(".")[2] for item in (array, wanted)))
             for name, array, wanted in pairs
             if mx.issubdtype(wanted.dtype, mx.floating)
             and not mx.issubdtype(array.dtype, mx.floating)
         ],
     )
-
-
-def _type_name(array: Any) -> str:
-    return str(array.dtype).rpartition(".")[2]
