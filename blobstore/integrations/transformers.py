@@ -27,11 +27,7 @@ from blobstore.integrations.model_files import (
     read_json,
     temporary_folder,
 )
-from blobstore.integrations.source_names import (
-    component_prefixes,
-    gpt_oss_experts,
-    stacked_names,
-)
+from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
@@ -226,10 +222,7 @@ def config_from_store(
     model = ModelFiles.of(name, store)
     stated = _stated_config(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
-    with (
-        _config_files(model, subfolder, stated, trust_remote_code) as files,
-        library_errors(what),
-    ):
+    with _config_files(model, subfolder, stated, trust_remote_code) as files, library_errors(what):
         config = _load_config(files)
     config.name_or_path = str(model.reference)
     return config

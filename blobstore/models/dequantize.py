@@ -54,13 +54,7 @@ def plain_pieces(
     for row in range(0, count, height):
         piece = {suffix: array[row : row + height] for suffix, array in rows.items()}
         yield dequantize(
-            piece[""],
-            piece[SCALE],
-            piece.get(BIAS),
-            item,
-            stored.group_size,
-            dtype,
-            global_scale,
+            piece[""], piece[SCALE], piece.get(BIAS), item, stored.group_size, dtype, global_scale
         )
 
 

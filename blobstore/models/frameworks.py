@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 Framework = Literal["numpy", "torch", "mlx"]
 FloatName = Literal["bfloat16", "float16", "float32"]
-NAMES: dict[DType, FloatName] = {
-    DType.BF16: "bfloat16",
-    DType.F16: "float16",
-    DType.F32: "float32",
-}
+NAMES: dict[DType, FloatName] = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32"}
 FLOATS = {name: dtype for dtype, name in NAMES.items()}
 """Element types that weights can be dequantized to, by name."""
 

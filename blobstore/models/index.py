@@ -165,9 +165,7 @@ def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
 
 
 def read_index(
-    store: LocalStore,
-    manifest: bytes,
-    reserve: Callable[[list[int]], MappedRegion] | None = None,
+    store: LocalStore, manifest: bytes, reserve: Callable[[list[int]], MappedRegion] | None = None
 ) -> tuple[TensorIndex, MappedRegion | None]:
     """Read the headers of all blobs.
 

@@ -47,9 +47,7 @@ _IMPORTING = Lock()
 """Threads that import numpy at the same time may see half of it."""
 # A forked process would wait forever for a thread that it does not have.
 os.register_at_fork(
-    before=_IMPORTING.acquire,
-    after_in_parent=_IMPORTING.release,
-    after_in_child=_IMPORTING.release,
+    before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release
 )
 _PIECE = 1 << 22
 LOOKS = 3

@@ -90,11 +90,7 @@ class _Sweep:
     """All faults of one command."""
 
     def __init__(
-        self,
-        operation: Operation,
-        scene: Scene,
-        calls: Container[str],
-        rows: dict[str, Outcome],
+        self, operation: Operation, scene: Scene, calls: Container[str], rows: dict[str, Outcome]
     ) -> None:
         self._operation = operation
         self._scene = scene

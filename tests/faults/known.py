@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
     from blobstore.models.model import Model
 
-_FILES = {
-    "config.json": b'{"model_type": "known"}\n',
-    "tokenizer.json": b'{"version": "1.0"}',
-}
+_FILES = {"config.json": b'{"model_type": "known"}\n', "tokenizer.json": b'{"version": "1.0"}'}
 
 
 _STEP = 101

@@ -18,12 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import blobstore
-from blobstore.errors import (
-    BlobDamaged,
-    BlobstoreError,
-    ModelNotFound,
-    UsageError,
-)
+from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageError
 from blobstore.integrations.transformers import (
     _check_attention,
     config_from_store,

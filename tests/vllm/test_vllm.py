@@ -48,11 +48,7 @@ def store(tmp_path: Path) -> LocalStore:
 def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
     """Return vLLM options that take config and tokenizer from a folder, and weights from the store."""
     extra = {"name": "m", "store": str(store.root), **settings}
-    return {
-        "model": str(folder),
-        "load_format": "blobstore",
-        "model_loader_extra_config": extra,
-    }
+    return {"model": str(folder), "load_format": "blobstore", "model_loader_extra_config": extra}
 
 
 def refused(store: LocalStore, folder: Path, **settings: Any) -> str:

@@ -232,7 +232,7 @@ def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
             if array.shape != wanted.shape
         ],
         mistyped=[
-            (name, *(str(item.dtype).rpartition(".")[2] for item in (array, wanted)))
+            (name, str(array.dtype).rpartition(".")[2], str(wanted.dtype).rpartition(".")[2])
             for name, array, wanted in pairs
             if mx.issubdtype(wanted.dtype, mx.floating)
             and not mx.issubdtype(array.dtype, mx.floating)

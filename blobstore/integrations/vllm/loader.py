@@ -24,11 +24,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
-from blobstore.integrations.source_names import (
-    component_prefixes,
-    gpt_oss_experts,
-    stacked_names,
-)
+from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 

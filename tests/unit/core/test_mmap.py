@@ -159,9 +159,7 @@ def test_files_are_read_into_a_filled_region_which_is_read_only_for_others() -> 
 
 def test_large_files_start_at_a_large_page(tmp_path: Path) -> None:
     region = MappedRegion([5, LARGE, PAGE + 1, LARGE + 1, 7])
-    assert region.offsets == [
-        *(0, LARGE, 2 * LARGE, 3 * LARGE, 4 * LARGE + PAGE, 5 * LARGE),
-    ]
+    assert region.offsets == [*(0, LARGE, 2 * LARGE, 3 * LARGE, 4 * LARGE + PAGE, 5 * LARGE)]
     put(region, 3, file(tmp_path, b"x" * (LARGE + 1)))
     assert region.memory[3 * LARGE : 4 * LARGE + 2] == b"x" * (LARGE + 1) + b"\0"
     assert MappedRegion([5, LARGE], filled=True).offsets == [0, PAGE, PAGE + LARGE]

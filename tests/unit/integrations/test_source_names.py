@@ -11,11 +11,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged
-from blobstore.integrations.source_names import (
-    component_prefixes,
-    gpt_oss_experts,
-    stacked_names,
-)
+from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.local import LocalStore

@@ -195,8 +195,7 @@ def test_a_renamed_tensor_is_found_without_an_index(store: LocalStore, *, index:
         index_file(store).unlink()
     give_another_header(path_of(store, NORM), TensorSpec("norm.height", DType.F32, (2, 3)))
     with pytest.raises(
-        BlobDamaged,
-        match=f"^m:latest: layer '{NORM}': .* holds tensor 'norm.height', which is not",
+        BlobDamaged, match=f"^m:latest: layer '{NORM}': .* holds tensor 'norm.height', which is not"
     ):
         blobstore.open("m", store=store, verify="header")
 

@@ -587,10 +587,7 @@ def test_tensors_do_not_share_memory(device: str, store: LocalStore) -> None:
 
 @pytest.mark.parametrize("order", ["file", "name"])
 def test_iterates_in_the_requested_order(device: str, store: LocalStore, order: Any) -> None:
-    with (
-        open_on(device, store) as model,
-        blobstore.open("m", store=store) as plain,
-    ):
+    with open_on(device, store) as model, blobstore.open("m", store=store) as plain:
         names = [name for name, _ in plain.iter_tensors(order=order)]
         assert [name for name, _ in model.iter_tensors(order=order)] == names
         check_of_model(dict(model.iter_tensors(order=order)), device)
@@ -609,10 +606,7 @@ def test_the_caller_of_a_model_may_stop_early(device: str, store: LocalStore) ->
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp8"])
 def test_packed_weights_arrive_unchanged(device: str, packed: LocalStore, kind: str) -> None:
-    with (
-        open_on(device, packed, kind) as model,
-        blobstore.open(kind, store=packed) as plain,
-    ):
+    with open_on(device, packed, kind) as model, blobstore.open(kind, store=packed) as plain:
         found = model.state_dict()
         assert list(found) == list(plain)
         assert any(name.endswith("_scale") for name in found)

@@ -125,11 +125,7 @@ def test_reports_the_bytes_that_were_waited_for(
 ) -> None:
     steps: list[tuple[str, int, int]] = []
     memory = memory_of(
-        store,
-        blobs,
-        read=read,
-        prefetch=prefetch,
-        progress=lambda *step: steps.append(step),
+        store, blobs, read=read, prefetch=prefetch, progress=lambda *step: steps.append(step)
     )
     memory.load(range(len(blobs)))
     assert steps[-1] == ("reading", sum(SIZES), sum(SIZES))

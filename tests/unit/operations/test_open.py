@@ -340,11 +340,7 @@ def test_reads_the_config_and_files(store: LocalStore) -> None:
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [
-        (b"{", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", "is not a JSON object"),
-    ],
+    [(b"{", "is not JSON"), (b"[" * 100_000, "is not JSON"), (b"[]", "is not a JSON object")],
 )
 def test_a_broken_config_is_reported_when_it_is_read(
     tmp_path: Path, content: bytes, what: str

@@ -79,9 +79,7 @@ def test_reports_exhausted_memory_in_one_line(device: str) -> None:
         TorchDeviceStream(device).staging(1 << 55)
 
 
-def test_reports_the_tensor_when_device_memory_runs_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reports_the_tensor_when_device_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         message = "CUDA out of memory. Tried to allocate 2.00 GiB."
         raise torch.OutOfMemoryError(message)

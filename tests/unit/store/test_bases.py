@@ -190,10 +190,7 @@ def test_returns_which_forms_are_intact(
     freeze_models(["a"], store=store)
     thaw_models(["a"], store=store, keep_cold=True)
     item = layers(store, "a")["x"]
-    for state, path in (
-        (hot, store.blob_path(item.digest)),
-        (cold, store.cold_path(item.digest)),
-    ):
+    for state, path in ((hot, store.blob_path(item.digest)), (cold, store.cold_path(item.digest))):
         if state is None:
             Path(path).unlink()
         elif state == "damaged":

@@ -243,10 +243,7 @@ def test_a_damaged_blob_among_others_of_its_true_size_is_not_taken_for_present(
     put(store, b"xyz")  # so that bytes of this size are hashed before they are written
     path.chmod(0o644)
     path.write_bytes(b"ab")
-    with (
-        pytest.raises(BlobDamaged, match="it has 2 bytes, expected 3"),
-        store.ingest() as ingest,
-    ):
+    with pytest.raises(BlobDamaged, match="it has 2 bytes, expected 3"), store.ingest() as ingest:
         ingest.add(3, lambda: [b"abc"])
     assert path.read_bytes() == b"ab"
     assert temporary(store) == []

@@ -82,11 +82,7 @@ def other(
     ],
 )
 def test_exclusive_locks_exclude_all_others(
-    store: LocalStore,
-    others: list[subprocess.Popen[str]],
-    theirs: str,
-    ours: str,
-    is_free: bool,
+    store: LocalStore, others: list[subprocess.Popen[str]], theirs: str, ours: str, is_free: bool
 ) -> None:
     store.folder("leases").mkdir(parents=True)
     process = other(others, store, theirs)

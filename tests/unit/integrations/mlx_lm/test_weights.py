@@ -95,10 +95,7 @@ def expert(number: int, shape: tuple[int, ...] = (2, 4)) -> list[tuple[str, str,
 def test_unaligned_experts_of_separate_blobs_are_joined(store: LocalStore) -> None:
     blobs = {
         f"b{number}": blob(
-            (f"odd{number}", "U8", (1,), b"x"),
-            *expert(number),
-            quant_type="int4",
-            group_size="32",
+            (f"odd{number}", "U8", (1,), b"x"), *expert(number), quant_type="int4", group_size="32"
         )
         for number in range(3)
     }

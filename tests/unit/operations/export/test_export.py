@@ -698,10 +698,13 @@ def test_notices_a_blob_that_shrinks_while_it_is_read(store: LocalStore, tmp_pat
     assert_nothing_left(tmp_path, "source", "store")
 
 
-def test_says_where_a_blob_cannot_be_read(tmp_path: Path, store: LocalStore) -> None:
+def test_says_where_a_blob_cannot_be_read(
+    tmp_path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
+    monkeypatch.setattr(store._hot, "open", lambda *_: descriptor)
     with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
-        list(_BlobReader(store._hot._read_all(descriptor, Digest.of(b""), 8)).read(8))
+        list(_BlobReader(store.read_pieces(Digest.of(b""), 8)).read(8))
 
 
 def test_pieces_are_cut_where_tensors_end() -> None:
@@ -722,9 +725,7 @@ def test_a_frozen_model_is_exported_in_pieces(
 ) -> None:
     put(store, "frozen", {"x": 1, "y": 2})
     freeze_models(["frozen"], store=store)
-    monkeypatch.setattr(
-        LocalStore, "_open_decoded", None
-    )  # which needs the space of a complete blob
+    monkeypatch.setattr(LocalStore, "open_blob", None)  # which needs the space of a complete blob
     export_model("frozen", tmp_path / "out", store=store)
     arrays = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: array.tobytes() for name, array in arrays.items()} == {
