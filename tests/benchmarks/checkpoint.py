@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -27,9 +27,6 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.benchmarks.create import make_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _PEER = "torch.load, mmap, weights_only"
 _THREADS = 2

@@ -6,17 +6,14 @@ matplotlib, which `pip install --group bench .` installs together with the peers
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.benchmarks import cold, cold_family, frozen
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.plot import draw
-
-if TYPE_CHECKING:
-    import argparse
 
 _PLOT = Path("docs/cold-storage.svg")
 _PANELS = {

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _TENSORS = 300
 _CHUNK = 1 << 20

@@ -11,7 +11,9 @@ import gc
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,10 +22,6 @@ import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import GIB, arguments, rounds, table, timed, warm, workspace
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 _BLOCKS = 32
 _BLOCK = {

@@ -11,15 +11,13 @@ import gc
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import blobstore
 from tests.benchmarks.common import arguments, rounds, table, timed, warm, workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _PROMPT = "w1"
 _ROOT = Path(__file__).parents[2]

@@ -8,14 +8,18 @@ throttled by the system. Use --folder to train only once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import blobstore
+from blobstore.compression.level import Level
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -32,13 +36,6 @@ from tests.benchmarks.fine_tunes import pairs
 from tests.benchmarks.loading import drop, read_directly, touch
 from tests.benchmarks.slow_disk import slow_disk
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from blobstore.compression.level import Level
 
 _TUNED = ("light", "medium", "heavy", "contrastive")
 _TENSORS = 200

@@ -11,12 +11,12 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import torch
@@ -38,9 +38,6 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _TENSORS = 200
 _REQUEST = 4 << 20

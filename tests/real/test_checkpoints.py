@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from blobstore.safetensors.torch import as_tensor
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PACKAGES = {
     "lpips==0.1.4": "*.pth",

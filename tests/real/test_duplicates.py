@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import transformers
 from safetensors.torch import save_file
@@ -14,9 +14,6 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.support.frozen import layers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORDS = "embeddings.word_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +12,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import blobstore
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAME = "model.layers.0.mlp.experts.down_proj"
 

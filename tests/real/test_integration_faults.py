@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,9 @@ from safetensors.torch import load_file, save_file
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.support.models import blob
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.store.local import LocalStore
 from tests.real.tiny import logits, make
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 
 def assert_opened_by_safetensors(farm: Path) -> None:

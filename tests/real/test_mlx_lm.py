@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,11 @@ import transformers
 import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.real import tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm does not run on this machine")

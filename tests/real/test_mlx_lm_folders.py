@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 import blobstore
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.store.local import LocalStore
 from tests.real import test_integrations_mlx_lm as helpers
 from tests.real.test_linking import assert_opened_by_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +13,11 @@ import blobstore
 from blobstore.errors import CheckpointRefused, SourceError, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.create import create
+from blobstore.operations.create.create import Created, create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.operations.create.create import Created
 
 NAME = Reference.parse("m")
 

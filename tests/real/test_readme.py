@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 import blobstore
 from tests.real.packages import package
 from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 import transformers
@@ -16,9 +16,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from tests.support.pages import ROOT, commands, in_python, program
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAGE = ROOT / "docs" / "serving" / "sglang.md"
 WORDS = 128

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,12 @@ from safetensors.torch import load_file
 import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.real.tiny import logits, make
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 NAME = Reference.parse("m")
 

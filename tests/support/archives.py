@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
@@ -11,14 +12,9 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.operations.archive.pack import pack_models
+from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, tuned, weights
 from tests.support.models import add_blobs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 SMALL = 10_000
 """Elements of each layer in the family; enough that freezing compresses it."""

@@ -10,15 +10,12 @@ import select
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 from tests.support.zip_files import Member, make_zip
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Self
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "data" / "hostile" / "checkpoints"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import spans_of
+from blobstore.compression.table import Table
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.compression.decoder import ColdBlobDecoder
-    from blobstore.compression.table import Table
 
 _FLOATS: dict[DType, Any] = {
     DType.BF16: ml_dtypes.bfloat16,

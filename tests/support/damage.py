@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blobstore.manifests.reference import Reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore
 
 
 def blob_path(store: LocalStore, layer: str, name: str = "m") -> Path:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
+from blobstore.core.digest import Digest
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.core.digest import Digest
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.store.local import LocalStore
 
 COUNT = 40_000
 

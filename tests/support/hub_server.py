@@ -11,17 +11,14 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from types import TracebackType
-    from typing import Self
 
 LARGE = 1000
 """Bytes from which a file is listed as a large one, with its sha256."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,10 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from blobstore.core.files import FileState
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.sources.meta.source import MetaFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Self
 
 Tensors = dict[str, torch.Tensor]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from typing_extensions import Buffer
 
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
@@ -17,14 +20,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header, in_file_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from typing_extensions import Buffer
-
-    from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore
 
 _CONFIG = (
     b'{"model_format":"gguf","model_family":"llama","model_families":["llama"],'

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from blobstore.core.mmap import is_cached
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def dropped(path: Path | str) -> bool:

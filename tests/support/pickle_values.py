@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from blobstore.sources.unpickler.values import (
     Global,
@@ -14,9 +15,6 @@ from blobstore.sources.unpickler.values import (
     Record,
     Reduced,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def canonical(value: Any, above: tuple[int, ...] = ()) -> Any:

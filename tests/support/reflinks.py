@@ -7,10 +7,9 @@ import fcntl
 import os
 import struct
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 BLOCK = 4096
 

@@ -13,13 +13,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

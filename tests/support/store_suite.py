@@ -17,7 +17,7 @@ A new store binds the suite in its own test module, by a class that has one fixt
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -28,12 +28,8 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.protocols import ModelReader, ModelStore
 from tests.support import frozen
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.protocols import ModelReader, ModelStore
 
 NAMES = ("one", "team/two:v1")
 ABSENT = Digest.of(b"in no store")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 from tests.support.checkpoints import described
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Tensors = dict[str, torch.Tensor]
 

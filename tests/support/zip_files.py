@@ -7,11 +7,8 @@ import os
 import struct
 import tempfile
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 LOCAL = (
     ("sign", "4s"),

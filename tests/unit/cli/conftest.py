@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.unit.cli.running import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DENSE_CONFIG = b'{"architectures": ["TinyForCausalLM"], "model_type": "tiny"}'
 

@@ -6,17 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from blobstore.cli.main import program
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from click.testing import Result
 
 _ROOT = Path(__file__).parents[3]
 # A test run in the background of a script inherits an ignored SIGINT, which commands respect.

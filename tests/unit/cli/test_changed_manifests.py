@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

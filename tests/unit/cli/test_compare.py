@@ -3,19 +3,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.operations.compare.compare import compare_models
+from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, write_folder
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 EXPERTS = "model.layers.0.mlp.experts"
 

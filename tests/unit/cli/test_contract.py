@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,10 +19,6 @@ from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder
 from tests.unit.cli.conftest import DENSE_CONFIG
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # The arguments of each command. An @ marks a path in the prepared folder.
 ARGUMENTS = {

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

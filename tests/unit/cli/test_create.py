@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
+from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 def blob_bytes(store: LocalStore) -> int:

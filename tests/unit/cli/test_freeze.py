@@ -3,17 +3,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, forms_of, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
 from tests.unit.cli.running import command_line, environment, run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import command_line, environment, run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

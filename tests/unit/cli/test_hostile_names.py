@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import unicodedata
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,12 +15,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance import list as listing
 from blobstore.operations.maintenance import verify
 from blobstore.operations.maintenance.verify import Fault, Verified
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import run, run_process
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 LONG = "long." + "n" * 70_000 + ".weight"
 HOSTILE = {

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 COUNT = len(dense_tensors())
 

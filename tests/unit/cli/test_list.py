@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from blobstore.store.local import LocalStore
 from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 def test_an_absent_store_lists_nothing(store: LocalStore) -> None:

@@ -7,16 +7,12 @@ import struct
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 HEAVY = {
     "numpy",

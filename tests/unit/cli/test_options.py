@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import click
 import pytest
 
 from blobstore.cli.options import parse_size
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.support.sandbox import NOBODY
 from tests.unit.cli.running import run
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 PARAMETER = click.Option(["--shard-size"])
 

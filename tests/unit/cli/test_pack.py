@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.operations.archive.unpack import check_archive
+from blobstore.store.local import LocalStore
 from tests.support.archives import put_family
 from tests.support.frozen import flip, layers
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

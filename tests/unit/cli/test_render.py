@@ -9,18 +9,14 @@ import subprocess
 import sys
 import termios
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.cli import render
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import LAUNCHER, environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 HIDE_CURSOR = b"\x1b[?25l"
 RED = b"\x1b[31m"

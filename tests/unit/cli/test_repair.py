@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, truncate
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 PLAIN = "model.embed_tokens.weight"
 

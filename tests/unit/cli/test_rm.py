@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 DENSE = Reference.parse("dense")
 

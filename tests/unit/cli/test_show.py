@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +11,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
+from blobstore.store.local import LocalStore
 from tests.support.models import (
     add_blobs,
     blob,
@@ -21,11 +22,6 @@ from tests.support.models import (
 )
 from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json, run_process
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 NAMES = sorted(dense_tensors())
 DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "bool": "BOOL"} | {

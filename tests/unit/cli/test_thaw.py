@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, forms_of, layer, layers, put, weights
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from blobstore.store.local import LocalStore
 from tests.support.archives import packed_family
 from tests.support.frozen import put
 from tests.unit.cli.running import run, run_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

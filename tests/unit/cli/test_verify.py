@@ -3,16 +3,13 @@ from __future__ import annotations
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
 from tests.unit.cli.running import command_line, environment, run, run_json
-
-if TYPE_CHECKING:
-    from blobstore.store.local import LocalStore
 
 
 def flip_last_byte(store: LocalStore, layer_name: str) -> None:

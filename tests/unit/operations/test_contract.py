@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +33,6 @@ from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # The arguments of each operation. An @ marks a path in the prepared folder.
 ARGUMENTS: dict[Callable[..., Any], tuple[Any, ...]] = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,13 +19,11 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, _measure, compare_models
 from blobstore.operations.compare.metrics import WorstGroup
 from blobstore.operations.compare.pairs import pair_tensors
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.open import open_model
+from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, add_blobs, blob, dense_tensors, write_folder
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 LAYER = "model.layers.0.mlp"
 MATRIX = f"{LAYER}.up_proj.weight"

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare import diff as difference
-from blobstore.operations.compare.diff import diff_models
+from blobstore.operations.compare.diff import Difference, diff_models
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
@@ -26,13 +29,6 @@ from tests.support.models import (
     write_folder,
 )
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from blobstore.core.digest import Digest
-    from blobstore.operations.compare.diff import Difference
 
 LAYER = "model.layers.0.mlp"
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pairing, pair_tensors
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -21,10 +21,6 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 LAYER = "model.layers.0.mlp"
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,15 +12,12 @@ from blobstore.errors import (
     StoreError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance.disk_usage import Space, measure_usage
+from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage, measure_usage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.models import add_blobs, blob
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from blobstore.operations.maintenance.disk_usage import ModelUsage, StoreUsage
 
 A, B = map(Reference.parse, "ab")
 

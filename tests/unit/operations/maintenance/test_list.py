@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from blobstore.operations.maintenance.list import list_models
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -11,20 +11,22 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.maintenance.repair import _Repair, repair_models
+from blobstore.operations.maintenance.repair import Repaired, _Repair, repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore
@@ -38,12 +40,6 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.maintenance.repair import Repaired
 
 NAME = Reference.parse("m")
 PLAIN = "model.embed_tokens.weight"

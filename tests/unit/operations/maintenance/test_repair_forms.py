@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import blobstore
 from blobstore.errors import BlobDamaged
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, forms_of, layer, layers, put, weights
-
-if TYPE_CHECKING:
-    from blobstore.manifests.descriptor import Descriptor
 
 SEEDS = {"x": 1, "y": 2}
 

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.errors import BlobMissing, UnsupportedSource, UsageError
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.maintenance.repair_sources import OtherStore, RebuiltBlobs
+from blobstore.operations.maintenance.repair_sources import BlobProvider, OtherStore, RebuiltBlobs
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import (
@@ -22,12 +24,6 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.maintenance.repair_sources import BlobProvider
 
 FILES = {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
@@ -29,11 +31,6 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 NAME = Reference.parse("m")
 EXPERTS = "model.layers.0.mlp.experts"
