@@ -6,6 +6,11 @@ overrides, or megabytes of text. All such text passes through this module before
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MAX_SHOWN = 200
 """Characters of a text that :func:`quote` shows before it shortens the text."""
 
@@ -34,3 +39,9 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
     except RecursionError:  # a decoded JSON value may be nested as deeply as the parser allows
         shown = "(nested too deeply to show)"
     return f"'{escape(shown, limit)}'"
+
+
+def join_some(parts: Sequence[str], limit: int) -> str:
+    """Join the first ``limit`` texts with commas, and add the number of the others."""
+    shown = ", ".join(parts[:limit])
+    return f"{shown} and {len(parts) - limit} more" if len(parts) > limit else shown

@@ -14,7 +14,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileState, read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_part
@@ -185,9 +185,8 @@ def _choose(
             return None, shards
     if len(names) > 1:
         raise SourceError(
-            f"{quote(folder)} has several weight files ({', '.join(map(quote, names[:5]))}"
-            f"{', …' if len(names) > 5 else ''}) and none is named {_STEMS[ending][0]}{ending}; "  # noqa: PLR2004
-            "choose with --weights PATTERN"
+            f"{quote(folder)} has several weight files ({join_some([*map(quote, names)], 5)}) and "
+            f"none is named {_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
         )
     return None, names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileState, read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
@@ -146,18 +146,14 @@ def add_indexed(
         found = shards.names_in(path)
         if lacking := sorted(names - found):
             raise DamagedSource(
-                f"shard {quote(path)} lacks tensor {quote(lacking[0])}"
-                f"{_and_more(lacking)} that {quote(index)} places in it"
+                f"shard {quote(path)} lacks tensor {join_some([*map(quote, lacking)], 1)} that "
+                f"{quote(index)} places in it"
             )
         if extra := sorted(found - names):
             unnamed = (
-                f"shard {quote(path)} has tensor {quote(extra[0])}{_and_more(extra)} that "
+                f"shard {quote(path)} has tensor {join_some([*map(quote, extra)], 1)} that "
                 f"{quote(index)} does not place in it"
             )
             if not ignore:
                 raise DamagedSource(f"{unnamed}; leave such tensors out with --ignore-unindexed")
             yield f"left out: {unnamed}"
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.meta.params import DTYPE_NAMES, PARAMS_FILE, Measured
@@ -61,7 +61,6 @@ _IN_LAYER = {
     "ffn_norm.weight": _Role("post_attention_layernorm.weight", "copies", ("dim",)),
 }
 _LAYER_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(.+)", re.ASCII | re.DOTALL)
-_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,16 +190,14 @@ class _Planner:
                 unknown.append(name)
         if not unknown:
             return known
-        shown = ", ".join(map(quote, unknown[:_NAMES_SHOWN]))
-        more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         hint = (
             "--keep-names imports all tensors unchanged"
             if self._count == 1
             else f"how its {self._count} shards fit together is unknown, even with --keep-names"
         )
         raise UnsupportedSource(
-            f"{quote(self._file)} has tensors that a plain Llama does not have: {shown}{more}; "
-            f"{hint}"
+            f"{quote(self._file)} has tensors that a plain Llama does not have: "
+            f"{join_some([*map(quote, unknown)], 3)}; {hint}"
         )
 
     def _check_complete(self) -> None:

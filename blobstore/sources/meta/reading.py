@@ -115,12 +115,28 @@ class _Reading:
             blocks = self._heads()
         else:
             blocks = iter([_Block(list(self._along_rows(0, self._tensor.spec.nbytes)))])
+        row = self._row
         for block in blocks:
             if block.order is None:
                 for place in block.ranges:
                     yield from self._read(place)
-            else:
-                yield from self._gathered(block.ranges, block.order)
+                continue
+            size = sum(place.end - place.begin for place in block.ranges)
+            if len(self._scratch) < size:
+                self._scratch = np.empty(size, np.uint8)
+            done = 0
+            for place in block.ranges:
+                for piece in self._read(place):
+                    self._scratch[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+                    done += len(piece)
+            rows = self._scratch[:size].reshape(-1, row)
+            step = len(self._buffer) // row
+            for start in range(0, len(block.order), step):
+                chosen = block.order[start : start + step]
+                target = self._buffer[: len(chosen) * row]
+                out = np.frombuffer(target, np.uint8).reshape(-1, row)
+                np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy again
+                yield target
 
     def _interleaved(self) -> Iterator[_Block]:
         """Yield blocks of as many rows as fit the buffer, or the parts of every row."""
@@ -154,25 +170,6 @@ class _Reading:
             count = min(end - begin, size - offset)
             yield _Range(part, offset, offset + count)
             begin += count
-
-    def _gathered(self, ranges: Sequence[_Range], order: Array) -> Iterator[memoryview]:
-        size = sum(place.end - place.begin for place in ranges)
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size, np.uint8)
-        done = 0
-        for place in ranges:
-            for piece in self._read(place):
-                self._scratch[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
-                done += len(piece)
-        row = self._row
-        rows = self._scratch[:size].reshape(-1, row)
-        step = len(self._buffer) // row
-        for start in range(0, len(order), step):
-            chosen = order[start : start + step]
-            target = self._buffer[: len(chosen) * row]
-            out = np.frombuffer(target, np.uint8).reshape(-1, row)
-            np.take(rows, chosen, axis=0, out=out, mode="clip")  # "raise" would copy again
-            yield target
 
     def _read(self, place: _Range) -> Iterator[memoryview]:
         """Yield the bytes of a range, after comparing them with the copies in other shards."""

@@ -12,7 +12,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.errors import DamagedSource
 from blobstore.sources.base import SourceFile
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
@@ -35,7 +35,9 @@ _WEIGHTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf", ".pte")
 
 def is_meta_folder(folder: Path) -> bool:
     """Return whether a folder has ``consolidated.NN.pth`` files and ``params.json``."""
-    return (folder / PARAMS_FILE).is_file() and bool(_shard_names(folder))
+    return (folder / PARAMS_FILE).is_file() and any(
+        _SHARD.fullmatch(path.name) for path in folder.iterdir()
+    )
 
 
 class MetaFolder:
@@ -111,9 +113,8 @@ class MetaFolder:
         self._joined = layout.tensors
         self._specs = {name: joined.spec for name, joined in layout.tensors.items()}
         if layout.left_out:
-            first, *others = map(quote, layout.left_out)
-            more = f" and {len(others)} more" if others else ""
-            self.notices.append(f"left out: tensor {first}{more}, which runtimes compute")
+            left_out = join_some([*map(quote, layout.left_out)], 1)
+            self.notices.append(f"left out: tensor {left_out}, which runtimes compute")
         if not keep_names:
             self.config = make_config(params, layout.measured)
             self.notices.extend(notices(params, layout.measured))
@@ -138,13 +139,9 @@ class MetaFolder:
                 self.notices.append(notice)
 
 
-def _shard_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
-
-
 def _shard_paths(folder: Path) -> list[Path]:
     """Return the shards in order, checked by their numbers to be complete."""
-    found = _shard_names(folder)
+    found = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
     wanted = [f"consolidated.{number:02}.pth" for number in range(max(len(found), 1))]
     for name in wanted:
         if name not in found:

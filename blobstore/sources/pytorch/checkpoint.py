@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileState, open_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.mmap import MappedRegion
@@ -55,10 +55,10 @@ class Checkpoint:
         self.unreadable: dict[str, str] = {}
         """Tensors of an unsupported kind, with the reason."""
         self._map: memoryview | None = None
-        with _errors_of(path):
+        with errors_of(path):
             self._descriptor, self._size = open_regular(path)
         try:
-            with _errors_of(path), gc_paused():
+            with errors_of(path), gc_paused():
                 self._open(subtree)
         except BaseException:
             os.close(self._descriptor)
@@ -105,7 +105,12 @@ class Checkpoint:
             reason = self.unreadable.get(name)
             message = f"no tensor {quote(name)} in {quote(self.path)}"
             raise TensorNotFound(message if reason is None else f"{message}: {reason}")
-        return self._view(tensor)
+        if tensor.is_mapped:
+            return TensorView(
+                tensor.spec, self._memory()[tensor.offset : tensor.offset + tensor.nbytes]
+            )
+        with errors_of(self.path, name):
+            return TensorView(tensor.spec, self._gather(tensor))
 
     def views(self) -> dict[str, TensorView]:
         """Return :meth:`view` of every tensor."""
@@ -118,7 +123,7 @@ class Checkpoint:
                     (tensor.spec, memory[tensor.offset : tensor.offset + tensor.nbytes]),
                 )
                 if tensor.is_mapped
-                else self._view(tensor)
+                else self.view(name)
                 for name, tensor in self._tensors.items()
             }
 
@@ -131,7 +136,7 @@ class Checkpoint:
     ) -> Iterator[memoryview]:
         """Yield bytes ``begin`` to ``end`` of a tensor in pieces; see :meth:`read`."""
         tensor = self._tensors[name]
-        with _errors_of(self.path, name):
+        with errors_of(self.path, name):
             if tensor.is_direct:
                 first = tensor.begin
                 yield from self._reader.read(tensor.place, first + begin, first + end, buffer)
@@ -205,17 +210,10 @@ class Checkpoint:
                 f"{self._size}; load them with torch and save clones of them"
             )
 
-    def _view(self, tensor: StridedTensor) -> TensorView:
-        if tensor.is_mapped:
-            offset = tensor.offset
-            return TensorView(tensor.spec, self._memory()[offset : offset + tensor.nbytes])
-        with _errors_of(self.path, tensor.spec.name):
-            return TensorView(tensor.spec, self._gather(tensor))
-
     def _memory(self) -> memoryview:
         if self._map is None:
             region = MappedRegion([self._size])
-            with _errors_of(self.path):
+            with errors_of(self.path):
                 region.map(0, self._descriptor, self._size)
             self._map = memoryview(region.memory)
         return self._map
@@ -255,16 +253,15 @@ def check_globals(result: Result) -> None:
         CheckpointRefused: it uses others; the message names them.
     """
     if refused := result.refused:
-        names = ", ".join(quote(item) for item in refused[:_SHOWN])
-        more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        names = join_some([*map(quote, refused)], _SHOWN)
         raise CheckpointRefused(
-            f"pickle byte {refused[0].offset}: it uses {names}{more}, which checkpoints of tensors do "
-            "not need; no code was executed. List them with 'blobstore inspect'"
+            f"pickle byte {refused[0].offset}: it uses {names}, which checkpoints of tensors do not "
+            "need; no code was executed. List them with 'blobstore inspect'"
         )
 
 
 @contextlib.contextmanager
-def _errors_of(path: Path, name: str | None = None) -> Iterator[None]:
+def errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     """Put the file, and the tensor, in front of the message of errors."""
     where = quote(path) if name is None else f"{quote(path)}, tensor {quote(name)}"
     try:

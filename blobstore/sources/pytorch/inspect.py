@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
-from blobstore.errors import (
-    BlobstoreError,
-    CheckpointRefused,
-    DamagedSource,
-    SourceError,
-    SourceNotFound,
-)
-from blobstore.sources.pytorch.checkpoint import Checkpoint
+from blobstore.errors import CheckpointRefused, DamagedSource, SourceError
+from blobstore.sources.pytorch.checkpoint import Checkpoint, errors_of
 from blobstore.sources.pytorch.container import ZIP_STARTS, other_kind
 from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, is_legacy
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
@@ -110,42 +103,30 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
 
 
 def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
-    try:
+    """Return the size of a file, and the globals of all its pickles, even if it is no checkpoint."""
+    found: list[GlobalUse] = []
+    with errors_of(path), contextlib.ExitStack() as stack:
         descriptor, size = open_regular(path)
-    except FileNotFoundError:
-        raise SourceNotFound(f"no such file: {quote(path)}") from None
-    except OSError as error:
-        raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
-    except BlobstoreError as error:
-        raise SourceError(str(error)) from None
-    try:
-        if read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS):
-            return size, list(_in_zip(descriptor, size))
-        data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
-        if other_kind(data) is not None:
+        stack.callback(os.close, descriptor)
+        if not read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS):
+            data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
+            if other_kind(data) is None:
+                # The pickles of a legacy stream are followed by storages, which are not pickles.
+                count = LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES
+                found += _in_pickles(data, "", count)
+            return size, found
+        try:
+            entries = read_entries(descriptor, size)
+        except (DamagedSource, SourceError):  # opening the checkpoint reports it
             return size, []
-        # The pickles of a legacy stream are followed by storages, which are not pickles.
-        count = LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES
-        return size, list(_in_pickles(data, "", count))
-    except OSError as error:
-        raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-
-
-def _in_zip(descriptor: int, size: int) -> Iterator[GlobalUse]:
-    """Yield the globals of all pickles of an archive, even if it is not a checkpoint."""
-    try:
-        entries = read_entries(descriptor, size)
-    except (DamagedSource, SourceError):  # opening the checkpoint reports it
-        return
-    left = MAX_PICKLE_SIZE
-    for name, entry in entries.items():
-        if name.endswith(".pkl"):
-            with contextlib.suppress(DamagedSource):
-                data = read_pickle(descriptor, entry, left)
-                left -= len(data)
-                yield from _in_pickles(data, name, 1)
+        left = MAX_PICKLE_SIZE
+        for name, entry in entries.items():
+            if name.endswith(".pkl"):
+                with contextlib.suppress(DamagedSource):
+                    data = read_pickle(descriptor, entry, left)
+                    left -= len(data)
+                    found += _in_pickles(data, name, 1)
+    return size, found
 
 
 def _in_pickles(data: bytes, name: str, count: int) -> Iterator[GlobalUse]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.errors import CheckpointRefused, UsageError
 from blobstore.sources.unpickler.values import Items, Key, Record, Reduced, Use
 
@@ -127,10 +127,11 @@ class _Walk:
             raise CheckpointRefused(
                 f"{quote(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
             )
-        self._steps -= _width(value)
+        width, items = children
+        self._steps -= width
         if self._steps < 0:
             raise CheckpointRefused("the pickle shares its parts too often to list them one by one")
-        inner = self._add_children(path, children)
+        inner = self._add_children(path, items)
         if self._containers < 0:
             raise CheckpointRefused(
                 f"the pickle has more than {_MAX_CONTAINERS} lists, tuples and dicts"
@@ -184,11 +185,10 @@ def check_records(records: Iterable[Record]) -> None:
     """
     odd = [record for record in records if not _is_module(record)]
     if odd:
-        names = sorted({str(record.cls) for record in odd})
+        names = sorted({quote(record.cls) for record in odd})
         raise CheckpointRefused(
-            f"pickle byte {odd[0].offset}: it has objects of "
-            f"{', '.join(map(quote, names[:_SHOWN]))}, which only their own code can read; save "
-            "the model's state_dict() instead"
+            f"pickle byte {odd[0].offset}: it has objects of {join_some(names, _SHOWN)}, which only "
+            "their own code can read; save the model's state_dict() instead"
         )
 
 
@@ -210,7 +210,10 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
     left: Counter[str] = Counter()
     for path, value in tree.tensors:
         if path[:depth] != prefix:
-            left[_shown(_branch(path, prefix))] += 1
+            same = 0
+            while path[same : same + 1] == prefix[same : same + 1]:
+                same += 1
+            left[_shown(path[: same + 1])] += 1  # up to the first key that differs
         elif skips_training and len(path) > 1 and _is_training(path[0]):
             left[_shown(path[:1])] += 1
         else:
@@ -232,27 +235,28 @@ def subtrees_of(paths: Iterable[Path]) -> list[Subtree]:
     return [Subtree(path, count) for path, count in counts.items()]
 
 
-def _children(value: Any) -> Iterable[tuple[Part, Any]] | None:
-    """Return the keys and values of a container; None for other values."""
+def _children(value: Any) -> tuple[int, Iterable[tuple[Part, Any]]] | None:
+    """Return the number of values in a container, and its keys and values; None for other values."""
     if type(value) is dict:
-        return value.items()
+        return len(value), value.items()
     if type(value) in (list, tuple):
-        return enumerate(value)
+        return len(value), enumerate(value)
     if type(value) is Items:
-        return enumerate(value.items)
-    if type(value) is Record and _is_module(value):
-        return _parts_of_module(value)
-    return None
-
-
-def _width(value: Any) -> int:
-    """Return the number of values to visit for the children of a container."""
-    if type(value) is Items:
-        return len(value.items)
-    if type(value) is not Record:
-        return len(value)
-    parts = sum(len(value.state[part]) for part in _MODULE_PARTS)
-    return parts + len(_hidden(value))
+        return len(value.items), enumerate(value.items)
+    if type(value) is not Record or not _is_module(value):
+        return None
+    # The items that the module's state_dict() would have.
+    state = value.state
+    buffers = state.get("_non_persistent_buffers_set")
+    hidden = buffers.items if type(buffers) is Items else ()
+    names = {name for name in hidden if type(name) is str}
+    items = (
+        (key, child)
+        for part in _MODULE_PARTS
+        for key, child in state[part].items()
+        if child is not None and not (part == "_buffers" and key in names)
+    )
+    return sum(len(state[part]) for part in _MODULE_PARTS) + len(hidden), items
 
 
 def _is_module(record: Record) -> bool:
@@ -264,21 +268,6 @@ def _is_module(record: Record) -> bool:
         and not record.arguments
         and all(type(state.get(part)) is dict for part in _MODULE_PARTS)
     )
-
-
-def _parts_of_module(record: Record) -> Iterator[tuple[Part, Any]]:
-    """Yield the items that the module's ``state_dict()`` would have."""
-    names = {name for name in _hidden(record) if type(name) is str}
-    for part in _MODULE_PARTS:
-        for key, value in record.state[part].items():
-            if value is not None and not (part == "_buffers" and key in names):
-                yield key, value
-
-
-def _hidden(record: Record) -> Sequence[Any]:
-    """Return the names of a module's buffers that its ``state_dict()`` would omit."""
-    names = record.state.get("_non_persistent_buffers_set")
-    return names.items if type(names) is Items else ()
 
 
 def _likeliest(tree: Tree) -> Path:
@@ -310,10 +299,9 @@ def _named(tree: Tree, subtree: str) -> Path:
         return found.pop()
     if found:
         raise UsageError(f"subtree {quote(subtree)} can mean {len(found)} parts of the checkpoint")
-    listed = [item.path for item in subtrees_of(path for path, _ in tree.tensors)]
+    listed = [quote(item.path) for item in subtrees_of(path for path, _ in tree.tensors)]
     raise UsageError(
-        f"there is no subtree {quote(subtree)} with tensors; there are "
-        f"{', '.join(map(quote, listed[:_SHOWN]))}{', …' if len(listed) > _SHOWN else ''}"
+        f"there is no subtree {quote(subtree)} with tensors; there are {join_some(listed, _SHOWN)}"
     )
 
 
@@ -326,25 +314,12 @@ def _notices(left: Mapping[str, int], others: Mapping[str, int]) -> Iterator[str
         parts = [
             f"{quote(key)} ({count} tensor{'s' * (count != 1)})" for key, count in left.items()
         ]
-        yield f"left out: {_some(parts)}; choose another part with --subtree"
+        yield f"left out: {join_some(parts, _SHOWN)}; choose another part with --subtree"
     if others:
         parts = [quote(key) for key in others]
         count = sum(others.values())
         noun = "value that is not a tensor" if count == 1 else "values that are not tensors"
-        yield f"left out: {count} {noun}, in {_some(parts)}"
-
-
-def _branch(path: Path, prefix: Path) -> Path:
-    """Return the keys of a path up to the first one that differs from ``prefix``."""
-    for end, (key, other) in enumerate(zip(path, prefix, strict=False), 1):
-        if key != other:
-            return path[:end]
-    return path
-
-
-def _some(parts: Sequence[str]) -> str:
-    shown = ", ".join(parts[:_SHOWN])
-    return f"{shown} and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else shown
+        yield f"left out: {count} {noun}, in {join_some(parts, _SHOWN)}"
 
 
 def _joined(path: Path, depth: int) -> str:

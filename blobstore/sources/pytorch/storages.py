@@ -70,7 +70,14 @@ class StorageReader:
             yield from read_entry(self._descriptor, place, buffer)
             self._checked.add(place.name)
         elif place.is_deflated:
-            yield memoryview(self._unpack(place))[begin:end]
+            with self._lock:
+                if self._unpacked[0] != place.name:
+                    self._unpacked = ("", b"")
+                    whole = memoryview(bytearray(_CHECK_SIZE))
+                    data = b"".join(map(bytes, read_entry(self._descriptor, place, whole)))
+                    self._unpacked = (place.name, data)
+                data = self._unpacked[1]
+            yield memoryview(data)[begin:end]
         else:
             if place.crc and place.name not in self._checked:
                 with self._lock:
@@ -94,12 +101,3 @@ class StorageReader:
             data[done : done + len(piece)] = piece
             done += len(piece)
         return data
-
-    def _unpack(self, place: ZipEntry) -> bytes:
-        with self._lock:
-            if self._unpacked[0] != place.name:
-                self._unpacked = ("", b"")
-                buffer = memoryview(bytearray(_CHECK_SIZE))
-                data = b"".join(map(bytes, read_entry(self._descriptor, place, buffer)))
-                self._unpacked = (place.name, data)
-            return self._unpacked[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
@@ -83,8 +83,7 @@ class ZipCheckpoint:
         if len(stored) == len(self._used):
             return []
         unused = set(stored) - {entry.name for entry in self._used}
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        return [f"no tensor refers to entry {quote(min(unused))}{more}"]
+        return [f"no tensor refers to entry {join_some([*map(quote, sorted(unused))], 1)}"]
 
     def _only_root(self) -> str:
         """Return the one folder of the archive, which must be a checkpoint and no program."""

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
     from blobstore.sources.unpickler.state import State
 
-_U32 = struct.Struct("<I").unpack_from
-_I32 = struct.Struct("<i").unpack_from
-_U64 = struct.Struct("<Q").unpack_from
-_DOUBLE = struct.Struct(">d").unpack_from
 _LAST_PROTOCOL = 5
 _LAST_SLOT = 2**32 - 1
 _MAX_DIGITS = 1 << 10
@@ -30,23 +26,28 @@ _ESCAPED = re.compile(rb"""(?:[^\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*""").fullmatch
 """Matches the ``repr`` of a byte string in Python 2."""
 
 
-def _byte_size(state: State, position: int) -> tuple[int, int]:
-    return state.data[position], position + 1
+def _fixed(layout: str) -> Callable[[State, int], tuple[Any, int]]:
+    """Return a reader of a number of fixed size."""
+    number = struct.Struct(layout)
+    unpack, size = number.unpack_from, number.size
+
+    def read(state: State, position: int) -> tuple[Any, int]:
+        return unpack(state.data, position)[0], position + size
+
+    return read
 
 
-def _u32_size(state: State, position: int) -> tuple[int, int]:
-    return _U32(state.data, position)[0], position + 4
+_u8 = _fixed("<B")
+_u32 = _fixed("<I")
+_u64 = _fixed("<Q")
+_i32 = _fixed("<i")
 
 
 def _i32_size(state: State, position: int) -> tuple[int, int]:
-    size: int = _I32(state.data, position)[0]
+    size, begin = _i32(state, position)
     if size < 0:
         raise CheckpointRefused(f"a length is {size}")
-    return size, position + 4
-
-
-def _u64_size(state: State, position: int) -> tuple[int, int]:
-    return _U64(state.data, position)[0], position + 8
+    return size, begin
 
 
 def _sized(
@@ -81,14 +82,6 @@ def _integer(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[Stat
         return int.from_bytes(data, "little", signed=True), begin + size
 
     return read
-
-
-def _i32(state: State, position: int) -> tuple[int, int]:
-    return _I32(state.data, position)[0], position + 4
-
-
-def _double(state: State, position: int) -> tuple[float, int]:
-    return _DOUBLE(state.data, position)[0], position + 8
 
 
 def _text_integer(state: State, position: int) -> tuple[int | bool, int]:
@@ -148,11 +141,6 @@ def _instance(state: State, position: int) -> tuple[Any, int]:
     )
 
 
-def _get(state: State, position: int) -> tuple[Any, int]:
-    slot, end = _slot(state, position)
-    return state.memo[slot], end
-
-
 def _slot(state: State, position: int) -> tuple[int, int]:
     """Read the number of a memo slot. Numbers over 32 bits could be chosen to collide."""
     line, end = state.line(position)
@@ -161,32 +149,38 @@ def _slot(state: State, position: int) -> tuple[int, int]:
     raise CheckpointRefused(f"the memo has slots 0 to {_LAST_SLOT}")
 
 
-def _long_get(state: State, position: int) -> tuple[Any, int]:
-    return state.memo[_U32(state.data, position)[0]], position + 4
+def _get(
+    slot_of: Callable[[State, int], tuple[int, int]],
+) -> Callable[[State, int], tuple[Any, int]]:
+    def read(state: State, position: int) -> tuple[Any, int]:
+        slot, end = slot_of(state, position)
+        return state.memo[slot], end
+
+    return read
 
 
 PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
     op.BININT: _i32,
-    op.LONG1: _integer(_byte_size),
+    op.LONG1: _integer(_u8),
     op.LONG4: _integer(_i32_size),
     op.INT: _text_integer,
     op.LONG: _text_integer,
-    op.BINFLOAT: _double,
+    op.BINFLOAT: _fixed(">d"),
     op.FLOAT: _text_float,
-    op.BINUNICODE8: _sized(_u64_size, _text),
-    op.SHORT_BINUNICODE: _sized(_byte_size, _text),
+    op.BINUNICODE8: _sized(_u64, _text),
+    op.SHORT_BINUNICODE: _sized(_u8, _text),
     op.UNICODE: _escaped_text,
     op.STRING: _quoted_text,
     op.BINSTRING: _sized(_i32_size, _as_text),
-    op.SHORT_BINSTRING: _sized(_byte_size, _as_text),
-    op.BINBYTES: _sized(_u32_size),
-    op.SHORT_BINBYTES: _sized(_byte_size),
-    op.BINBYTES8: _sized(_u64_size),
-    op.BYTEARRAY8: _sized(_u64_size),
+    op.SHORT_BINSTRING: _sized(_u8, _as_text),
+    op.BINBYTES: _sized(_u32),
+    op.SHORT_BINBYTES: _sized(_u8),
+    op.BINBYTES8: _sized(_u64),
+    op.BYTEARRAY8: _sized(_u64),
     op.GLOBAL: _global,
     op.INST: _instance,
-    op.GET: _get,
-    op.LONG_BINGET: _long_get,
+    op.GET: _get(_slot),
+    op.LONG_BINGET: _get(_u32),
 }
 """Opcodes that push a value: called with the offset of their argument, return value and end."""
 
@@ -198,19 +192,13 @@ def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target.extend(items)
 
 
-def _put_all(state: State, stack: list[Any], items: list[Any]) -> None:
-    _put_pairs(state, _entries(stack[-1]), items)
-
-
-def _entries(target: Any) -> dict[Any, Any]:
-    if type(target) is dict:
-        return target
+def _put_pairs(state: State, stack: list[Any], items: list[Any]) -> None:
+    """Put keys and values by turns into the dict on the stack."""
+    target = stack[-1]
     if type(target) is Record:
-        return target.entries
-    raise CheckpointRefused("the target of a new entry is not a dict")
-
-
-def _put_pairs(state: State, target: dict[Any, Any], items: list[Any]) -> None:
+        target = target.entries
+    if type(target) is not dict:
+        raise CheckpointRefused("the target of a new entry is not a dict")
     state.objects += len(items) // 2
     if len(items) % 2:
         raise CheckpointRefused("a key has no value")
@@ -228,35 +216,28 @@ def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target.items.extend(items)
 
 
-def _list(state: State, stack: list[Any], items: list[Any]) -> None:
-    state.objects += 1
-    stack.append(items)
+def _collect(make: Callable[[list[Any]], Any]) -> Callable[[State, list[Any], list[Any]], None]:
+    def push(state: State, stack: list[Any], items: list[Any]) -> None:
+        state.objects += 1
+        stack.append(make(items))
+
+    return push
 
 
 def _dict(state: State, stack: list[Any], items: list[Any]) -> None:
     state.objects += 1
-    made: dict[Any, Any] = {}
-    _put_pairs(state, made, items)
-    stack.append(made)
-
-
-def _frozenset(state: State, stack: list[Any], items: list[Any]) -> None:
-    state.objects += 1
-    stack.append(Items(items))
-
-
-def _drop(_: State, __: list[Any], ___: list[Any]) -> None:
-    """Discard the items since the mark."""
+    stack.append({})
+    _put_pairs(state, stack, items)
 
 
 ENDING: Final[Mapping[int, Callable[[State, list[Any], list[Any]], None]]] = {
-    op.SETITEMS: _put_all,
+    op.SETITEMS: _put_pairs,
     op.APPENDS: _append_all,
     op.ADDITEMS: _add_all,
-    op.LIST: _list,
+    op.LIST: _collect(list),
     op.DICT: _dict,
-    op.FROZENSET: _frozenset,
-    op.POP_MARK: _drop,
+    op.FROZENSET: _collect(Items),
+    op.POP_MARK: lambda *_: None,
 }
 """Opcodes that take all items since the last mark: called with the stack below it and the items."""
 
@@ -276,25 +257,6 @@ def _tuple3(state: State, stack: list[Any]) -> None:
     stack[-1] = (stack[-1], second, third)
 
 
-def _append(state: State, stack: list[Any]) -> None:
-    _append_all(state, stack, [stack.pop()])
-
-
-def _put(state: State, stack: list[Any]) -> None:
-    state.objects += 1
-    value = stack.pop()
-    key = stack.pop()
-    put(_entries(stack[-1]), key, value)
-
-
-def _pop(_: State, stack: list[Any]) -> None:
-    stack.pop()
-
-
-def _duplicate(_: State, stack: list[Any]) -> None:
-    stack.append(stack[-1])
-
-
 def _stack_global(state: State, stack: list[Any]) -> None:
     name = stack.pop()
     stack[-1] = state.find(stack[-1], name)
@@ -303,6 +265,11 @@ def _stack_global(state: State, stack: list[Any]) -> None:
 def _new(state: State, stack: list[Any]) -> None:
     arguments = stack.pop()
     stack[-1] = state.new(stack[-1], arguments)
+
+
+def _put(state: State, stack: list[Any]) -> None:
+    value = stack.pop()
+    _put_pairs(state, stack, [stack.pop(), value])
 
 
 def _new_with_names(state: State, stack: list[Any]) -> None:
@@ -330,13 +297,13 @@ TAKING: Final[Mapping[int, Callable[[State, list[Any]], None]]] = {
     op.EMPTY_SET: _empty(lambda: Items([])),
     op.BUILD: _build,
     op.SETITEM: _put,
-    op.APPEND: _append,
+    op.APPEND: lambda state, stack: _append_all(state, stack, [stack.pop()]),
     op.TUPLE3: _tuple3,
     op.STACK_GLOBAL: _stack_global,
     op.NEWOBJ: _new,
     op.NEWOBJ_EX: _new_with_names,
-    op.POP: _pop,
-    op.DUP: _duplicate,
+    op.POP: lambda _, stack: stack.pop(),
+    op.DUP: lambda _, stack: stack.append(stack[-1]),
 }
 """Opcodes without an argument that work on the top of the stack."""
 
@@ -360,7 +327,7 @@ def _protocol(state: State, _: list[Any], position: int) -> int:
 
 
 def _frame(state: State, _: list[Any], position: int) -> int:
-    size, begin = _u64_size(state, position)
+    size, begin = _u64(state, position)
     if begin + size > len(state.data):
         raise state.cut_short()
     return begin
