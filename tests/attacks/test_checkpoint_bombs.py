@@ -424,9 +424,7 @@ def test_refuses_20_000_tensors_spread_over_one_large_storage(
     assert "have to be read" in refusal(reader, make_zip(list(parts.values())))
 
 
-def test_refuses_20_000_tensors_of_two_large_compressed_storages_in_turn(
-    reader: Reader,
-) -> None:
+def test_refuses_20_000_tensors_of_two_large_compressed_storages_in_turn(reader: Reader) -> None:
     count = 4 * MIB
     value = b"}("
     for index in range(10_000):

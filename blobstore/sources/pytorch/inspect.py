@@ -103,7 +103,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
 
 
 def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
-    """Return the size of a file, and the globals of all its pickles, even if it is no checkpoint."""
+    """Return the size of any file, and the globals of all its pickles."""
     found: list[GlobalUse] = []
     with errors_of(path), contextlib.ExitStack() as stack:
         descriptor, size = open_regular(path)

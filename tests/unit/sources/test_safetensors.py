@@ -147,7 +147,6 @@ def test_a_read_error_is_reported_with_offset_and_tensor(shards: ShardSet, path:
     )  # reading a folder fails, as a bad disk does
     os.close(folder)
     with pytest.raises(
-        DamagedSource,
-        match=f"cannot read '{path}' at byte {start}, in tensor 'a': Is a directory",
+        DamagedSource, match=f"cannot read '{path}' at byte {start}, in tensor 'a': Is a directory"
     ):
         read(shards, "a")

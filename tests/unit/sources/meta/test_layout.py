@@ -160,11 +160,7 @@ def test_rejects_shards_that_differ(
     ],
 )
 def test_rejects_tensors_that_contradict_params(
-    maker: Maker,
-    change: Callable[[Tensors], object],
-    message: str,
-    shards: int,
-    keep_names: bool,
+    maker: Maker, change: Callable[[Tensors], object], message: str, shards: int, keep_names: bool
 ) -> None:
     made = split(to_meta(hf_model(PARAMS), PARAMS), shards)
     for shard in made:

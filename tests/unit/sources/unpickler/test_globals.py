@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import (
-    DTYPES,
-    STORAGES,
-    look_up,
-    make_mapping,
-    put,
-)
+from blobstore.sources.unpickler.globals import DTYPES, STORAGES, look_up, make_mapping, put
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 from tests.support.pickle_values import canonical
 

@@ -398,10 +398,7 @@ def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None
             b"\0",
             "pickle byte 0, 0x00: there is no such opcode; this is not a pickle, or it is damaged",
         ),
-        (
-            b"N0ctorch\nfloat32\n)R.",
-            "pickle byte 18, REDUCE: 'torch.float32' is not a function",
-        ),
+        (b"N0ctorch\nfloat32\n)R.", "pickle byte 18, REDUCE: 'torch.float32' is not a function"),
     ],
 )
 def test_says_at_which_byte_and_opcode(data: bytes, message: str) -> None:
