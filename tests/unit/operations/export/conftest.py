@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.operations.create.create import create
-from tests.support.models import dense_tensors, write_folder
+from tests.support.models import dense_tensors, moe_tensors, write_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,8 +16,22 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Return the folder to write, which does not exist."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def dense(tmp_path: Path, store: LocalStore) -> Path:
     """Create model ``m`` of a dense folder; return the folder."""
-    folder = write_folder(tmp_path / "dense", dense_tensors())
+    folder = write_folder(tmp_path / "source", dense_tensors())
     create(folder, "m", store=store)
+    return folder
+
+
+@pytest.fixture
+def stacked(tmp_path: Path, store: LocalStore) -> Path:
+    """Create model ``m`` with stacked experts; return the source folder."""
+    folder = write_folder(tmp_path / "source", moe_tensors())
+    create(folder, "m", store=store, experts="stacked")
     return folder

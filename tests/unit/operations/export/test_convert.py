@@ -43,7 +43,7 @@ def test_writes_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
     assert any("'epoch'" in notice for notice in copied.notices)
 
 
-def test_says_that_the_tensors_are_of_pytorch_for_those_who_ask(tmp_path: Path) -> None:
+def test_the_metadata_names_pytorch_as_the_format(tmp_path: Path) -> None:
     convert_checkpoint(save(tmp_path / "x.pt", TENSORS), tmp_path / "out.safetensors")
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -55,7 +55,7 @@ def test_joins_the_shards_of_a_folder(tmp_path: Path) -> None:
     assert copied.tensors == len(moe_tensors())
 
 
-def test_takes_the_part_that_is_named(tmp_path: Path) -> None:
+def test_writes_only_the_given_subtree(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", {"model": TENSORS, "ema": {"a": torch.ones(1)}})
     convert_checkpoint(source, tmp_path / "out.safetensors", subtree="ema")
     assert set(load_file(tmp_path / "out.safetensors")) == {"a"}
@@ -63,7 +63,7 @@ def test_takes_the_part_that_is_named(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "other.safetensors", subtree="none")
 
 
-def test_replaces_a_file_only_if_asked(tmp_path: Path) -> None:
+def test_replaces_a_file_only_with_overwrite(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     target = tmp_path / "out.safetensors"
     target.write_bytes(b"precious")
@@ -81,7 +81,7 @@ def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out", overwrite=True)
 
 
-def test_a_file_that_turns_out_damaged_leaves_nothing(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", {"a": torch.from_numpy(np.arange(4096.0))})
     data = bytearray(source.read_bytes())
     data[data.index(np.float64(4000).tobytes())] ^= 1
@@ -91,18 +91,18 @@ def test_a_file_that_turns_out_damaged_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
+def test_rejects_a_missing_source(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFound):
         convert_checkpoint(tmp_path / "none.pt", tmp_path / "out.safetensors")
 
 
-def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_names_the_target_that_cannot_be_written(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     with pytest.raises(BlobstoreError, match=f"cannot write '{tmp_path}/none/out.safetensors'"):
         convert_checkpoint(source, tmp_path / "none" / "out.safetensors")
 
 
-def test_reports_progress_of_a_conversion(tmp_path: Path) -> None:
+def test_reports_progress_up_to_the_total(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     source = save(tmp_path / "x.pt", TENSORS)
     convert_checkpoint(

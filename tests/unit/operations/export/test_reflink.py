@@ -39,7 +39,7 @@ def clone(source: Path, target: Path, new: bytes) -> bool:
 
 @pytest.mark.parametrize("old", ["data", "a" * 100, "a" * 5000])
 @pytest.mark.parametrize("new", ["b", "b" * 300, "b" * 9000])
-def test_gives_the_same_data_another_header(
+def test_shares_the_data_after_another_header(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = share_blocks(monkeypatch)
@@ -64,9 +64,7 @@ def test_shares_data_that_begins_at_a_block(
     assert load_file(tmp_path / "new")["b"].tobytes() == DATA
 
 
-def test_leaves_data_within_one_block_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_no_data_within_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = share_blocks(monkeypatch)
     source = blob(tmp_path, "a", DATA[:200])
     assert not clone(source, tmp_path / "new", header("b", 200))
@@ -74,7 +72,7 @@ def test_leaves_data_within_one_block_alone(
     assert (tmp_path / "new").read_bytes() == b""
 
 
-def test_leaves_the_file_empty_where_blocks_cannot_be_shared(
+def test_leaves_the_file_empty_if_blocks_cannot_be_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_blocks(monkeypatch, fails=errno.EOPNOTSUPP)
@@ -83,7 +81,7 @@ def test_leaves_the_file_empty_where_blocks_cannot_be_shared(
     assert (tmp_path / "new").read_bytes() == b""
 
 
-def test_pads_no_header_to_the_requests_of_a_network(
+def test_does_not_pad_a_header_to_a_block_of_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = share_blocks(monkeypatch, block=1 << 20)
