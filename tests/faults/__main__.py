@@ -77,8 +77,7 @@ def _arguments() -> argparse.Namespace:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if match is None:
-        message = f"{text!r} is not a time such as 90s or 60m"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s or 60m")
     return float(match[1]) * _UNITS[match[2]]
 
 

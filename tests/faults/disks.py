@@ -100,8 +100,7 @@ def copy_as_it_is(image: Path, copy: Path) -> None:
         subprocess.run(["cp", "--sparse=always", image, copy], check=True)
         if filecmp.cmp(image, copy, shallow=False):
             return
-    message = f"{image} has changed each time it was copied"
-    raise OSError(message)
+    raise OSError(f"{image} has changed each time it was copied")
 
 
 @atexit.register

@@ -259,11 +259,9 @@ def test_settings_reach_the_loader(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, NAME, store=store)
     reported: list[int] = []
-
     ours, _ = integration.load_model(
         NAME, store=store, read="pread", progress=lambda _, done, __: reported.append(done)
     )
-
     theirs, _ = mlx_utils.load_model(readable(source))
     assert mx.array_equal(logits(ours), logits(theirs))
     assert reported
@@ -339,16 +337,13 @@ def test_a_class_that_inspects_values_sees_those_of_the_store(
 
     def sanitize(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
         if not mx.all(weights["model.norm.weight"] == 1).item():
-            message = "these are no weights of mine"
-            raise ValueError(message)
+            raise ValueError("these are no weights of mine")
         return dict(own(model, weights))
 
     monkeypatch.setattr(llama.Model, "sanitize", sanitize)
     source = saved("llama", tmp_path / "source")
     blobstore.create(source, NAME, store=store)
-
     ours, _ = integration.load_model(NAME, store=store)
-
     assert mx.array_equal(logits(ours), logits(mlx_utils.load_model(readable(source))[0]))
 
 
@@ -392,7 +387,6 @@ def test_a_type_that_mlx_lacks_is_named(store: LocalStore, tmp_path: Path) -> No
     index = {"metadata": {}, "weight_map": weight_map}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     blobstore.create(source, NAME, store=store)
-
     with pytest.raises(UnsupportedDType, match="'extra'.*F6_E2M3"):
         integration.load_model(NAME, store=store)
 

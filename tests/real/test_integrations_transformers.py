@@ -285,7 +285,6 @@ def test_a_model_without_a_head_is_an_auto_model(store: LocalStore, tmp_path: Pa
     full.save_pretrained(tmp_path / "full")
     shutil.copy(path, tmp_path / "full" / "config.json")
     blobstore.create(tmp_path / "full", "m", store=store)
-
     assert type(from_store("m", store=store)) is transformers.ViTModel
 
 
@@ -309,10 +308,8 @@ def test_missing_and_unexpected_tensors_are_listed_in_full(
         {norms[0]: "model.extra.weight", norms[1]: None, "lm_head.weight": "head.weight"},
     )
     blobstore.create(source, "m", store=store)
-
     with pytest.raises(BlobstoreError) as caught:
         from_store("m", store=store)
-
     assert str(caught.value) == (
         "LlamaForCausalLM cannot take the tensors of m:latest: "
         f"3 tensors missing: 'lm_head.weight', '{norms[0]}', '{norms[1]}'; "
@@ -326,10 +323,8 @@ def test_tensors_of_another_shape_are_listed(store: LocalStore, tmp_path: Path) 
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 80}))
     blobstore.create(source, "m", store=store)
-
     with pytest.raises(BlobstoreError) as caught:
         from_store("m", store=store)
-
     assert str(caught.value).endswith(
         "2 tensors of another shape: 'lm_head.weight' [64, 64] where [80, 64] is expected, "
         "'model.embed_tokens.weight' [64, 64] where [80, 64] is expected"
@@ -371,7 +366,6 @@ def test_distinguishes_a_missing_model_from_a_damaged_blob(
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
     with pytest.raises(ModelNotFound, match="'other:latest'"):
         from_store("other", store=store)
-
     layer = next(item for item in store.resolve(Reference.parse("m")).layers if item.name)
     path = Path(store.blob_path(layer.digest))
     path.chmod(0o644)
@@ -448,9 +442,7 @@ def test_a_tokenizer_is_made_of_the_small_files_which_are_removed(
     blobstore.create(source, "m", store=store)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-
     found: Any = tokenizer_from_store("m", store)
-
     assert found("b")["input_ids"] == tokenizer("b")["input_ids"] == [1]
     assert found.chat_template == "{{ messages }}"
     assert found.name_or_path == "m:latest"

@@ -235,7 +235,6 @@ def test_streams_the_same_text(server: Server, models: Models) -> None:
     response = connection.getresponse()
     *pieces, last, done = events(iter(response))
     connection.close()
-
     assert response.getheader("content-type", "").startswith("text/event-stream")
     assert done == b"data: [DONE]\n"
     assert "".join(item["choices"][0]["text"] for item in pieces) == models.texts["a:latest"]
@@ -275,9 +274,7 @@ def test_a_model_is_freed_with_its_last_request(server: Server, models: Models) 
     last_request = server.begin("POST", COMPLETIONS, asked)
     response = last_request.getresponse()
     assert next(events(iter(response)))["model"] == "a:latest"
-
     assert server.swap("b")[0] == 200
-
     assert server.complete(max_tokens=16)["choices"][0]["text"] == models.texts["b:latest"]
     assert server.mapped(models.blobs("a")) == models.blobs("a")
     response.close()
@@ -392,9 +389,7 @@ def test_finishes_requests_before_it_stops(models: Models, tmp_path: Path) -> No
         connection = server.begin("POST", COMPLETIONS, asked)
         answer = events(iter(connection.getresponse()))
         next(answer)
-
         server.process.send_signal(signal.SIGTERM)
-
         *_, last, done = answer
         connection.close()
         assert last["usage"]["completion_tokens"] == 200
@@ -416,7 +411,6 @@ def test_a_second_process_shares_the_memory_of_the_model(tmp_path: Path) -> None
         running(tmp_path / "second", *where) as second,
     ):
         assert first.complete(max_tokens=4)["choices"] == second.complete(max_tokens=4)["choices"]
-
         assert first.mapped(blobs) == second.mapped(blobs) == blobs
         assert second.private_memory(blobs) < 0.05 * size
         second.process.send_signal(signal.SIGINT)
@@ -435,7 +429,6 @@ def test_a_first_model_that_is_missing_is_one_line(models: Models, tmp_path: Pat
         env=environment(tmp_path),
         text=True,
     )
-
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("serve: error: ")
     assert len(done.stderr.splitlines()) == 1

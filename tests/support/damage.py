@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 
@@ -15,6 +18,22 @@ def blob_path(store: LocalStore, layer: str, name: str = "m") -> Path:
     manifest = store.resolve(Reference.parse(name))
     found = {item.name: item for item in manifest.layers} | {"": manifest.config}
     return Path(store.blob_path(found[layer].digest))
+
+
+def index_file(store: LocalStore) -> Path:
+    """Return the only header index of a store."""
+    (path,) = store.folder("headers").iterdir()
+    return path
+
+
+def forge_index(store: LocalStore, change: Callable[[Any], object]) -> None:
+    """Change the values of the only header index, and give it a correct checksum."""
+    path = index_file(store)
+    value = json.loads(path.read_bytes().partition(b"\n")[2])
+    change(value)
+    text = json.dumps(value).encode()
+    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    path.write_bytes(f"{checksum}\n".encode() + text)
 
 
 def flip(path: Path, offset: int = -1) -> None:
@@ -31,7 +50,7 @@ def flip_header(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Take away the last byte of a file."""
+    """Remove the last byte of a file."""
     path.chmod(0o644)
     os.truncate(path, path.stat().st_size - 1)
 
@@ -44,13 +63,13 @@ def lengthen(path: Path) -> None:
 
 
 def empty(path: Path) -> None:
-    """Take away all bytes of a file, as a power cut can."""
+    """Remove all bytes of a file, as a power cut can."""
     path.chmod(0o644)
     os.truncate(path, 0)
 
 
 def link(path: Path) -> None:
-    """Put a symbolic link to the same bytes in a file's place."""
+    """Replace a file by a symbolic link to the same bytes."""
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,3 +16,11 @@ if TYPE_CHECKING:
 def store(tmp_path: Path) -> LocalStore:
     """Return an empty store."""
     return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def framework(request: pytest.FixtureRequest) -> Any:
+    """Return the name of each framework that runs on this machine."""
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    return request.param

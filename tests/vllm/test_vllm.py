@@ -132,7 +132,6 @@ def test_a_tied_head_may_be_stored_too(store: LocalStore, tmp_path: Path) -> Non
 
     plain = answer(model=str(source))
     blobstore.create(changed(source, add_head), "m", store=store)
-
     with engine_options("m", store=store) as engine:
         assert answer(**engine) == plain
 
@@ -146,7 +145,6 @@ def test_a_head_that_differs_from_the_tied_one_is_rejected(
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
     blobstore.create(changed(source, add_head), "m", store=store)
-
     with (
         engine_options("m", store=store) as engine,
         pytest.raises(BlobstoreError, match="1 tensor unexpected: 'lm_head.weight'$"),
@@ -166,7 +164,6 @@ def test_missing_tensors_are_all_listed(store: LocalStore, tmp_path: Path) -> No
     blobstore.create(source, "whole", store=store)
     changed(source, lambda tensors: [tensors.pop(name) for name in absent])
     blobstore.create(source, "m", store=store)
-
     assert refused(store, source) == (
         "LlamaForCausalLM of vLLM cannot take the tensors of m:latest: 5 tensors missing: "
         + ", ".join(f"'{name}'" for name in sorted(absent))
@@ -197,9 +194,7 @@ def test_unexpected_tensors_are_all_listed(store: LocalStore, tmp_path: Path) ->
     source = saved("llama", tmp_path / "source")
     changed(source, lambda tensors: tensors.update((name, torch.ones(8)) for name in others))
     blobstore.create(source, "m", store=store)
-
     message = refused(store, source)
-
     listed = ", ".join(f"'{name}'" for name in sorted(others))
     assert message.endswith(f": 5 tensors unexpected: {listed}")
 

@@ -93,7 +93,6 @@ def test_the_page_on_vllm_is_right(environment: dict[str, str]) -> None:
     Path("example.py").write_text(example, encoding="utf-8")
     generated = run([sys.executable, "example.py"], environment).splitlines()[-1].strip()
     assert len(generated.split()) == 8
-
     run(in_python(link), environment)
     for command in (serve, serve_folder):
         port = free_port()

@@ -284,7 +284,6 @@ def test_a_written_slot_takes_no_more_memory_than_its_bytes() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[always]" in setting.read_text():
         pytest.skip("the system decides for itself where it gives large pages")
-
     size = LARGE + PAGE
 
     def used() -> int:

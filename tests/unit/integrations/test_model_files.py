@@ -32,11 +32,6 @@ FILES = {
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
 def model(store: LocalStore, tmp_path: Path) -> blobstore.Model:
     blobstore.create(
         write_folder(tmp_path / "source", dense_tensors(), files=FILES), "m", store=store
@@ -109,7 +104,6 @@ def test_rejects_a_file_outside_the_folder(model: blobstore.Model, store: LocalS
         for layer in model.manifest.layers
     ]
     store.publish(Reference.parse("evil"), with_layers(store, model.manifest, layers))
-
     with (
         blobstore.open("evil", store=store) as opened,
         pytest.raises(InvalidManifest, match="not a file name"),
@@ -165,7 +159,6 @@ def test_accepts_a_complete_model() -> None:
 
 def test_lists_all_tensors_that_do_not_fit() -> None:
     many = [f"layer.{number:04}" for number in range(1000)]
-
     with pytest.raises(BlobstoreError) as caught:
         check_names(
             "Llama cannot take m",
@@ -174,7 +167,6 @@ def test_lists_all_tensors_that_do_not_fit() -> None:
             misshapen=[("w", (2, 3), (4, 3))],
             mistyped=[("v", "int64", "float32")],
         )
-
     names = ", ".join(f"'{name}'" for name in many)
     assert str(caught.value) == (
         f"Llama cannot take m: 1000 tensors missing: {names}; "

@@ -46,8 +46,7 @@ def test_rejects_an_empty_store(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_error_is_one_line_and_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: ServerOptions) -> None:
-        message = "no model\x1b[31m"
-        raise ModelNotFound(message)
+        raise ModelNotFound("no model\x1b[31m")
 
     assert run_server("some.module", "a server", "some serve", fail, ["m"]) == 3
     assert capsys.readouterr().err == "blobstore: error: no model\\x1b[31m\n"

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 UP = "model.layers.0.mlp.experts.up_proj.weight"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -> blobstore.Model:
     """Return a model with the given list of stacked tensors."""
     data = json.dumps(stacks).encode()
@@ -51,10 +46,8 @@ def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -
 def test_returns_the_source_names_of_stacked_tensors(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", moe_tensors())
     blobstore.create(source, "m", store=store, experts="stacked")
-
     with blobstore.open("m", store=store) as model:
         names = stacked_names(model)
-
     place = "model.layers.0.mlp.experts"
     assert names == {
         f"{place}.{projection}.weight": [
@@ -114,7 +107,6 @@ def test_finds_the_experts_of_gpt_oss(store: LocalStore, tmp_path: Path) -> None
         tmp_path / "source", tensors, files={"config.json": json.dumps(config).encode()}
     )
     blobstore.create(source, "m", store=store)
-
     with blobstore.open("m", store=store) as model:
         assert gpt_oss_experts(model, config) == ["model.layers.0.mlp.experts.down_proj"]
         assert list(gpt_oss_experts(model, {})) == []

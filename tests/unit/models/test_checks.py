@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
@@ -19,6 +18,7 @@ from blobstore.safetensors.header import encode_header
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
+from tests.support.damage import blob_path, forge_index, index_file
 from tests.support.models import (
     add_blobs,
     blob,
@@ -42,8 +42,7 @@ ABOVE_SIZE = ("header", "digest", "rehash")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
+def store(store: LocalStore, tmp_path: Path) -> LocalStore:
     blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
     return store
 
@@ -53,16 +52,6 @@ def settled(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """Return a store whose blobs are old enough for the verified cache."""
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     return store
-
-
-def path_of(store: LocalStore, layer: str) -> Path:
-    (found,) = [item for item in store.resolve(NAME).layers if item.name == layer]
-    return Path(store.blob_path(found.digest))
-
-
-def index_file(store: LocalStore) -> Path:
-    (path,) = store.folder("headers").iterdir()
-    return path
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -110,7 +99,7 @@ def test_rejects_an_unknown_level_before_opening_anything(tmp_path: Path) -> Non
 
 
 def test_every_level_finds_what_the_levels_before_it_find(store: LocalStore) -> None:
-    path = path_of(store, NORM)
+    path = blob_path(store, NORM)
     whole = path.read_bytes()
 
     def finds(level: Verify) -> bool:
@@ -154,14 +143,14 @@ def test_an_intact_model_passes_every_level(
 
 
 def test_a_changed_header_is_reported_with_layer_and_digest(store: LocalStore) -> None:
-    give_another_header(path_of(store, NORM), TensorSpec(NORM, DType.I32, (2, 3)))
+    give_another_header(blob_path(store, NORM), TensorSpec(NORM, DType.I32, (2, 3)))
     with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* its bytes have digest"):
         blobstore.open("m", store=store, verify="header")
 
 
 def test_swapped_tensors_are_found(store: LocalStore) -> None:
     layer = "model.layers.0.mlp.experts"
-    path = path_of(store, layer)
+    path = blob_path(store, layer)
     data = path.read_bytes()
     first, other = b"experts.0.up_proj", b"experts.1.up_proj"
     free = b"@" * len(first)
@@ -176,7 +165,7 @@ def test_a_changed_quantization_type_is_found(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", quantizable_tensors())
     blobstore.create(folder, "m", store=store, quantize="int4")
     layer = "model.layers.0.self_attn.q_proj.weight"
-    path = path_of(store, layer)
+    path = blob_path(store, layer)
     stated, other = (
         b'"group_size":"32","quant_type":"int4"',
         b'"group_size":"64","quant_type":"int2"',
@@ -193,7 +182,7 @@ def test_a_changed_quantization_type_is_found(tmp_path: Path) -> None:
 def test_a_renamed_tensor_is_found_without_an_index(store: LocalStore, *, index: bool) -> None:
     if not index:
         index_file(store).unlink()
-    give_another_header(path_of(store, NORM), TensorSpec("norm.height", DType.F32, (2, 3)))
+    give_another_header(blob_path(store, NORM), TensorSpec("norm.height", DType.F32, (2, 3)))
     with pytest.raises(
         BlobDamaged, match=f"^m:latest: layer '{NORM}': .* holds tensor 'norm.height', which is not"
     ):
@@ -209,22 +198,17 @@ def test_a_blob_without_tensors_is_found(tmp_path: Path) -> None:
 
 
 def test_no_data_is_read_for_headers(store: LocalStore) -> None:
-    path = path_of(store, NORM)
+    path = blob_path(store, NORM)
     rewrite(path, path.read_bytes()[:-4] + b"else")
     assert hashed(store, "header") == set()
 
 
-def forge_index(store: LocalStore, change: Callable[[Any], None]) -> None:
-    path = index_file(store)
-    value = json.loads(path.read_bytes().partition(b"\n")[2])
-    change(value)
-    text = json.dumps(value).encode()
-    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
-    path.write_bytes(f"{checksum}\n".encode() + text)
-
-
 def take_the_type_of_another(value: Any) -> None:
     value[0][NORM][0] = "I32"
+
+
+def take_the_place_of_another(value: Any) -> None:
+    value[0][NORM][2:] = value[0]["embed.weight"][2:]
 
 
 def forget_a_tensor(value: Any) -> None:
@@ -240,7 +224,11 @@ def name_another_blob(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [take_the_type_of_another, forget_a_tensor, invent_a_tensor, name_another_blob]
+    "change",
+    [
+        *(take_the_type_of_another, take_the_place_of_another, forget_a_tensor),
+        *(invent_a_tensor, name_another_blob),
+    ],
 )
 @pytest.mark.parametrize("level", ABOVE_SIZE)
 def test_a_wrong_index_is_rebuilt_from_the_blobs(
@@ -255,7 +243,7 @@ def test_a_wrong_index_is_rebuilt_from_the_blobs(
 
 
 def test_an_open_model_can_be_checked_at_every_level(store: LocalStore) -> None:
-    path = path_of(store, NORM)
+    path = blob_path(store, NORM)
     whole = path.read_bytes()
     with blobstore.open("m", store=store) as model:
         for level in get_args(Verify):
@@ -302,7 +290,7 @@ def test_verify_names_the_tensor_of_a_broken_header_in_a_manifest_of_another_pro
     manifest.write_bytes(json.dumps(json.loads(ours), indent=2).encode())
     assert store.resolve(NAME).to_bytes() == ours != manifest.read_bytes()
     blobstore.open("m", store=store).close()
-    path = path_of(store, "w")
+    path = blob_path(store, "w")
     rewrite(path, bytes(path.stat().st_size))
     (fault,) = verify_models(store=store).faults
     assert (fault.layer, fault.tensor) == ("w", "w")
@@ -319,7 +307,7 @@ def test_hashed_blobs_are_not_hashed_again(settled: LocalStore) -> None:
 
 def test_only_changed_blobs_are_hashed_again(settled: LocalStore) -> None:
     assert hashed(settled, "digest") == all_layers(settled)
-    path = path_of(settled, NORM)
+    path = blob_path(settled, NORM)
     whole, before = path.read_bytes(), path.stat()
     rewrite(path, whole)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -335,7 +323,7 @@ def test_rehash_finds_bit_rot_and_records_it(
     settled: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed(settled, "digest")
-    path = path_of(settled, NORM)
+    path = blob_path(settled, NORM)
     stamp = verified._stamp(str(path))
     rewrite(path, path.read_bytes()[:-1] + b"x")
 

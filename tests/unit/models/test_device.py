@@ -20,7 +20,6 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
-from blobstore.manifests.reference import Reference
 from blobstore.models import frameworks
 from blobstore.models.device import _Ring, transfer
 from blobstore.models.index import TensorLocation
@@ -28,6 +27,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import torch as torch_quantization
 from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.store.local import LocalStore
+from tests.support.damage import blob_path
 from tests.support.frozen import forms_of, layer, weights
 from tests.support.models import (
     add_blobs,
@@ -114,8 +114,7 @@ class LateStream:
     def empty(self, spec: TensorSpec) -> Memory:
         self._left -= spec.nbytes
         if self._left < 0:
-            message = f"no memory for {spec.name}"
-            raise BlobstoreError(message)
+            raise BlobstoreError(f"no memory for {spec.name}")
         memory = Memory(spec.nbytes)
         self.tensors.append(weakref.ref(memory))
         self.taken[id(memory)] = len(self.tensors)
@@ -127,8 +126,7 @@ class LateStream:
     def staging(self, nbytes: int) -> LateStaging:
         self.buffers += 1
         if self.buffers > self._may_make:
-            message = "no memory to pin"
-            raise BlobstoreError(message)
+            raise BlobstoreError("no memory to pin")
         return LateStaging(nbytes, self)
 
     def receive(self, sent: int) -> None:
@@ -392,8 +390,7 @@ def _no_thread_stays() -> Iterator[None]:
 def failing_at(number: int, blobs: Blobs) -> Read:
     def read(slot: int, begin: int, buffer: memoryview) -> None:
         if slot == number:
-            message = "blob is gone"
-            raise BlobMissing(message)
+            raise BlobMissing("blob is gone")
         blobs(slot, begin, buffer)
 
     return read
@@ -411,31 +408,31 @@ def test_a_read_error_ends_the_transfer_and_keeps_nothing(number: int) -> None:
     assert caught.value.__traceback__ is not None
 
 
-def test_a_full_device_ends_the_transfer_and_keeps_nothing() -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"space": 64 * 50}, "no memory for 50"),
+        *(({"buffers": count}, "no memory to pin") for count in (0, 1, 5)),
+    ],
+)
+@pytest.mark.parametrize("buffer", [64, 96])
+def test_a_full_device_or_host_ends_the_transfer_and_keeps_nothing(
+    limits: dict[str, int], message: str, buffer: int
+) -> None:
     parts, blobs = one_each([64] * 100)
-    stream = LateStream(space=64 * 50)
-    with pytest.raises(BlobstoreError, match="no memory for 50") as caught:
-        dict(transfer(parts, stream, blobs, buffer=96))
+    stream = LateStream(**limits)
+    with pytest.raises(BlobstoreError, match=message) as caught:
+        dict(transfer(parts, stream, blobs, buffer=buffer))
     assert stream.is_drained
     assert stream.alive() == 0
     assert caught.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("buffers", [0, 1, 5])
-def test_a_full_host_ends_the_transfer(buffers: int) -> None:
-    parts, blobs = one_each([64] * 100)
-    stream = LateStream(buffers=buffers)
-    with pytest.raises(BlobstoreError, match="no memory to pin"):
-        dict(transfer(parts, stream, blobs, buffer=64))
-    assert stream.alive() == 0
 
 
 def test_reports_a_device_that_fails_at_the_end() -> None:
     class Stream(LateStream):
         def drain(self) -> None:
             super().drain()
-            message = "device is lost"
-            raise BlobstoreError(message)
+            raise BlobstoreError("device is lost")
 
     parts, blobs = one_each([64])
     with pytest.raises(BlobstoreError, match="device is lost"):
@@ -512,8 +509,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
+def store(store: LocalStore, tmp_path: Path) -> LocalStore:
     blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
     return store
 
@@ -529,12 +525,6 @@ def packed(tmp_path: Path) -> LocalStore:
 
 def open_on(device: str, store: LocalStore, name: str = "m", **how: Any) -> blobstore.Model:
     return blobstore.open(name, store=store, framework="torch", device=device, **how)
-
-
-def path_of(store: LocalStore, layer: str) -> Path:
-    layers = store.resolve(Reference.parse("m")).layers
-    (found,) = [item for item in layers if item.name == layer]
-    return Path(store.blob_path(found.digest))
 
 
 def of_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -643,7 +633,7 @@ def test_a_model_reports_the_bytes(device: str, store: LocalStore) -> None:
 
 @pytest.mark.parametrize("verify", ["size", "none"])
 def test_a_removed_blob_is_read_from_its_map(device: str, store: LocalStore, verify: str) -> None:
-    path = path_of(store, "model.layers.0.norm.weight")
+    path = blob_path(store, "model.layers.0.norm.weight")
     with open_on(device, store, verify=verify) as model:
         if verify == "none":
             model.view("model.layers.0.norm.weight")
@@ -656,14 +646,14 @@ def test_a_missing_blob_is_reported_with_its_layer(
     device: str, store: LocalStore, read: str
 ) -> None:
     with open_on(device, store, read=read, verify="none") as model:
-        path_of(store, "position_ids").unlink()
+        blob_path(store, "position_ids").unlink()
         with pytest.raises(BlobMissing, match="layer 'position_ids': blob '.*' is missing"):
             model.state_dict()
 
 
 @pytest.mark.parametrize("how", ["tensors", "iter_tensors"])
 def test_a_truncated_blob_is_an_error(device: str, store: LocalStore, how: str) -> None:
-    path = path_of(store, "position_ids")
+    path = blob_path(store, "position_ids")
     with open_on(device, store) as model:
         size = path.stat().st_size
         path.chmod(0o600)
@@ -683,7 +673,7 @@ def test_reading_for_a_device_takes_no_memory_of_the_host(device: str, store: Lo
 
 
 def test_sizes_are_checked_when_nothing_is_mapped(device: str, store: LocalStore) -> None:
-    path_of(store, "position_ids").unlink()
+    blob_path(store, "position_ids").unlink()
     with pytest.raises(BlobMissing, match="layer 'position_ids'"):
         open_on(device, store, read="pread")
 
@@ -711,8 +701,7 @@ class FailingStream(TorchDeviceStream):
 
     def drain(self) -> None:
         self.drained += 1
-        message = "device is lost"
-        raise BlobstoreError(message)
+        raise BlobstoreError("device is lost")
 
 
 def test_a_model_reports_a_device_that_fails_at_the_end(device: str, store: LocalStore) -> None:
@@ -726,8 +715,7 @@ def test_no_copy_is_in_progress_after_an_error_of_dequantization(
     device: str, packed: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
-        message = "cannot be computed"
-        raise UnsupportedDType(message)
+        raise UnsupportedDType("cannot be computed")
 
     with open_on(device, packed, "int4", dequantize=True) as model:
         stream = FailingStream(device)

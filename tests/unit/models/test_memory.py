@@ -23,11 +23,6 @@ SIZES = [5, 0, 4096, _REQUEST + 3, 70_000]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path)
-
-
-@pytest.fixture
 def contents() -> list[bytes]:
     return [os.urandom(size) for size in SIZES]
 

@@ -33,6 +33,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.damage import blob_path, truncate
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ WAYS = [{}, {"read": "pread", "verify": "none"}, {"read": "pread"}, {"verify": "
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
+def store(store: LocalStore, tmp_path: Path) -> LocalStore:
     blobstore.create(write_folder(tmp_path / "model", TENSORS), "m", store=store)
     return store
 
@@ -81,13 +81,6 @@ def quantized(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture(params=["numpy", "torch", "mlx"])
-def framework(request: pytest.FixtureRequest) -> Any:
-    if request.param == "mlx":
-        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-    return request.param
-
-
 def as_numpy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array.astype(np.float64)
@@ -96,11 +89,6 @@ def as_numpy(array: Any) -> Any:
     import mlx.core as mx
 
     return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def blob_of(store: LocalStore, layer: str) -> Path:
-    (found,) = [item for item in store.resolve(Reference.parse("m")).layers if item.name == layer]
-    return Path(store.blob_path(found.digest))
 
 
 # Slices
@@ -187,20 +175,18 @@ def test_reading_a_slice_does_not_load_the_blob(store: LocalStore) -> None:
     with blobstore.open("m", store=store, read="pread", verify="none") as model:
         np.testing.assert_array_equal(model.get_slice("w")[2:4], TENSORS["w"][2:4])
         whole = model["b"]
-        blob_of(store, "w").unlink()
+        blob_path(store, "w").unlink()
         with pytest.raises(BlobMissing, match="^m:latest: layer 'w': blob '.*' is missing"):
             model.get_slice("w")[2:4]
         with pytest.raises(BlobMissing, match="^m:latest: layer 'w'"):
             model["w"]
-        blob_of(store, "b").unlink()
+        blob_path(store, "b").unlink()
         np.testing.assert_array_equal(model.get_slice("b")[1:3], whole[1:3])
 
 
 def test_a_truncated_blob_is_reported_with_its_layer(store: LocalStore) -> None:
     with blobstore.open("m", store=store, read="pread", verify="none") as model:
-        path = blob_of(store, "w")
-        path.chmod(0o600)
-        path.write_bytes(path.read_bytes()[:-1])
+        truncate(blob_path(store, "w"))
         with pytest.raises(BlobDamaged, match="^m:latest: layer 'w': .*expected"):
             model.get_slice("w")[0]
 

@@ -18,11 +18,6 @@ SCALE = ("w.weight.scale", "BF16", (2, 1), bytes(4))
 BIAS = ("w.weight.bias", "BF16", (2, 1), bytes(4))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def contents(store: LocalStore, **blobs: bytes) -> Mapping[str, StoredTensor]:
     add_blobs(store, "m", blobs)
     return read_tensors(store, store.resolve(NAME)).tensors

@@ -81,8 +81,7 @@ def test_reports_exhausted_memory_in_one_line(device: str) -> None:
 
 def test_reports_the_tensor_when_device_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        message = "CUDA out of memory. Tried to allocate 2.00 GiB."
-        raise torch.OutOfMemoryError(message)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     text = "cpu has no memory left for tensor 'a' of 8 bytes; use another device, or load fewer"
     spec = TensorSpec("a", DType.F32, (2,))

@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 NAME = Reference.parse("m")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def put(store: LocalStore, data: bytes = b"config") -> Descriptor:
     with store.ingest() as ingest:
         added = ingest.add(len(data), lambda: [data])
@@ -123,13 +118,6 @@ def test_a_huge_config_is_not_read(store: LocalStore, monkeypatch: pytest.Monkey
     manifest = Manifest(config=put(store, b" " * (2**20 + 1)), layers=())
     monkeypatch.setattr(store._hot, "open", lambda *_: pytest.fail("opened"))
     assert not store.check_manifest(manifest.to_bytes(), manifest)
-
-
-def test_a_published_name_is_found(store: LocalStore) -> None:
-    manifest = publish(store, "n/m:t")
-    assert store.resolve(Reference.parse("n/m:t")) == manifest
-    assert store.read_manifest(Reference.parse("n/m:t")) == manifest.to_bytes()
-    assert list(map(str, store.references())) == ["n/m:t"]
 
 
 def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:

@@ -111,9 +111,7 @@ def test_works_where_there_are_no_hard_links(
 
     monkeypatch.setattr(os, "link", refuse)
     blob(layout).write_bytes(b"wrong")
-
     aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-
     assert aside is not None
     assert aside.read_bytes() == b"wrong"
     assert blob(layout).read_bytes() == RIGHT

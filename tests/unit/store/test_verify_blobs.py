@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path)
-
-
 def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:
-    store.folder("blobs").mkdir()
+    store.folder("blobs").mkdir(parents=True)
     found = []
     for data in contents:
         digest = Digest.of(data)
@@ -64,8 +59,7 @@ def test_the_largest_blobs_come_first(store: LocalStore) -> None:
 
 def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
     def fail(what: str, done: int, total: int) -> None:
-        message = "no terminal"
-        raise RuntimeError(message)
+        raise RuntimeError("no terminal")
 
     with pytest.raises(RuntimeError, match="no terminal"):
         list(damaged_blobs(store, put(store, b"ab"), progress=fail))

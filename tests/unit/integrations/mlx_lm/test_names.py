@@ -41,7 +41,6 @@ def created(tmp_path: Path, experts: ExpertForm, quantize: str | None = "int4") 
 
 def test_companions_have_mlx_names(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "packed"))
-
     assert naming.single[f"{Q}.weight"] == f"{Q}.weight"
     assert naming.single[f"{Q}.weight_scale"] == f"{Q}.scales"
     assert naming.single[f"{Q}.weight_qbias"] == f"{Q}.biases"
@@ -51,7 +50,6 @@ def test_companions_have_mlx_names(tmp_path: Path) -> None:
 
 def test_packed_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "packed"))
-
     for kind, end in (("weight", ""), ("scales", "_scale"), ("biases", "_qbias")):
         assert naming.joined[f"{SWITCH}.up_proj.{kind}"] == [
             f"{EXPERTS}.{number}.up_proj.weight{end}" for number in range(12)
@@ -65,7 +63,6 @@ def test_packed_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path
 
 def test_stacked_experts_stay_unchanged(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "stacked"))
-
     assert naming.single[f"{EXPERTS}.up_proj.weight"] == f"{SWITCH}.up_proj.weight"
     assert naming.single[f"{EXPERTS}.up_proj.weight_scale"] == f"{SWITCH}.up_proj.scales"
     assert naming.single[f"{EXPERTS}.up_proj.weight_qbias"] == f"{SWITCH}.up_proj.biases"
@@ -76,7 +73,6 @@ def test_stacked_experts_stay_unchanged(tmp_path: Path) -> None:
 def test_plain_experts_are_left_to_mlx_lm(tmp_path: Path) -> None:
     packed = naming_of(created(tmp_path / "packed", "packed", quantize=None))
     stacked = naming_of(created(tmp_path / "stacked", "stacked", quantize=None))
-
     assert packed.single == {name: name for name in quantizable_tensors()}
     assert (packed.split, packed.joined, packed.types) == ({}, {}, {})
     assert stacked.split[f"{EXPERTS}.up_proj.weight"] == [
@@ -95,9 +91,7 @@ def test_experts_of_mixed_types_are_not_joined(tmp_path: Path) -> None:
         policy="uniform",
         overrides=["*experts.3.up_proj.weight=none"],
     )
-
     naming = naming_of(store)
-
     assert naming.single[f"{EXPERTS}.2.up_proj.weight_scale"] == f"{EXPERTS}.2.up_proj.scales"
     assert not any("up_proj" in name for name in naming.joined)
     assert f"{SWITCH}.down_proj.weight" in naming.joined
@@ -113,6 +107,5 @@ def test_rejects_a_global_scale(tmp_path: Path) -> None:
         group_size="16",
     )
     add_blobs(store, "m", {"w": data})
-
     with pytest.raises(BlobstoreError, match="'w' has a global scale"):
         naming_of(store)

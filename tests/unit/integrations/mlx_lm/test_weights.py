@@ -25,11 +25,6 @@ SWITCH = "model.layers.0.mlp.switch_mlp"
 ENDS = {"weight": "", "scales": "_scale", "biases": "_qbias"}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def weights_of(store: LocalStore, **opening: Any) -> dict[str, Any]:
     with blobstore.open("m", store=store, **opening) as model:
         specs = model.specs
@@ -100,9 +95,7 @@ def test_unaligned_experts_of_separate_blobs_are_joined(store: LocalStore) -> No
         for number in range(3)
     }
     add_blobs(store, "m", blobs)
-
     found = weights_of(store)
-
     for kind, columns in (("weight", 4), ("scales", 1), ("biases", 1)):
         array = found[f"{SWITCH}.up_proj.{kind}"]
         assert array.tolist() == [[[number] * columns] * 2 for number in range(3)]
@@ -111,16 +104,13 @@ def test_unaligned_experts_of_separate_blobs_are_joined(store: LocalStore) -> No
 def test_arrays_outlive_the_store(store: LocalStore) -> None:
     items = [part for number in range(2) for part in expert(number)]
     add_blobs(store, "m", {"b": blob(*items, quant_type="int4", group_size="32")})
-
     found = weights_of(store, read="pread")
-
     assert found[f"{SWITCH}.up_proj.weight"].tolist() == [[[0] * 4] * 2, [[1] * 4] * 2]
 
 
 def test_rejects_what_mlx_cannot_hold(store: LocalStore) -> None:
     items = [part for number in range(2) for part in expert(number, (0, 2**34, 4))]
     add_blobs(store, "m", {"b": blob(*items)})
-
     with pytest.raises(UnsupportedDType, match="up_proj.weight': MLX cannot hold its shape"):
         weights_of(store)
 
@@ -134,6 +124,5 @@ def test_reports_a_missing_blob_that_was_not_mapped_yet(store: LocalStore, tmp_p
         naming = mlx_weights.naming_of(model, model.specs)
         weights = mlx_weights.Weights(model, model.specs, naming, ())
         Path(store.blob_path(layer.digest)).unlink()
-
         with pytest.raises(BlobMissing, match="experts"):
             dict(weights.arrays())

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 WHERE = "--model-loader-extra-config of load format blobstore"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def test_accepts_all_settings() -> None:
     given = {
         "name": "m",
@@ -39,9 +34,7 @@ def test_accepts_all_settings() -> None:
         "prefetch": "read",
         "strict": False,
     }
-
     settings = Settings.parse(given)
-
     assert {key: getattr(settings, key) for key in given} == given
 
 
@@ -104,7 +97,6 @@ def test_settings_are_valid_for_one_manifest_only(store: LocalStore, tmp_path: P
         settings = Settings.parse(options["model_loader_extra_config"])
     source = write_folder(tmp_path / "2", dense_tensors(), files={"tokenizer.json": b"{}"})
     blobstore.create(source, "m", store=store)
-
     with pytest.raises(BlobstoreError, match="m:latest is another model now"), settings.open():
         pass
 
@@ -121,9 +113,7 @@ def configured(store: LocalStore, tmp_path: Path, config: Any, **options: Any) -
 def test_the_config_does_not_mention_quantization(store: LocalStore, tmp_path: Path) -> None:
     described = {"bits": 4, "group_size": 64}
     config = {"dtype": "bfloat16", "quantization": described, "quantization_config": described}
-
     given = configured(store, tmp_path, config)
-
     assert given == {"dtype": "bfloat16"}
 
 
@@ -132,7 +122,6 @@ def test_the_config_states_the_type_of_the_weights(
     quantize: str | None, store: LocalStore, tmp_path: Path
 ) -> None:
     given = configured(store, tmp_path, {"model_type": "tiny"}, quantize=quantize)
-
     assert given == {"model_type": "tiny", "dtype": "bfloat16"}
 
 
@@ -145,16 +134,13 @@ def test_the_config_keeps_its_type(config: Any, store: LocalStore, tmp_path: Pat
 
 def test_weights_of_several_types_are_served_as_float32(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "m", dense_tensors()), "m", store=store)
-
     with engine_options("m", store=store) as options:
         config = json.loads((tmp_path / options["model"] / "config.json").read_bytes())
-
     assert config["dtype"] == "float32"
 
 
 def test_rejects_types_that_vllm_does_not_support(store: LocalStore) -> None:
     add_blobs(store, "m", {"x": blob(("x", "F4", (2, 2), bytes(2)))})
-
     with (
         pytest.raises(UnsupportedDType, match=r"cannot take m:latest: tensor 'x' is of type F4$"),
         engine_options("m", store=store),
@@ -175,7 +161,6 @@ def test_reports_missing_models_and_blobs(store: LocalStore, tmp_path: Path) -> 
 
 def test_rejects_a_model_without_a_config(store: LocalStore) -> None:
     add_blobs(store, "m", {"x": blob(("x", "F32", (1,), bytes(4)))})
-
     with (
         pytest.raises(BlobstoreError, match=r"^m:latest has no config\.json"),
         engine_options("m", store=store),

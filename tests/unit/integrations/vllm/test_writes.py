@@ -24,7 +24,6 @@ def test_counts_writes_through_views() -> None:
     with watch:
         weight.data.narrow(0, 0, 2).copy_(torch.ones(2, 6))
         weight.data[2:, :3].fill_(1)
-
     assert watch.written("weight") == 18
 
 
@@ -34,7 +33,6 @@ def test_counts_elements_that_are_written_twice_once() -> None:
     with watch:
         weight.data[:3].fill_(1)
         weight.data[:3].copy_(torch.ones(3))
-
     assert watch.written("weight") == 3
 
 
@@ -43,7 +41,6 @@ def test_counts_writes_to_out_arguments() -> None:
     watch = watched({"weight": weight})
     with watch:
         torch.add(torch.ones(4), 1, out=weight.data)
-
     assert watch.written("weight") == 4
 
 
@@ -52,7 +49,6 @@ def test_does_not_count_reads() -> None:
     watch = watched({"weight": weight})
     with watch:
         torch.ones(4).copy_(weight.data)
-
     assert watch.written("weight") == 0
 
 
@@ -63,7 +59,6 @@ def test_does_not_count_writes_before_and_after() -> None:
     with watch:
         pass
     weight.data.fill_(1)
-
     assert watch.written("weight") == 0
 
 
@@ -72,7 +67,6 @@ def test_distinguishes_parameters_that_share_memory() -> None:
     watch = watched({"first": whole[:4], "second": whole[4:]})
     with watch:
         whole[4:8].fill_(1)
-
     assert watch.written("first") == 0
     assert watch.written("second") == 4
 
@@ -82,13 +76,11 @@ def test_returns_nothing_for_parameters_with_replaced_memory() -> None:
     watch = watched({"weight": weight})
     with watch:
         weight.data = torch.ones(4)
-
     assert watch.written("weight") is None
 
 
 def test_returns_nothing_for_parameters_without_memory() -> None:
     watch = watched({"meta": torch.empty(4, device="meta"), "empty": parameter(0)})
-
     assert watch.written("meta") is None
     assert watch.written("empty") is None
 
@@ -105,7 +97,6 @@ def test_names_the_tensors_that_were_never_read() -> None:
                 tensor.narrow(0, 1, 1)
             elif name == "joined":
                 torch.cat([torch.ones(2, 2), tensor])
-
     assert offered.unused == ["skipped"]
     assert offered.names == list(tensors)
 
@@ -114,7 +105,6 @@ def test_a_late_read_counts() -> None:
     offered = Offered([("first", torch.ones(2)), ("second", torch.ones(2))])
     with watched({}, offered):
         torch.stack([tensor for _, tensor in offered])
-
     assert offered.unused == []
 
 
@@ -130,7 +120,6 @@ def test_names_skipped_tensors_even_if_their_memory_is_reused() -> None:
         for name, tensor in offered:
             if name == "copied":
                 torch.empty(2).copy_(tensor)
-
     assert offered.unused == ["skipped"]
 
 
@@ -140,24 +129,20 @@ def test_does_not_count_reads_while_a_tensor_is_computed() -> None:
     again = Offered(offered)
     with watched({}, again):
         list(again)
-
     assert again.unused == ["0"]
 
 
 def test_empty_tensors_need_not_be_read() -> None:
     offered = Offered([("empty", torch.empty(0, 3))])
     list(offered)
-
     assert offered.unused == []
 
 
 def test_continues_where_it_stopped() -> None:
     offered = Offered((name, torch.ones(1)) for name in "abc")
-
     first, _ = next(iter(offered))
     given_then = offered.last
     rest = [name for name, _ in offered]
-
     assert first == "a"
     assert given_then is not None
     assert given_then[0] == "a"
