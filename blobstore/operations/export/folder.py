@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -312,9 +313,7 @@ def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]
     The lists of components are files of the source, and may have any content. Malformed ones list
     no components.
     """
-
-    def decoded(name: str) -> Any:
-        return _decoded(store, files, name)
+    decoded = partial(_decoded, store, files)
 
     def stem(folder: str) -> str:
         # Only diffusers writes this key to config.json.

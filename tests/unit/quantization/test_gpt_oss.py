@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,9 +19,6 @@ from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.gpt_oss import is_gpt_oss
 from blobstore.store.local import LocalStore
 from tests.support.models import with_layers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
 NAME = "model.layers.0.mlp.experts.down_proj"

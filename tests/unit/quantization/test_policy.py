@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.policy import POLICIES, Decision, Policy, parse_override
+from blobstore.quantization.formats import FORMATS, QuantFormat
+from blobstore.quantization.policy import POLICIES, Decision, Policy, PolicyName, parse_override
 from blobstore.sources.open import open_source
-
-if TYPE_CHECKING:
-    from blobstore.quantization.formats import QuantFormat
-    from blobstore.quantization.policy import PolicyName
 
 DATA = Path(__file__).parents[2] / "data" / "ollama"
 TARGETS = [name for name, item in FORMATS.items() if item.is_target]

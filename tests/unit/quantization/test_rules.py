@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.policy import Policy
+from blobstore.quantization.policy import Decision, Policy
 from blobstore.quantization.rules import ARCHITECTURES, GENERIC, UNIFORM, Schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.quantization.policy import Decision
 
 SHAPE = (64, 128)
 """Fits the groups of every type."""

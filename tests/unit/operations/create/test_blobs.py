@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
-from blobstore.operations.create.blobs import BlobPlan, plan_blobs, stacked_sources
+from blobstore.operations.create.blobs import BlobPlan, ExpertForm, plan_blobs, stacked_sources
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import Policy
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe, copies
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
-
 
 EXPERTS = "model.layers.0.mlp.experts"
 SHARED = "model.layers.0.mlp.shared_experts"
@@ -52,19 +48,13 @@ def test_plain_tensors_come_first_and_groups_last_sorted_by_name() -> None:
     assert list(blobs(plan_blobs(specs(*names)))) == ["Z", "a", "a.b", "z", "é", EXPERTS, SHARED]
 
 
-def test_packs_experts_by_name_under_their_prefix() -> None:
+def test_packs_experts_by_name_and_stacks_them_by_number() -> None:
     names = [
         f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
     ]
     plans = plan_blobs(specs(*names))
     assert blobs(plans) == {EXPERTS: sorted(names)}
     assert stacked_sources(plans) == {}
-
-
-def test_stacks_experts_by_number() -> None:
-    names = [
-        f"{EXPERTS}.{number}.{part}.weight" for number in (10, 2, 0) for part in ("up", "down")
-    ]
     plans = plan_blobs(specs(*names), experts="stacked")
     assert blobs(plans) == {EXPERTS: [f"{EXPERTS}.down.weight", f"{EXPERTS}.up.weight"]}
     assert plans[0].tensors[0].spec == TensorSpec(f"{EXPERTS}.down.weight", DType.F32, (3, 2, 3))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +23,13 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
-from tests.support.damage import flip
+from tests.support.damage import blob_path, flip
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()
@@ -42,11 +40,6 @@ FILES = {"tokenizer.model": b"\0\xff", "LICENSE": b"MIT", "generation_config.jso
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model", TENSORS, files=FILES)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def is_clean(store: LocalStore) -> bool:
@@ -74,13 +67,12 @@ def test_every_blob_is_a_safetensors_file_with_tensors_of_the_source(
 
 def test_layers_are_tensors_then_groups_then_files(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
-    layer = "model.layers.0.mlp"
-    grouped = (f"{layer}.experts.", f"{layer}.shared_experts.")
+    grouped = (f"{EXPERTS}.experts.", f"{EXPERTS}.shared_experts.")
     plain = sorted(name for name in TENSORS if not name.startswith(grouped))
     assert [(item.media_type, item.name) for item in store.resolve(NAME).layers] == [
         *((media_types.TENSOR, name) for name in plain),
-        (media_types.TENSOR, f"{layer}.experts"),
-        (media_types.TENSOR, f"{layer}.shared_experts"),
+        (media_types.TENSOR, f"{EXPERTS}.experts"),
+        (media_types.TENSOR, f"{EXPERTS}.shared_experts"),
         (media_types.FILE, "LICENSE"),
         (media_types.JSON, "config.json"),
         (media_types.JSON, "generation_config.json"),
@@ -101,6 +93,9 @@ def test_keeps_files_unchanged(folder: Path, store: LocalStore) -> None:
         (b'{"vision_config":{}}', ["completion", "vision"]),
         (b'{"has_vision":true,"audio_config":{}}', ["completion", "vision", "audio"]),
         (b'{"has_vision":false,"sound_config":null}', ["completion", "audio"]),
+        (b'{"vision_config": {}, "audio_config": {}}', ["completion", "vision", "audio"]),
+        (b'{"has_vision": true, "sound_config": {}}', ["completion", "vision", "audio"]),
+        (b'{"has_vision": false}', ["completion"]),
         (b"[", ["completion"]),
     ],
 )
@@ -176,7 +171,7 @@ def test_stacked_experts_are_the_bytes_of_the_source_in_order(
     blobstore.create(folder, "m", store=store, experts="stacked")
     (stacks,) = store.resolve(NAME).layers_of(media_types.STACKS)
     listed = json.loads(store.read_blob(stacks.digest, stacks.size))
-    prefix = "model.layers.0.mlp.experts"
+    prefix = f"{EXPERTS}.experts"
     assert set(listed) == {f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")}
     assert listed[f"{prefix}.up_proj.weight"] == [
         f"{prefix}.{number}.up_proj.weight" for number in range(12)
@@ -281,8 +276,7 @@ def test_a_failed_replacement_keeps_the_old_model(
 
 def test_rejects_a_damaged_blob_in_the_store(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
-    (layer,) = [item for item in store.resolve(NAME).layers if item.name == "scalar"]
-    path = Path(store.blob_path(layer.digest))
+    path = blob_path(store, "scalar")
     path.chmod(0o600)
     os.truncate(path, 3)
     with pytest.raises(BlobDamaged, match="it has 3 bytes, expected"):
@@ -409,19 +403,13 @@ def test_progress_never_decreases_for_a_blob_that_is_read_twice(
 # Damaged blobs in the store
 
 
-def damage_of(store: LocalStore, name: str) -> Path:
-    layer = next(layer for layer in store.resolve(NAME).layers if layer.name == name)
-    path = Path(store.blob_path(layer.digest))
-    flip(path)
-    return path
-
-
 @pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts"])
 def test_a_paranoid_import_finds_a_damaged_blob(
     layer: str, folder: Path, store: LocalStore
 ) -> None:
     blobstore.create(folder, "m", store=store)
-    path = damage_of(store, layer)
+    path = blob_path(store, layer)
+    flip(path)
     wrong = path.read_bytes()
     advice = f"; run blobstore repair m:latest --from {folder}, and create again"
     with pytest.raises(BlobDamaged) as caught:
@@ -445,7 +433,8 @@ def test_advises_to_remove_a_damaged_blob_that_no_model_uses(
     folder: Path, store: LocalStore
 ) -> None:
     blobstore.create(folder, "m", store=store)
-    path = damage_of(store, "mask")
+    path = blob_path(store, "mask")
+    flip(path)
     store.manifest_path(NAME).unlink()
     with pytest.raises(BlobDamaged, match="; no model uses it: remove that file, and create again"):
         blobstore.create(folder, "m", store=store, paranoid=True)
@@ -455,6 +444,8 @@ def test_advises_to_remove_a_damaged_blob_that_no_model_uses(
 
 def test_every_import_finds_a_blob_of_another_size(folder: Path, store: LocalStore) -> None:
     blobstore.create(folder, "m", store=store)
-    os.truncate(damage_of(store, "mask"), 3)
+    path = blob_path(store, "mask")
+    path.chmod(0o644)
+    os.truncate(path, 3)
     with pytest.raises(BlobDamaged, match="has 3 bytes, expected .* run blobstore repair m:latest"):
         blobstore.create(folder, "other", store=store)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from blobstore.operations.create.files import config_json, file_layers, stacks_l
 from blobstore.operations.create.plan import plan_source
 from blobstore.sources.open import open_source
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_lists_the_sources_of_stacked_tensors(tmp_path: Path) -> None:
@@ -47,22 +44,9 @@ def test_rejects_a_file_that_has_disappeared(tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize(
-    ("config", "capabilities"),
-    [
-        ("{}", ["completion"]),
-        ('{"vision_config": {}, "audio_config": {}}', ["completion", "vision", "audio"]),
-        ('{"has_vision": true, "sound_config": {}}', ["completion", "vision", "audio"]),
-        ('{"has_vision": false}', ["completion"]),
-    ],
-)
-def test_the_config_states_type_and_capabilities(
-    config: str, capabilities: list[str], tmp_path: Path
-) -> None:
-    files = {"config.json": config.encode()}
-    source = open_source(write_folder(tmp_path, dense_tensors(), files=files))
+def test_the_config_states_the_type_and_the_digest_of_the_layers(tmp_path: Path) -> None:
+    source = open_source(write_folder(tmp_path, dense_tensors()))
     found = json.loads(config_json(source, "int4", None))
-    assert found["capabilities"] == capabilities
     assert found["file_type"] == "int4"
     assert "layers_digest" not in found
     layers = Digest("a" * 64)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,10 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.tensors import read_tensors
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
 
 DATA = Path(__file__).parents[3] / "data" / "ollama"
 FORMS = {"packed": "seed", "stacked": "ollama-0.33"}
@@ -40,19 +39,25 @@ def tensor_layers(store: LocalStore) -> Layers:
     return {(layer.name, str(layer.digest), layer.size) for layer in layers}
 
 
-@pytest.mark.parametrize("form", ["packed", "stacked"])
-@pytest.mark.parametrize("model", ["dense", "moe", "odd"])
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        *product(["dense", "moe", "odd"], ["packed", "stacked"]),
+        ("mlx-mode", "stacked"),
+        ("ct-nvfp4", "stacked"),
+    ],
+)
 def test_creates_the_tensor_layers_that_ollama_creates(
-    model: str, form: ExpertForm, tmp_path: Path
+    model: str, form: ExpertForm, store: LocalStore
 ) -> None:
-    store = LocalStore(tmp_path / "store")
     create(DATA / "hf" / model, NAME, store=store, experts=form)
     assert tensor_layers(store) == golden_layers(model, form)
 
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
-def test_an_exported_folder_gives_the_same_layers(form: ExpertForm, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_an_exported_folder_gives_the_same_layers(
+    form: ExpertForm, store: LocalStore, tmp_path: Path
+) -> None:
     create(DATA / "hf" / "moe", NAME, store=store, experts=form)
     export_model(NAME, tmp_path / "out", store=store, shard_size=300_000)
     again = LocalStore(tmp_path / "again")
@@ -60,32 +65,17 @@ def test_an_exported_folder_gives_the_same_layers(form: ExpertForm, tmp_path: Pa
     assert tensor_layers(again) == golden_layers("moe", form)
 
 
-@pytest.mark.parametrize("model", ["mlx-mode", "ct-nvfp4"])
-def test_keeps_prequantized_weights_as_ollama_does(model: str, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    create(DATA / "hf" / model, NAME, store=store, experts="stacked")
-    assert tensor_layers(store) == golden_layers(model, "stacked")
-
-
 @pytest.mark.parametrize(
     ("model", "quant_type", "group_size"),
     [("dense", "int4", 64), ("dense", "nvfp4", None), ("moe", "int4", 64)],
 )
 def test_quantizes_the_same_tensors_to_the_same_types_as_ollama(
-    model: str, quant_type: str, group_size: int | None, tmp_path: Path
+    model: str, quant_type: str, group_size: int | None, store: LocalStore
 ) -> None:
-    store = LocalStore(tmp_path / "store")
-    create(
-        DATA / "hf" / model,
-        NAME,
-        store=store,
-        experts="stacked",
-        quantize=quant_type,
-        group_size=group_size,
-    )
-    golden = json.loads(
-        (DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json").read_bytes()
-    )
+    options: dict[str, Any] = {"quantize": quant_type, "group_size": group_size}
+    create(DATA / "hf" / model, NAME, store=store, experts="stacked", **options)
+    file = DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json"
+    golden = json.loads(file.read_bytes())
     manifest = store.resolve(NAME)
     found = read_tensors(store, manifest).tensors
     assert {layer.name for layer in manifest.layers_of(media_types.TENSOR)} == {

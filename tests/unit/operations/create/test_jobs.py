@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +19,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create import convert
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
-from tests.support.damage import flip
+from tests.support.damage import blob_path, flip
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 NAME = Reference.parse("m")
 
@@ -48,11 +46,6 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model", dense_tensors() | moe_tensors(), shards=2)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def leftovers(store: LocalStore) -> list[str]:
@@ -146,14 +139,13 @@ def test_a_damaged_blob_is_an_error_with_advice(
     folder: Path, store: LocalStore, executor: Executor
 ) -> None:
     blobstore.create(folder, "m", store=store)
-    layer = next(layer for layer in store.resolve(NAME).layers if layer.name == "mask")
-    flip(store.folder("blobs") / layer.digest.file_name)
+    flip(blob_path(store, "mask"))
     with pytest.raises(BlobDamaged, match="; run blobstore repair m:latest --from .* create again"):
         blobstore.create(folder, "n", store=store, executor=executor, paranoid=True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupt_of_the_caller_leaves_nothing(
+def test_an_error_or_interrupt_of_the_caller_leaves_nothing(
     tmp_path: Path, store: LocalStore, error: type[BaseException]
 ) -> None:
     tensors = {f"t{number}": np.full(2**18, number, np.float64) for number in range(24)}

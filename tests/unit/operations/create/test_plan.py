@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
 from blobstore.sources.open import open_source
 from tests.support.models import quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
 LAYER = "model.layers.0"

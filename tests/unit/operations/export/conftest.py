@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 
 @pytest.fixture

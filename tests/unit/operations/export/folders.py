@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
+from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, with_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 NAME = Reference.parse("m")
 FORMS: list[ExpertForm] = ["packed", "stacked"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 from blobstore.errors import BlobstoreError, CheckpointRefused, SourceNotFound, UsageError
 from blobstore.operations.export.convert import convert_checkpoint
 from tests.support.models import moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TENSORS = {
     "plain": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),

@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.writer import _BlobReader
@@ -43,11 +45,6 @@ from tests.unit.operations.export.folders import (
     contents,
     raw_tensors,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
 

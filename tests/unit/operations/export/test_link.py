@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy learns bfloat16
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, link_model
@@ -36,9 +37,6 @@ from tests.unit.operations.export.folders import (
     contents,
     raw_tensors,
 )
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
 
 INDEX = "model.safetensors.index.json"
 

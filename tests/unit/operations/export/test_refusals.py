@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from blobstore.manifests import media_types
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.safetensors.header import encode_header
+from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, lengthen, truncate
 from tests.unit.operations.export.folders import (
     NAME,
@@ -28,12 +31,6 @@ from tests.unit.operations.export.folders import (
     contents,
     remove_layers,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from blobstore.store.local import LocalStore
 
 pytestmark = pytest.mark.parametrize("write", [export_model, link_model], ids=["export", "link"])
 Write = Any
