@@ -117,11 +117,6 @@ class MappedRegion:
             _mprotect(address, length, self._protection)
         self.present.add(slot)
 
-    def close(self) -> None:
-        """Unmap all files now, or when the last view is deleted."""
-        with contextlib.suppress(BufferError):
-            self._all.close()
-
     def slot_view(self, slot: int, begin: int, end: int) -> memoryview:
         """Return the memory for bytes ``begin`` to ``end`` of a slot's file, up to a page boundary."""
         start = self.offsets[slot]

@@ -23,11 +23,11 @@ from blobstore.compression.encoder import encode
 from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
-from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
 from tests.benchmarks.common import arguments
 from tests.benchmarks.plot import Point
 from tests.real.packages import package
+from tests.support.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     import argparse

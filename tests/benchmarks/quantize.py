@@ -25,7 +25,6 @@ from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as torch_engine
 from blobstore.quantization.formats import FORMATS, QuantFormat
-from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import BF16, as_bytes
 from tests.benchmarks.common import (
     GIB,
@@ -38,6 +37,7 @@ from tests.benchmarks.common import (
     workspace,
 )
 from tests.support.models import write_safetensors
+from tests.support.safetensors_file import SafetensorsFile
 
 _THREADS = 2
 _LAYERS, _HIDDEN, _INTERMEDIATE, _VOCABULARY = 33, 1536, 4096, 32_000

@@ -229,14 +229,6 @@ def test_populating_a_truncated_file_is_an_error(tmp_path: Path) -> None:
         region.populate(0, PAGE, 3 * PAGE)
 
 
-def test_closing_keeps_memory_that_is_in_use(tmp_path: Path) -> None:
-    region = MappedRegion([3])
-    put(region, 0, file(tmp_path, b"abc"))
-    view = memoryview(region.memory)[:3]
-    region.close()
-    assert bytes(view) == b"abc"
-
-
 @pytest.mark.parametrize("is_writable", [True, False])
 @pytest.mark.parametrize("is_filled", [True, False])
 def test_a_slot_can_be_written_instead_of_mapped(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
-from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.header import in_file_order
 from tests.support.dtypes import NAMES
 from tests.support.models import dense_tensors, write_safetensors
+from tests.support.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from pathlib import Path

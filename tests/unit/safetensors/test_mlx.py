@@ -7,9 +7,9 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
-from blobstore.safetensors.file import SafetensorsFile
 from tests.support.dtypes import NAMES
 from tests.support.models import write_safetensors
+from tests.support.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from pathlib import Path

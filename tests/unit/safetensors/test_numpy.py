@@ -8,9 +8,9 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
-from blobstore.safetensors.file import SafetensorsFile
 from blobstore.safetensors.numpy import as_array
 from tests.support.dtypes import NAMES
+from tests.support.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from pathlib import Path
