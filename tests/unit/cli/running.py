@@ -24,17 +24,17 @@ main()
 """
 
 
-def run(*arguments: object) -> Result:
-    """Run a command; exceptions other than an exit are raised."""
+def run(*arguments: object, exit_code: int = 0) -> Result:
+    """Run a command, and check its exit code. Exceptions other than an exit are raised."""
     result = CliRunner(catch_exceptions=False).invoke(program, [str(item) for item in arguments])
     assert not result.exc_info or result.exc_info[0] is SystemExit
+    assert result.exit_code == exit_code, result.output
     return result
 
 
 def run_json(*arguments: object, exit_code: int = 0) -> Any:
     """Run a command with ``--json``; return what it printed, which is ASCII."""
-    result = run(*arguments, "--json")
-    assert result.exit_code == exit_code, result.output
+    result = run(*arguments, "--json", exit_code=exit_code)
     assert result.stdout.isascii()
     return json.loads(result.stdout)
 

@@ -35,7 +35,7 @@ def tensors() -> Arrays:
 
 
 def add(folder: Path, name: str, arrays: Arrays, *options: str) -> None:
-    assert run("create", write_folder(folder / name, arrays), name, *options).exit_code == 0
+    run("create", write_folder(folder / name, arrays), name, *options)
 
 
 @pytest.fixture
@@ -76,7 +76,6 @@ def test_prints_a_table_and_totals(models: LocalStore) -> None:
     lines = result.stdout.splitlines()
     compared = compare_models("packed", "base", store=models)
 
-    assert result.exit_code == 0
     assert result.stderr == ""
     assert " ".join(lines[0].split()) == "NAME TYPE BASE BITS REL ERROR SNR dB WORST GROUP"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[1:-1]}
@@ -138,7 +137,6 @@ def test_prints_exact_numbers_as_json(models: LocalStore) -> None:
 def test_json_has_no_infinite_numbers(odd: LocalStore) -> None:
     text = run("compare", "odd", "even", "--json").stdout
     value = json.loads(text, parse_constant=no_constants)
-
     rows = {row["name"]: row for row in value["tensors"]}
     assert (rows["zero"]["relative_error"], rows["zero"]["snr_db"]) == ("Infinity", "-Infinity")
     assert rows["zero"]["worst_group"]["relative_error"] == "Infinity"
@@ -153,8 +151,6 @@ def test_json_has_no_infinite_numbers(odd: LocalStore) -> None:
 def test_shows_nonfinite_elements_and_tensors_that_only_one_model_has(odd: LocalStore) -> None:
     result = run("compare", "odd", "even", "--sort", "error")
     lines = result.stdout.splitlines()
-
-    assert result.exit_code == 0
     assert [line.split()[0] for line in lines[1:4]] == ["nan", "some", "zero"]
     assert lines[1].split()[3:] == ["64", "-", "-", "-,", "3", "non-finite"]
     assert " ".join(lines[3].split()[3:]) == "64 inf -inf inf at row 0, column 0"
@@ -207,13 +203,11 @@ def test_takes_patterns(models: LocalStore) -> None:
         f"{EXPERTS}.1.up_proj.weight",
         "model.norm.weight",
     }
-    assert run("compare", "packed", "base", "nothing").exit_code == 3
+    run("compare", "packed", "base", "nothing", exit_code=3)
 
 
 def test_names_models_that_are_nearly_right(models: LocalStore) -> None:
-    result = run("compare", "packed", "bas")
-    assert result.exit_code == 3
-    assert "did you mean 'base'" in result.stderr
+    assert "did you mean 'base'" in run("compare", "packed", "bas", exit_code=3).stderr
 
 
 def test_escapes_hostile_names(store: LocalStore, tmp_path: Path) -> None:
@@ -234,9 +228,7 @@ def test_escapes_hostile_names(store: LocalStore, tmp_path: Path) -> None:
 def test_writes_a_page(models: LocalStore, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     target.write_text("old")
-    result = run("compare", "packed", "base", "--html", target)
-    assert result.exit_code == 0
-    assert result.stderr == f"note: wrote {target}\n"
+    assert run("compare", "packed", "base", "--html", target).stderr == f"note: wrote {target}\n"
     assert target.read_text().startswith("<!doctype html>")
     assert "packed:latest compared with base:latest" in target.read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"base", "packed", "store", "page.html"}
@@ -251,7 +243,7 @@ def test_writes_a_page_and_prints_json(models: LocalStore, tmp_path: Path) -> No
 def test_replaces_the_file_that_a_link_leads_to(models: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
-    assert run("compare", "packed", "base", "--html", tmp_path / "link").exit_code == 0
+    run("compare", "packed", "base", "--html", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text().startswith("<!doctype")
 
@@ -264,8 +256,7 @@ def test_refuses_a_place_for_the_page_before_it_reads(
     os.mkfifo(tmp_path / "pipe")
     place = tmp_path / kind if kind else ""
     # There is no such model; that would be the error if it had been searched for.
-    result = run("compare", "none", "base", "--html", place)
-    assert result.exit_code == 1
+    result = run("compare", "none", "base", "--html", place, exit_code=1)
     assert "is not a regular file" in result.stderr or "cannot" in result.stderr
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -277,8 +268,7 @@ def test_reports_that_a_page_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("blobstore.core.files.os.write", full)
-    result = run("compare", "packed", "base", "--html", tmp_path / "page.html")
-    assert result.exit_code == 1
+    result = run("compare", "packed", "base", "--html", tmp_path / "page.html", exit_code=1)
     assert "No space left on device" in result.stderr
     assert not list(tmp_path.glob("*page*"))
     assert not list(tmp_path.glob("*.tmp"))

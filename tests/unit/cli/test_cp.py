@@ -11,7 +11,7 @@ from tests.unit.cli.running import run, run_json
 
 def test_copies_a_name(stored: LocalStore) -> None:
     result = run("cp", "dense", "team/copy:v2")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stderr == ""
     assert result.stdout == "copied dense:latest to team/copy:v2\n"
     manifests = [stored.read_manifest(name) for name in stored.references()]
     assert len(manifests) == 2
@@ -29,9 +29,8 @@ def test_prints_json(stored: LocalStore) -> None:
 
 
 def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
-    result = run("cp", "dense", "moe")
-    assert result.exit_code == 1
+    run("create", moe, "moe")
+    result = run("cp", "dense", "moe", exit_code=1)
     assert "another model has the name 'moe:latest'; replace it with --force" in result.stderr
     result = run("cp", "dense", "moe", "--force")
     assert result.stdout == (
@@ -51,7 +50,5 @@ def test_waits_as_long_as_the_option_says(stored: LocalStore, arguments: tuple[s
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
 def test_the_same_name_is_wrong_usage(stored: LocalStore, command: str) -> None:
-    result = run(command, "dense", "dense:latest")
-    assert result.exit_code == 2
-    assert "are the same name" in result.stderr
+    assert "are the same name" in run(command, "dense", "dense:latest", exit_code=2).stderr
     assert len(list(stored.references())) == 1

@@ -35,7 +35,6 @@ def test_reports_that_everything_existed_already(stored: LocalStore, dense: Path
 
 def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "dense:v1")
-    assert result.exit_code == 0
     assert result.stdout.startswith("created dense:v1: 9 tensors in 13 blobs, ")
     assert ", 0 B already there, " in result.stdout
     assert result.stdout.count("\n") == 1
@@ -43,7 +42,7 @@ def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: P
 
 
 def test_creates_the_given_store(tmp_path: Path, store: LocalStore, dense: Path) -> None:
-    assert run("create", dense, "dense", "--store", tmp_path / "other" / "deep").exit_code == 0
+    run("create", dense, "dense", "--store", tmp_path / "other" / "deep")
     assert run_json("list", "--store", tmp_path / "other" / "deep")["models"]
     assert not store.root.exists()
 
@@ -62,7 +61,6 @@ def test_notices_go_to_standard_error(store: LocalStore, dense: Path) -> None:
     write_folder(dense, {"x": dense_tensors()["scalar"]}, stem="consolidated")
     (dense / "odd\x1b\u202e.bin").write_bytes(b"")
     result = run("create", dense, "dense")
-    assert result.exit_code == 0
     lines = result.stderr.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("note: ") and line.isprintable() for line in lines)
@@ -82,7 +80,7 @@ def test_skips_tensors_that_the_index_does_not_name_if_requested(
     index = json.loads(path.read_text())
     del index["weight_map"]["model.layers.0.mlp.gate.weight"]
     path.write_text(json.dumps(index))
-    assert run("create", moe, "moe").exit_code == 4
+    run("create", moe, "moe", exit_code=4)
     created = run_json("create", moe, "moe", "--ignore-unindexed")
     assert created["tensors"] == len(moe_tensors()) - 1
 
@@ -93,7 +91,7 @@ def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> N
     text = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
     assert not store.root.exists()
 
-    assert run("create", moe, "moe", "--experts", form).exit_code == 0
+    run("create", moe, "moe", "--experts", form)
     layers = [
         layer
         for layer in run_json("show", "moe", "--layers")["layers"]
@@ -111,16 +109,14 @@ def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> N
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_missing_source_is_not_found(store: LocalStore, more: list[str]) -> None:
-    result = run("create", "/nowhere/mo\x1bdel", "m", *more)
-    assert result.exit_code == 3
+    result = run("create", "/nowhere/mo\x1bdel", "m", *more, exit_code=3)
     assert result.stderr == ("blobstore: error: no such folder or file: '/nowhere/mo\\x1bdel'\n")
     assert not store.root.exists()
 
 
 def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
     os.truncate(dense / "model.safetensors", 900)
-    result = run("create", dense, "dense")
-    assert result.exit_code == 4
+    run("create", dense, "dense", exit_code=4)
     assert not store.root.exists()
 
 
@@ -128,15 +124,13 @@ def test_a_truncated_source_is_damaged(store: LocalStore, dense: Path) -> None:
 def test_rejects_a_name_that_differs_only_in_case(
     stored: LocalStore, dense: Path, more: list[str]
 ) -> None:
-    result = run("create", dense, "Dense", *more)
-    assert result.exit_code == 1
-    assert "differs only in case" in result.stderr
+    assert "differs only in case" in run("create", dense, "Dense", *more, exit_code=1).stderr
 
 
 def test_a_file_at_the_path_of_the_store_is_an_error(store: LocalStore, dense: Path) -> None:
     store.root.write_bytes(b"")
-    assert run("create", dense, "dense").exit_code == 1
-    assert run("list").exit_code == 1
+    run("create", dense, "dense", exit_code=1)
+    run("list", exit_code=1)
     assert store.root.read_bytes() == b""
 
 
@@ -153,7 +147,7 @@ def bf16(tmp_path: Path) -> Path:
 def test_quantizes_to_the_requested_type(store: LocalStore, bf16: Path) -> None:
     options = ("--quantize", "Q4", "--group-size", 64, "--policy", "uniform")
     override = ("--quantize-override", "lm_head*=none")
-    assert run("create", bf16, "m", *options, *override).exit_code == 0
+    run("create", bf16, "m", *options, *override)
     tensors = {tensor["name"]: tensor for tensor in run_json("show", "m")["tensors"]}
     weight = tensors[f"{LAYER}.self_attn.v_proj.weight"]
     assert (weight["type"], weight["group_size"], weight["shape"]) == ("int4", 64, [64, 128])
@@ -163,7 +157,6 @@ def test_quantizes_to_the_requested_type(store: LocalStore, bf16: Path) -> None:
 
 def test_a_dry_run_prints_every_decision_with_its_reason(store: LocalStore, bf16: Path) -> None:
     printed = run("create", bf16, "m", "--quantize", "int4", "--dry-run").stdout.splitlines()
-
     assert printed[0].split() == ["TENSOR", "FROM", "TO", "BEFORE", "AFTER", "REASON"]
     assert len(printed) == 1 + len(quantizable_tensors()) + 2
     rows = {line.split()[0]: line for line in printed}
@@ -209,9 +202,7 @@ def test_an_import_follows_the_decisions_of_a_dry_run(store: LocalStore, bf16: P
 def test_invalid_options_are_usage_errors(
     store: LocalStore, bf16: Path, options: list[str], what: str, more: list[str]
 ) -> None:
-    result = run("create", bf16, "m", *options, *more)
-    assert result.exit_code == 2
-    assert what in result.stderr
+    assert what in run("create", bf16, "m", *options, *more, exit_code=2).stderr
     assert not store.root.exists()
 
 
@@ -219,10 +210,9 @@ def test_values_that_cannot_be_quantized_are_damage(store: LocalStore, tmp_path:
     tensors = quantizable_tensors()
     tensors["lm_head.weight"][3, 5] = float("nan")
     folder = write_folder(tmp_path / "model", tensors)
-    result = run("create", folder, "m", "--quantize", "int4")
-    assert result.exit_code == 4
+    result = run("create", folder, "m", "--quantize", "int4", exit_code=4)
     assert "tensor 'lm_head.weight': element [3, 5] is nan" in result.stderr
-    assert run("show", "m").exit_code == 3
+    run("show", "m", exit_code=3)
     assert not list(store.folder("blobs").iterdir())
 
 
@@ -237,7 +227,6 @@ def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
     store: LocalStore, checkpoint: Path
 ) -> None:
     result = run("create", checkpoint, "m")
-    assert result.exit_code == 0
     assert "left out: 'ema' (2 tensors); choose another part with --subtree" in result.stderr
     assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
 
@@ -266,16 +255,14 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
 
 
 def test_rejects_a_part_of_anything_but_a_checkpoint(store: LocalStore, dense: Path) -> None:
-    result = run("create", dense, "m", "--subtree", "model")
-    assert result.exit_code == 2
+    result = run("create", dense, "m", "--subtree", "model", exit_code=2)
     assert "so it has no parts for --subtree" in result.stderr
 
 
 def test_rejects_keeping_the_names_of_other_folders_than_metas(
     store: LocalStore, dense: Path
 ) -> None:
-    result = run("create", dense, "m", "--keep-names")
-    assert result.exit_code == 2
+    result = run("create", dense, "m", "--keep-names", exit_code=2)
     assert "is not a Meta Llama folder" in result.stderr
 
 
@@ -283,19 +270,17 @@ def test_a_checkpoint_that_would_run_code_changes_nothing(
     store: LocalStore, tmp_path: Path
 ) -> None:
     torch.save({"a": torch.ones(1), "b": os.getcwd}, tmp_path / "x.pt")
-    result = run("create", tmp_path / "x.pt", "m")
-    assert result.exit_code == 4
+    result = run("create", tmp_path / "x.pt", "m", exit_code=4)
     assert result.stderr.count("\n") == 1
     assert "it uses 'posix.getcwd', which checkpoints of tensors do not need" in result.stderr
     assert not store.folder("blobs").exists()
 
 
 def test_a_paranoid_import_hashes_existing_blobs(stored: LocalStore, dense: Path) -> None:
-    assert run("create", dense, "again", "--paranoid").exit_code == 0
+    run("create", dense, "again", "--paranoid")
     path = blob_path(stored, "merges.txt", "dense")
     flip(path)
-    assert run("create", dense, "other").exit_code == 0
-    result = run("create", dense, "another", "--paranoid")
-    assert result.exit_code == 4
+    run("create", dense, "other")
+    result = run("create", dense, "another", "--paranoid", exit_code=4)
     assert str(path) in result.stderr
     assert f"run blobstore repair again:latest --from {dense}, and create again" in result.stderr

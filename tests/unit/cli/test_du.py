@@ -9,7 +9,7 @@ from tests.unit.cli.running import run, run_json
 
 def test_an_absent_store_uses_no_space(store: LocalStore) -> None:
     result = run("du")
-    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stdout == ""
     assert result.stderr.startswith("note: there is no store at ")
     found = run_json("du")
     assert found["models"] == []
@@ -21,18 +21,18 @@ def test_an_absent_store_uses_no_space(store: LocalStore) -> None:
         "dedup_ratio": None,
         "bytes_in_all": 0,
     }
-    assert run("du", "a").exit_code == 3
+    run("du", "a", exit_code=3)
 
 
 def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     run("cp", "dense", "copy")
     run("cp", "moe", "garbage")
     run("rm", "garbage", "moe")
     (stored.folder("temporary") / "1-a-0").write_bytes(b"12")
     result = run("du")
 
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stderr == ""
     heading, *rows = result.stdout.splitlines()
     assert heading.split() == ["NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS"]
     blobs = str(len(stored.resolve(Reference.parse("dense")).blobs))
@@ -49,7 +49,7 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
 
 def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
     (moe / "tokenizer.json").write_bytes(b"{}")
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     (stored.folder("blobs") / "sha256-partial").write_bytes(b"123")
     manifests = [stored.resolve(Reference.parse(name)) for name in ("dense", "moe")]
     sizes = [sum(item.size for item in manifest.blobs) for manifest in manifests]
@@ -82,20 +82,18 @@ def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
 def test_shows_only_the_models_that_were_named(stored: LocalStore, dense: Path, moe: Path) -> None:
     (moe / "merges.txt").write_bytes((dense / "merges.txt").read_bytes().ljust(300))
     (dense / "merges.txt").write_bytes((moe / "merges.txt").read_bytes())
-    assert run("create", dense, "dense").exit_code == 0
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", dense, "dense")
+    run("create", moe, "moe")
     result = run("du", "dense")
     lines = result.stdout.splitlines()
     assert lines[1].startswith("dense:latest")
     assert lines[2].startswith("together 1.9 kB, of which no other model needs 1.6 kB")
     assert lines[3].startswith("store: 2 models")
-    result = run("du", "dens")
-    assert result.exit_code == 3
-    assert "did you mean 'dense'?" in result.stderr
+    assert "did you mean 'dense'?" in run("du", "dens", exit_code=3).stderr
 
 
 def test_sorts(stored: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     run("cp", "moe", "zoe")
 
     def names(*options: str) -> list[str]:
@@ -109,21 +107,19 @@ def test_sorts(stored: LocalStore, moe: Path) -> None:
 def test_missing_and_damaged_blobs_are_reported(stored: LocalStore) -> None:
     layers = stored.resolve(Reference.parse("dense")).layers
     Path(stored.blob_path(layers[0].digest)).unlink()
-    result = run("du")
-    assert result.exit_code == 4
+    result = run("du", exit_code=4)
     assert result.stderr == (
         f"blobstore: error: model dense:latest: blob '{stored.blob_path(layers[0].digest)}' "
         "is missing\n"
     )
     (stored.root / "blobs" / layers[1].digest.file_name).unlink()
-    assert run("du").stderr.endswith("is missing; and 1 more of its blobs\n")
+    assert run("du", exit_code=4).stderr.endswith("is missing; and 1 more of its blobs\n")
     assert len(run_json("du", exit_code=4)["models"][0]["faults"]) == 2
 
 
 def test_an_unreadable_manifest_is_reported(stored: LocalStore) -> None:
     stored.manifest_path(Reference.parse("dense")).write_bytes(b"{\x1b[2J")
-    result = run("du")
-    assert result.exit_code == 4
+    result = run("du", exit_code=4)
     assert result.stdout.splitlines()[1].split() == ["dense:latest", "UNREADABLE", "-", "-", "-"]
     assert "its blobs count as needed by no model" in result.stderr
     assert "\x1b" not in result.output

@@ -20,7 +20,6 @@ def emptied(stored: LocalStore) -> LocalStore:
 def test_removes_and_lists_unreferenced_blobs(emptied: LocalStore) -> None:
     blobs = {path.name: path.stat().st_size for path in emptied.folder("blobs").iterdir()}
     result = run("gc", "--older-than", "0s")
-    assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert {line.split()[1] for line in lines if "blobs/" in line} == {
         f"blobs/{name}" for name in blobs
@@ -31,8 +30,7 @@ def test_removes_and_lists_unreferenced_blobs(emptied: LocalStore) -> None:
 
 def test_young_blobs_are_kept_by_default(emptied: LocalStore) -> None:
     count = len(list(emptied.folder("blobs").iterdir()))
-    result = run("gc")
-    assert f"\nremoved 3 empty folders; kept {count} blobs in use or too young" in result.stdout
+    assert f"\nremoved 3 empty folders; kept {count} blobs in use or too young" in run("gc").stdout
     assert len(list(emptied.folder("blobs").iterdir())) == count
 
 
@@ -54,14 +52,13 @@ def test_reports_that_there_is_nothing_to_remove(stored: LocalStore) -> None:
 
 @pytest.mark.parametrize("time", ["1", "1w", "-1h", "h", "1e5s", "1h30m", "", "nan s"])
 def test_rejects_invalid_times(stored: LocalStore, time: str) -> None:
-    result = run("gc", "--older-than", time)
-    assert result.exit_code == 2
+    result = run("gc", "--older-than", time, exit_code=2)
     assert "is not a time such as 30m, 1h or 2d" in result.stderr
 
 
 @pytest.mark.parametrize("time", ["0s", "90 m", "1.5h", "2d"])
 def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
-    assert run("gc", "--older-than", time).exit_code == 0
+    run("gc", "--older-than", time)
 
 
 def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) -> None:
@@ -69,9 +66,7 @@ def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) ->
     path.parent.mkdir(parents=True)
     path.write_bytes(b"{")
     count = len(list(emptied.folder("blobs").iterdir()))
-    result = run("gc", "--older-than=0s")
-    assert result.exit_code == 4
-    assert "torn/latest' needs" in result.stderr
+    assert "torn/latest' needs" in run("gc", "--older-than=0s", exit_code=4).stderr
     assert len(list(emptied.folder("blobs").iterdir())) == count
 
 
@@ -88,5 +83,5 @@ def test_waits_no_longer_than_the_option_says(stored: LocalStore, options: tuple
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
-    assert run("gc").exit_code == 0
+    run("gc")
     assert not store.root.exists()

@@ -12,7 +12,6 @@ COUNT = len(dense_tensors())
 
 def test_makes_a_folder_of_links(stored: LocalStore, tmp_path: Path) -> None:
     result = run("link", "dense", tmp_path / "farm")
-    assert result.exit_code == 0
     assert result.stderr == ""
     start = f"linked dense:latest in {tmp_path}/farm: {COUNT} tensors in {COUNT} links ("
     assert result.stdout.startswith(start)
@@ -22,7 +21,7 @@ def test_makes_a_folder_of_links(stored: LocalStore, tmp_path: Path) -> None:
 
 
 def test_makes_hard_links_when_asked(stored: LocalStore, tmp_path: Path) -> None:
-    assert run("link", "dense", tmp_path / "farm", "--hard").exit_code == 0
+    run("link", "dense", tmp_path / "farm", "--hard")
     files = list((tmp_path / "farm").glob("*.safetensors"))
     assert [path.is_symlink() for path in files] == [False] * COUNT
     assert {path.stat().st_nlink for path in files} == {2}
@@ -31,15 +30,15 @@ def test_makes_hard_links_when_asked(stored: LocalStore, tmp_path: Path) -> None
 def test_adds_old_keys_when_asked(store: LocalStore, tmp_path: Path) -> None:
     files = {"config.json": b'{"num_local_experts": 2}'}
     source = write_folder(tmp_path / "model", dense_tensors(), files=files)
-    assert run("create", source, "m").exit_code == 0
-    assert run("link", "m", tmp_path / "farm", "--old-keys").exit_code == 0
+    run("create", source, "m")
+    run("link", "m", tmp_path / "farm", "--old-keys")
     config = json.loads((tmp_path / "farm" / "config.json").read_bytes())
     assert config == {"num_local_experts": 2, "num_experts": 2}
 
 
 def test_says_what_is_copied(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model", quantizable_tensors())
-    assert run("create", source, "m", "--quantize", "int4").exit_code == 0
+    run("create", source, "m", "--quantize", "int4")
     result = run("link", "m", tmp_path / "farm")
     assert result.stderr.startswith("note: weight files that are copies: 3, ")
     assert "note: weight files that are copies: 1, " in result.stderr

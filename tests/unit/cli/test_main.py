@@ -70,9 +70,7 @@ def test_show_loads_no_numpy_and_piped_no_rich(stored: LocalStore) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "-h"] for name in COMMANDS)])
 def test_prints_help(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 0
-    assert result.stdout.startswith("Usage: ")
+    assert run(*arguments).stdout.startswith("Usage: ")
 
 
 def test_help_names_every_command_exit_code_and_completion() -> None:
@@ -118,9 +116,7 @@ def test_runs_as_a_module() -> None:
     ],
 )
 def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stderr
+    assert run(*arguments, exit_code=2).stderr
     assert not store.root.exists()
 
 
@@ -134,8 +130,7 @@ def test_wrong_usage_exits_with_2(store: LocalStore, arguments: list[str]) -> No
     ],
 )
 def test_escapes_control_characters_in_usage_errors(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
+    result = run(*arguments, exit_code=2)
     assert "\\x1b" in result.stderr
     assert all(line.isprintable() for line in result.stderr.split("\n"))
 
@@ -167,7 +162,7 @@ def test_an_error_is_json_too_when_asked(
     error = run_json(*arguments, exit_code=exit_code)["error"]
     assert error["kind"] == kind
     assert error["exit_code"] == exit_code
-    assert error["message"] in run(*arguments).stderr
+    assert error["message"] in run(*arguments, exit_code=exit_code).stderr
 
 
 def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
@@ -180,13 +175,12 @@ def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
     )
-
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith(b"ZeroDivisionError: division by zero")
 
 
 def test_suggests_only_similar_names(stored: LocalStore) -> None:
-    assert "did you mean" not in run("show", "qwen").stderr
+    assert "did you mean" not in run("show", "qwen", exit_code=3).stderr
 
 
 @pytest.mark.parametrize(
@@ -205,7 +199,6 @@ def test_ends_silently_if_the_reader_closes_the_pipe(
         check=False,
     )
     os.close(writer)
-
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == b""
 
@@ -230,7 +223,6 @@ def test_a_full_disk_under_the_output_is_an_error(stored: LocalStore) -> None:
             env=environment(),
             check=False,
         )
-
     assert done.returncode == 1
     assert done.stderr == (
         b"blobstore: error: cannot write to standard output: No space left on device\n"
@@ -251,14 +243,12 @@ def test_a_full_disk_under_the_errors_leaves_the_exit_code(
             env=environment(),
             check=False,
         )
-
     assert done.returncode == 4
 
 
 @pytest.mark.parametrize("command", [["list"], ["verify"], ["show", "m"], ["create", ".", "m"]])
 def test_an_inaccessible_store_is_an_error(command: list[str]) -> None:
-    result = run(*command, "--store", "/" + "n" * 300)
-    assert result.exit_code == 1
+    result = run(*command, "--store", "/" + "n" * 300, exit_code=1)
     assert result.stderr.startswith("blobstore: error: ")
     assert result.stderr.count("\n") == 1
 
@@ -337,6 +327,5 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
     )
-
     assert done.returncode == exit_code
     assert done.stderr == b"blobstore: interrupted\n"

@@ -22,7 +22,6 @@ def test_rewrites_damaged_blobs(stored: LocalStore, dense: Path) -> None:
 
     result = run("repair", "dense", "--from", dense)
 
-    assert result.exit_code == 0
     lines = sorted(result.stdout.splitlines())
     (aside,) = stored.folder("quarantine").iterdir()
     digest = path.name.replace("-", ":")
@@ -32,7 +31,7 @@ def test_rewrites_damaged_blobs(stored: LocalStore, dense: Path) -> None:
     assert lines[2] == (
         f"rewrote layer {PLAIN}, blob {digest} ({size} B); the damaged file is now '{aside}'"
     )
-    assert run("verify").exit_code == 0
+    run("verify")
     assert run("repair", "--from", dense).stdout.startswith("ok: 1 model, ")
 
 
@@ -61,8 +60,7 @@ def test_prints_json(stored: LocalStore, dense: Path) -> None:
 def test_lists_the_remaining_faults_and_exits_with_4(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, "merges.txt", "dense"))
     (dense / "merges.txt").write_bytes(b"c d\n")
-    result = run("repair", "dense", "--from", dense)
-    assert result.exit_code == 4
+    result = run("repair", "dense", "--from", dense, exit_code=4)
     fault, summary = result.stdout.splitlines()
     assert fault.startswith("model dense:latest, layer merges.txt: blob ")
     assert fault.endswith(f"; nothing in '{dense}' has its name and size")
@@ -71,8 +69,7 @@ def test_lists_the_remaining_faults_and_exits_with_4(stored: LocalStore, dense: 
 
 def test_advises_on_a_source_if_none_is_given(stored: LocalStore) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
-    result = run("repair")
-    assert result.exit_code == 4
+    result = run("repair", exit_code=4)
     assert f"layer {PLAIN}, tensor {PLAIN}: blob " in result.stdout
     assert (
         "note: to rewrite damaged and missing blobs, give --from the source of the model"
@@ -81,9 +78,7 @@ def test_advises_on_a_source_if_none_is_given(stored: LocalStore) -> None:
 
 
 def test_an_intact_store_is_ok(stored: LocalStore) -> None:
-    result = run("repair")
-    assert result.exit_code == 0
-    assert result.stderr == ""
+    assert run("repair").stderr == ""
 
 
 def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
@@ -91,7 +86,6 @@ def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
     flip(path)
     wrong = path.read_bytes()
     result = run("repair", "--from", dense, "--dry-run")
-    assert result.exit_code == 0
     assert result.stdout.startswith(f"would rewrite layer {PLAIN}, blob ")
     assert "would rewrite 1 blob; all would be intact: 1 model" in result.stdout
     assert path.read_bytes() == wrong
@@ -100,43 +94,40 @@ def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
 
 def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    assert run("create", dense, "any-name", "--store", other).exit_code == 0
+    run("create", dense, "any-name", "--store", other)
     for path in stored.folder("blobs").iterdir():
         flip(path)
-    assert run("repair", "--from", other).exit_code == 0
-    assert run("verify").exit_code == 0
+    run("repair", "--from", other)
+    run("verify")
 
 
 def test_restores_a_damaged_manifest_from_another_store(
     stored: LocalStore, dense: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    assert run("create", dense, "any-name", "--store", other).exit_code == 0
+    run("create", dense, "any-name", "--store", other)
     path = stored.manifest_path(Reference.parse("dense"))
     wrong = path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"')
     path.write_bytes(wrong)
     flip(Path(stored.blob_path(stored.parse(Reference.parse("dense"))[1].layers[0].digest)))
     told = run("repair", "--from", other, "--dry-run")
-    assert told.exit_code == 0
     assert "would rewrite 1 manifest and 1 blob; all would be intact: 1 model, " in told.stdout
 
-    result = run("repair", "--from", dense)  # which has no manifests
-    assert result.exit_code == 4
+    result = run("repair", "--from", dense, exit_code=4)  # which has no manifests
     assert "or create the model again, or take the file from a backup\n" in result.stdout
 
     result = run("repair", "--from", other)
-    assert result.exit_code == 0
     (aside,) = stored.folder("quarantine").glob(f"{Digest.of(wrong).file_name}.*")
     assert result.stdout.startswith(
         f"rewrote the manifest of model dense:latest; the damaged file is now '{aside}'\n"
         "rewrote 1 manifest; ok: 1 model, "
     )
-    assert run("verify").exit_code == 0
+    run("verify")
 
 
 def test_json_lists_restored_manifests(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    assert run("create", dense, "dense", "--store", other).exit_code == 0
+    run("create", dense, "dense", "--store", other)
     path = stored.manifest_path(Reference.parse("dense"))
     path.write_bytes(path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"'))
     told = run_json("repair", "--from", other, "--dry-run")
@@ -150,54 +141,49 @@ def test_json_lists_restored_manifests(stored: LocalStore, dense: Path, tmp_path
 def test_a_quantized_model_needs_only_its_overrides(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
     override = ("--quantize-override", "*.experts.1.up_proj.weight=int8")
-    assert run("create", source, "m", "--quantize", "int4", *override).exit_code == 0
+    run("create", source, "m", "--quantize", "int4", *override)
     for path in store.folder("blobs").iterdir():
         path.unlink()
-    assert run("repair", "--from", source, "--dry-run").exit_code == 4
-    assert run("repair", "--from", source, *override).exit_code == 0
-    assert run("verify").exit_code == 0
+    run("repair", "--from", source, "--dry-run", exit_code=4)
+    run("repair", "--from", source, *override)
+    run("verify")
 
 
 def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", dense_tensors(), stem="model.fp16")
     write_folder(tmp_path / "source", {"x": dense_tensors()["mask"]}, stem="model.int8")
     choice = ("--weights", "*fp16*")
-    assert run("create", source, "m", *choice).exit_code == 0
+    run("create", source, "m", *choice)
     flip(blob_path(store, PLAIN))
-    assert run("repair", "--from", source, *choice).exit_code == 0
+    run("repair", "--from", source, *choice)
 
 
 def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
-    result = run("repair", "dens", "--from", dense)
-    assert result.exit_code == 3
+    result = run("repair", "dens", "--from", dense, exit_code=3)
     assert "a missing manifest cannot be repaired" in result.stderr
     assert "did you mean 'dense'?" in result.stderr
 
 
 def test_a_missing_source_is_not_found(stored: LocalStore) -> None:
-    assert run("repair", "--from", "nowhere").exit_code == 3
+    run("repair", "--from", "nowhere", exit_code=3)
 
 
 def test_the_store_itself_is_no_source(stored: LocalStore) -> None:
-    result = run("repair", "--from", stored.root)
-    assert result.exit_code == 2
-    assert "is the store itself" in result.stderr
+    assert "is the store itself" in run("repair", "--from", stored.root, exit_code=2).stderr
 
 
 def test_waits_for_processes_that_hold_the_lock(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
     with stored.shared_lock():
-        result = run("repair", "--from", dense, "--wait", "0.01")
-    assert result.exit_code == 1
+        result = run("repair", "--from", dense, "--wait", "0.01", exit_code=1)
     assert "waiting for the lock of the store" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["x\x1b[2Jy", "a\nb"])
 def test_names_are_escaped(name: str, store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", {name: dense_tensors()["mask"]})
-    assert run("create", source, "m").exit_code == 0
+    run("create", source, "m")
     flip(Path(store.blob_path(store.resolve(Reference.parse("m")).layers[0].digest)))
     result = run("repair", "--from", source)
-    assert result.exit_code == 0
     assert result.stdout.count("\n") == 2
     assert "\x1b" not in result.output

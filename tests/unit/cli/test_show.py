@@ -67,7 +67,6 @@ def test_lists_every_tensor_with_type_shape_bytes_and_digest(stored: LocalStore)
 def test_prints_plain_rows_when_piped(stored: LocalStore) -> None:
     done = run_process("show", "dense", COLUMNS="20", FORCE_COLOR="1")
     lines = done.stdout.decode().splitlines()
-
     assert done.stderr == b""
     assert lines[0] == "dense:latest: TinyForCausalLM (tiny)"
     assert lines[1].split() == ["NAME", "TYPE", "SHAPE", "BITS", "SIZE", "DIGEST"]
@@ -81,7 +80,7 @@ def test_prints_plain_rows_when_piped(stored: LocalStore) -> None:
 
 @pytest.mark.parametrize("form", ["packed", "stacked"])
 def test_resolves_groups(store: LocalStore, moe: Path, form: str) -> None:
-    assert run("create", moe, "moe", "--experts", form).exit_code == 0
+    run("create", moe, "moe", "--experts", form)
     shown = run_json("show", "moe")
     assert shown["parameters"] == sum(array.size for array in moe_tensors().values())
     experts = [t for t in shown["tensors"] if t["layer"] == "model.layers.0.mlp.experts"]
@@ -91,7 +90,6 @@ def test_resolves_groups(store: LocalStore, moe: Path, form: str) -> None:
 
 def test_selects_tensors_by_pattern(stored: LocalStore) -> None:
     shown = run_json("show", "dense", "*.up_proj.*", "scal?r")
-
     assert [tensor["name"] for tensor in shown["tensors"]] == [
         "model.layers.0.mlp.up_proj.bias",
         "model.layers.0.mlp.up_proj.weight",
@@ -104,8 +102,7 @@ def test_selects_tensors_by_pattern(stored: LocalStore) -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None:
-    result = run("show", "dense", "scalar", "SCALAR*")
-    assert result.exit_code == 3
+    result = run("show", "dense", "scalar", "SCALAR*", exit_code=3)
     assert result.stdout == ""
     assert result.stderr == (
         "blobstore: error: nothing in model 'dense:latest' matches 'SCALAR*'\n"
@@ -134,7 +131,6 @@ def test_sorts_by_type_and_parameters(stored: LocalStore) -> None:
 def test_lists_layers(stored: LocalStore) -> None:
     manifest = stored.resolve(Reference.parse("dense"))
     shown = run_json("show", "dense", "--layers")["layers"]
-
     assert [
         (layer["media_type"], layer["name"], layer["bytes"], layer["digest"]) for layer in shown
     ] == [
@@ -164,7 +160,7 @@ def test_prints_the_manifest_byte_for_byte(stored: LocalStore) -> None:
 @pytest.mark.parametrize("broken", ["", "[]", '{"architectures": 3}', "\x00", "[" * 100_000])
 def test_shows_models_of_unknown_architecture(store: LocalStore, dense: Path, broken: str) -> None:
     (dense / "config.json").write_text(broken)
-    assert run("create", dense, "dense").exit_code == 0
+    run("create", dense, "dense")
     assert run_json("show", "dense")["architecture"] is None
     assert run("show", "dense").stdout.startswith("dense:latest: unknown architecture\n")
 
@@ -177,7 +173,7 @@ def test_takes_the_class_of_a_pipeline_for_its_architecture(
     write_folder(folder / "unet", tensors, stem="diffusion_pytorch_model")
     index = {"_class_name": "TinyPipeline", "unet": ["diffusers", "UNet"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    assert run("create", folder, "pipeline").exit_code == 0
+    run("create", folder, "pipeline")
     shown = run_json("show", "pipeline")
     assert shown["architecture"] == "TinyPipeline"
     assert [tensor["name"] for tensor in shown["tensors"]] == ["unet/w"]
@@ -190,9 +186,8 @@ def test_shows_a_missing_or_damaged_tensor_blob(
     layer = layer_named(stored, "model.embed_tokens.weight")
     assert callable(harm)
     harm(stored, layer)
-    result = run("show", "dense")
+    result = run("show", "dense", exit_code=4)
 
-    assert result.exit_code == 4
     rows = [line.split()[:2] for line in result.stdout.splitlines()[2:-1]]
     assert [name for name, _ in rows] == NAMES
     assert [state.upper()] == [kind for name, kind in rows if name == layer.name]
@@ -210,8 +205,7 @@ def test_shows_a_missing_or_damaged_tensor_blob(
 @pytest.mark.parametrize("view", [[], ["--layers"], ["--files"]])
 def test_shows_a_file_blob_that_is_missing(stored: LocalStore, name: str, view: list[str]) -> None:
     remove_blob(stored, layer_named(stored, name))
-    result = run("show", "dense", *view)
-    assert result.exit_code == 4
+    result = run("show", "dense", *view, exit_code=4)
     assert any(name in line and "MISSING" in line for line in result.stdout.splitlines())
     assert result.stderr.count("\n") == 1
     assert run_json("show", "dense", *view, exit_code=4)["faults"][0]["name"] == name
@@ -219,8 +213,7 @@ def test_shows_a_file_blob_that_is_missing(stored: LocalStore, name: str, view: 
 
 def test_shows_that_the_config_blob_is_missing(stored: LocalStore) -> None:
     remove_blob(stored, stored.resolve(Reference.parse("dense")).config)
-    result = run("show", "dense")
-    assert result.exit_code == 4
+    result = run("show", "dense", exit_code=4)
     assert any(line.startswith("(config) ") for line in result.stdout.splitlines())
     assert "MISSING" in result.stdout
 
@@ -231,23 +224,20 @@ def test_a_config_with_a_wrong_digest_is_damaged(stored: LocalStore) -> None:
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data.replace(b"Tiny", b"tINY"))
-    result = run("show", "dense", "--files")
-    assert result.exit_code == 4
+    result = run("show", "dense", "--files", exit_code=4)
     assert "DAMAGED config.json" in result.stdout
     assert result.stdout.startswith("dense:latest: unknown architecture\n")
 
 
 def test_a_pattern_that_only_damage_can_explain_is_damage(store: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     remove_blob(store, layer_named(store, "model.layers.0.mlp.experts", "moe"))
-    result = run("show", "moe", "*.experts.0.*")
-    assert result.exit_code == 4
-    assert "not all of it can be read" in result.stderr
+    assert "not all of it can be read" in run("show", "moe", "*.experts.0.*", exit_code=4).stderr
 
 
 def test_a_damaged_manifest_is_damage(stored: LocalStore) -> None:
     stored.manifest_path(Reference.parse("dense")).write_bytes(b"{}")
-    assert run("show", "dense").exit_code == 4
+    run("show", "dense", exit_code=4)
     assert run("show", "dense", "--manifest").stdout == "{}"
 
 
@@ -255,8 +245,6 @@ def test_shows_a_model_of_ollama_by_its_layers(store: LocalStore) -> None:
     manifest = add_gguf_model(store, "llama3:8b")
     result = run("show", "llama3:8b")
     lines = result.stdout.splitlines()
-
-    assert result.exit_code == 0
     assert lines[0] == "llama3:8b: llama (8.0B)"
     assert lines[1].startswith("a model of Ollama: ")
     assert lines[2].split() == ["NAME", "MEDIA", "TYPE", "SIZE", "DIGEST"]

@@ -21,11 +21,11 @@ def path(tmp_path: Path, store: LocalStore) -> Path:
 
 def test_reports_what_was_unpacked(store: LocalStore, path: Path) -> None:
     result = run("unpack", path)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stderr == ""
     first, *rest = result.stdout.splitlines()
     assert first.startswith("unpacked 2 models: 8 blobs, 141 kB written; ")
     assert rest == ["  base:latest", "  tuned:latest"]
-    assert run("verify").exit_code == 0
+    run("verify")
     again = run("unpack", path, "base")
     assert again.stdout.startswith(
         "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB already present; "
@@ -47,7 +47,7 @@ def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
 
 def test_verify_only_writes_nothing(store: LocalStore, path: Path) -> None:
     result = run("unpack", path, "--verify-only")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stderr == ""
     assert result.stdout.startswith(f"{path} is intact: 8 blobs of 141 kB in ")
     assert result.stdout.splitlines()[1:] == ["  base:latest", "  tuned:latest"]
     found = run_json("unpack", path, "--verify-only")
@@ -63,8 +63,7 @@ def test_exits_with_4_if_the_archive_is_damaged(
     store: LocalStore, path: Path, options: tuple[str, ...]
 ) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-    result = run("unpack", path, *options)
-    assert result.exit_code == 4
+    result = run("unpack", path, *options, exit_code=4)
     assert f"blobstore: error: archive '{path}': " in result.stderr
     error = run_json("unpack", path, *options, exit_code=4)["error"]
     assert error["kind"] == "ArchiveDamaged"
@@ -73,19 +72,17 @@ def test_exits_with_4_if_the_archive_is_damaged(
 
 def test_force_replaces_another_model_of_the_name(store: LocalStore, path: Path) -> None:
     put(store, "base", {"x": 50})
-    result = run("unpack", path)
-    assert result.exit_code == 1
+    result = run("unpack", path, exit_code=1)
     assert "another model has the name 'base:latest'; replace it with --force" in result.stderr
-    assert run("unpack", path, "--force").exit_code == 0
-    assert run("verify").exit_code == 0
+    run("unpack", path, "--force")
+    run("verify")
 
 
 def test_exits_with_3_if_the_file_or_model_is_missing(store: LocalStore, path: Path) -> None:
-    assert run("unpack", path.with_name("none.bsar")).exit_code == 3
-    assert run("unpack", path, "other").exit_code == 3
+    run("unpack", path.with_name("none.bsar"), exit_code=3)
+    run("unpack", path, "other", exit_code=3)
 
 
 def test_verify_only_and_force_contradict_each_other(store: LocalStore, path: Path) -> None:
-    result = run("unpack", path, "--verify-only", "--force")
-    assert result.exit_code == 2
+    result = run("unpack", path, "--verify-only", "--force", exit_code=2)
     assert "contradict each other" in result.stderr

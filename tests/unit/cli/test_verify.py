@@ -24,7 +24,6 @@ def flip_last_byte(store: LocalStore, layer_name: str) -> None:
 
 def test_says_that_all_is_well(stored: LocalStore) -> None:
     result = run("verify")
-    assert result.exit_code == 0
     assert result.stdout.startswith("ok: 1 model, 13 blobs, ")
     assert result.stdout.count("\n") == 1
     verified = run_json("verify", "dense", "--jobs", 1)
@@ -34,13 +33,12 @@ def test_says_that_all_is_well(stored: LocalStore) -> None:
 
 
 def test_prints_one_line_per_fault_and_exits_with_4(stored: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     flip_last_byte(stored, "model.embed_tokens.weight")
     flip_last_byte(stored, "merges.txt")
-    result = run("verify")
+    result = run("verify", exit_code=4)
     lines = result.stdout.splitlines()
 
-    assert result.exit_code == 4
     assert lines[0].startswith(
         "model dense:latest, layer model.embed_tokens.weight, tensor model.embed_tokens.weight: "
     )
@@ -52,33 +50,29 @@ def test_prints_one_line_per_fault_and_exits_with_4(stored: LocalStore, moe: Pat
 
 
 def test_verifies_only_what_is_named(stored: LocalStore, moe: Path) -> None:
-    assert run("create", moe, "moe").exit_code == 0
+    run("create", moe, "moe")
     flip_last_byte(stored, "merges.txt")
-    assert run("verify", "moe").exit_code == 0
-    assert run("verify", "moe", "dense").exit_code == 4
+    run("verify", "moe")
+    run("verify", "moe", "dense", exit_code=4)
 
 
 def test_a_damaged_manifest_is_a_fault(stored: LocalStore) -> None:
     stored.manifest_path(Reference.parse("dense")).write_bytes(b"{}")
-    result = run("verify")
-    assert result.exit_code == 4
+    result = run("verify", exit_code=4)
     assert result.stdout.startswith("model dense:latest: ")
     assert "\n1 fault: 1 model, 0 blobs, " in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [["verify"], ["repair"], ["repair", "--from", "x"]])
 def test_an_absent_store_is_not_found(store: LocalStore, arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 3
-    assert result.stderr.startswith("blobstore: error: there is no store at ")
+    assert run(*arguments, exit_code=3).stderr.startswith("blobstore: error: there is no store at ")
 
 
 def test_a_quick_check_reads_no_data(stored: LocalStore) -> None:
     flip_last_byte(stored, "model.embed_tokens.weight")
     result = run("verify", "--quick")
-    assert result.exit_code == 0
     assert result.stdout.startswith("ok: 1 model, 13 blobs, sizes and headers only, ")
-    assert run("verify").exit_code == 4
+    run("verify", exit_code=4)
     blob_path(stored, "merges.txt", "dense").unlink()
     (fault,) = run_json("verify", "--quick", exit_code=4)["faults"]
     assert fault["layer"] == "merges.txt"
@@ -88,7 +82,7 @@ def test_a_quick_check_reads_no_data(stored: LocalStore) -> None:
 def test_advises_repair_once(stored: LocalStore) -> None:
     flip_last_byte(stored, "model.embed_tokens.weight")
     flip_last_byte(stored, "merges.txt")
-    result = run("verify")
+    result = run("verify", exit_code=4)
     assert "blobstore repair" not in result.stdout
     assert result.stderr.count("blobstore repair NAME --from SOURCE") == 1
     assert "repair" not in run("verify", "--quick").stderr
@@ -96,18 +90,16 @@ def test_advises_repair_once(stored: LocalStore) -> None:
 
 @pytest.mark.parametrize("rate", ["50MB/s", "50MB", "1000000", " 2GiB/s"])
 def test_a_rate_can_be_given(rate: str, stored: LocalStore) -> None:
-    assert run("verify", "--watch-rate", rate).exit_code == 0
+    run("verify", "--watch-rate", rate)
 
 
 @pytest.mark.parametrize("rate", ["fast", "0", "0.5B/s", "-1MB/s", "5MB/m", ""])
 def test_rejects_invalid_rates(rate: str, stored: LocalStore) -> None:
-    result = run("verify", "--watch-rate", rate)
-    assert result.exit_code == 2
-    assert "--watch-rate" in result.stderr
+    assert "--watch-rate" in run("verify", "--watch-rate", rate, exit_code=2).stderr
 
 
 def test_refuses_a_rate_for_a_quick_check(stored: LocalStore) -> None:
-    assert run("verify", "--quick", "--watch-rate", "1MB/s").exit_code == 2
+    run("verify", "--quick", "--watch-rate", "1MB/s", exit_code=2)
 
 
 @pytest.mark.timeout(60)
