@@ -50,101 +50,60 @@ DAMAGED = {"verify": 4, "repair": 0, "du": 4, "show": 4}
 EXIT_CODES = {"diff": 1, **DAMAGED}
 # The keys of the JSON of each command; "[]" stands for the items of a list.
 JSON = {
-    "create": """
-        blobs bytes_present bytes_written name notices seconds tensors
-    """,
-    "list": """
-        models models[].bytes models[].digest models[].error models[].frozen_bytes
-        models[].modified models[].name models[].shared_bytes
-    """,
-    "show": """
-        architecture bytes faults faults[].bytes faults[].digest faults[].frozen
+    "create": "blobs bytes_present bytes_written name notices seconds tensors",
+    "list": """models models[].bytes models[].digest models[].error models[].frozen_bytes
+        models[].modified models[].name models[].shared_bytes""",
+    "show": """architecture bytes faults faults[].bytes faults[].digest faults[].frozen
         faults[].media_type faults[].message faults[].name faults[].state format frozen_bytes
         model_type name parameters tensors tensors[].bits_per_weight tensors[].bytes
         tensors[].digest tensors[].dtype tensors[].layer tensors[].name tensors[].parameters
-        tensors[].shape tensors[].type
-    """,
-    "verify": """
-        blobs bytes_read faults faults[].blob faults[].layer faults[].message faults[].reference
-        faults[].tensor models seconds
-    """,
-    "export": """
-        bytes_written files folder name seconds shards tensors
-    """,
-    "link": """
-        bytes_copied bytes_linked bytes_shared copied files folder links name notices seconds
-        shared tensors
-    """,
-    "compare": """
-        base name only_in_base only_in_name tensors tensors[].base_bits_per_weight
+        tensors[].shape tensors[].type""",
+    "verify": """blobs bytes_read faults faults[].blob faults[].layer faults[].message
+        faults[].reference faults[].tensor models seconds""",
+    "export": "bytes_written files folder name seconds shards tensors",
+    "link": """bytes_copied bytes_linked bytes_shared copied files folder links name notices
+        seconds shared tensors""",
+    "compare": """base name only_in_base only_in_name tensors tensors[].base_bits_per_weight
         tensors[].base_bytes tensors[].base_group_size tensors[].base_type
         tensors[].bits_per_weight tensors[].bytes tensors[].equal tensors[].group_size
         tensors[].max_abs_error tensors[].name tensors[].nonfinite tensors[].relative_error
         tensors[].shape tensors[].snr_db tensors[].type tensors[].worst_group total
         total.base_bits_per_weight total.bits_per_weight total.differing total.max_abs_error
-        total.nonfinite total.relative_error total.snr_db total.tensors
-    """,
-    "inspect": """
-        bytes file globals globals[].name globals[].offset globals[].pickle globals[].use kind
-        notices parts parts[].path parts[].tensors refusal tensors tensors[].bytes
-        tensors[].dtype tensors[].name tensors[].shape unreadable
-    """,
-    "convert": """
-        bytes_written file notices tensors
-    """,
-    "rm": """
-        dry_run kept_as_bases kept_as_bases.blobs kept_as_bases.by kept_as_bases.bytes removed
-        removed[].digest removed[].error removed[].name unreadable unreferenced
-        unreferenced.blobs unreferenced.bytes
-    """,
-    "cp": """
-        digest name replaced source
-    """,
-    "tag": """
-        digest name replaced source
-    """,
-    "mv": """
-        digest name replaced source
-    """,
-    "du": """
-        bases bases.bytes bases.files caches caches.bytes caches.files cold cold.bytes
+        total.nonfinite total.relative_error total.snr_db total.tensors""",
+    "inspect": """bytes file globals globals[].name globals[].offset globals[].pickle
+        globals[].use kind notices parts parts[].path parts[].tensors refusal tensors
+        tensors[].bytes tensors[].dtype tensors[].name tensors[].shape unreadable""",
+    "convert": "bytes_written file notices tensors",
+    "rm": """dry_run kept_as_bases kept_as_bases.blobs kept_as_bases.by kept_as_bases.bytes
+        removed removed[].digest removed[].error removed[].name unreadable unreferenced
+        unreferenced.blobs unreferenced.bytes""",
+    "cp": "digest name replaced source",
+    "tag": "digest name replaced source",
+    "mv": "digest name replaced source",
+    "du": """bases bases.bytes bases.files caches caches.bytes caches.files cold cold.bytes
         cold.files cold.hot_bytes cold.saved_bytes cold.saved_share errors foreign foreign.bytes
         foreign.files manifests manifests.bytes manifests.files models models[].blobs
         models[].bytes models[].error models[].faults models[].name models[].shared_bytes
         models[].unique_bytes quarantine quarantine.bytes quarantine.files store store.blobs
         store.bytes store.bytes_in_all store.bytes_without_sharing store.dedup_ratio
         store.models temporary temporary.bytes temporary.files together together.bytes
-        together.unique_bytes unreferenced unreferenced.bytes unreferenced.files
-    """,
-    "diff": """
-        a b files files[].a files[].a.bytes files[].a.digest files[].b files[].b.bytes
+        together.unique_bytes unreferenced unreferenced.bytes unreferenced.files""",
+    "diff": """a b files files[].a files[].a.bytes files[].a.digest files[].b files[].b.bytes
         files[].b.digest files[].change files[].media_type files[].name same tensors tensors[].a
         tensors[].a.bytes tensors[].a.digest tensors[].a.group_size tensors[].a.shape
         tensors[].a.type tensors[].b tensors[].b.bytes tensors[].b.digest tensors[].b.group_size
         tensors[].b.shape tensors[].b.type tensors[].change tensors[].differs_in tensors[].name
-        tensors[].same_blob
-    """,
-    "gc": """
-        blobs blobs[].bytes blobs[].path bytes dry_run folders kept kept.blobs kept.bytes
-        kept_as_bases kept_as_bases.blobs kept_as_bases.bytes leftovers
-    """,
-    "repair": """
-        blobs bytes_read dry_run faults manifests models repaired repaired[].blob
-        repaired[].bytes repaired[].layer repaired[].quarantined seconds
-    """,
-    "freeze": """
-        bases bases.dense:latest blobs blobs[].base blobs[].bytes blobs[].digest blobs[].name
-        blobs[].outcome blobs[].stored_bytes bytes dry_run faults names seconds stored_bytes
-    """,
-    "thaw": """
-        blobs bytes faults names seconds stored_bytes
-    """,
-    "pack": """
-        blobs bytes deltas file names seconds stored_bytes
-    """,
-    "unpack": """
-        blobs bytes_present bytes_written file names seconds
-    """,
+        tensors[].same_blob""",
+    "gc": """blobs blobs[].bytes blobs[].path bytes dry_run folders kept kept.blobs kept.bytes
+        kept_as_bases kept_as_bases.blobs kept_as_bases.bytes leftovers""",
+    "repair": """blobs bytes_read dry_run faults manifests models repaired repaired[].blob
+        repaired[].bytes repaired[].layer repaired[].quarantined seconds""",
+    "freeze": """bases bases.dense:latest blobs blobs[].base blobs[].bytes blobs[].digest
+        blobs[].name blobs[].outcome blobs[].stored_bytes bytes dry_run faults names seconds
+        stored_bytes""",
+    "thaw": "blobs bytes faults names seconds stored_bytes",
+    "pack": "blobs bytes deltas file names seconds stored_bytes",
+    "unpack": "blobs bytes_present bytes_written file names seconds",
 }
 
 
