@@ -194,9 +194,7 @@ def test_mlx_lm_receives_no_array_of_a_model_that_does_not_fit(
     options: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
     blobstore.create(source, NAME, store=store, **options)
     monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
-
     message = str(refused("mlx_lm", store))
-
     assert message == (
         f"{kind.replace('-', '_')} of mlx-lm cannot take the tensors of m:latest: "
         f"1 tensor missing: '{NORM}'; 1 tensor unexpected: 'model.extra'; 1 tensor of another "

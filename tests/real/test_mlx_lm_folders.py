@@ -144,9 +144,7 @@ def test_a_plain_linked_folder_means_the_same_to_both_if_it_has_the_old_keys(
 ) -> None:
     source = write_model(kind, tmp_path / "source")
     blobstore.create(source, "m", store=store)
-
     link_model("m", tmp_path / "farm", store=store, old_keys=True)
-
     found, _ = mlx_lm.utils.load_model(tmp_path / "farm")
     for folder in (source, tmp_path / "farm"):
         assert_as_transformers_computes(found, folder)

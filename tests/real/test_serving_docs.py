@@ -61,7 +61,6 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 def test_the_page_on_transformers_is_right(environment: dict[str, str]) -> None:
     (create,) = commands(PAGES / "transformers.md")
     assert "created llama-3.2:1b" in run(in_python(create), environment)
-
     shown = run(
         [
             sys.executable,
@@ -70,7 +69,6 @@ def test_the_page_on_transformers_is_right(environment: dict[str, str]) -> None:
         ],
         environment,
     )
-
     generated, described = shown.splitlines()
     assert len(re.findall(r"w\d+", generated)) >= 8
     assert described.endswith("LlamaForCausalLM'> torch.float32")

@@ -36,6 +36,14 @@ def forge_index(store: LocalStore, change: Callable[[Any], object]) -> None:
     path.write_bytes(f"{checksum}\n".encode() + text)
 
 
+def write_manifest(store: LocalStore, name: str, data: bytes) -> Path:
+    """Write the manifest file of a model, valid or not."""
+    path = store.manifest_path(Reference.parse(name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
 def flip(path: Path, offset: int = -1) -> None:
     """Change one bit of a file, in place."""
     data = bytearray(path.read_bytes())

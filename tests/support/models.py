@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from typing_extensions import Buffer
 
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -106,27 +106,27 @@ def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
     with store.ingest() as ingest:
         for layer, data in blobs.items():
             added = ingest.add(len(data), lambda data=data: [data])  # type: ignore[misc]
-            layers.append(
-                Descriptor(
-                    media_type=media_types.TENSOR, digest=added.digest, size=added.size, name=layer
-                )
-            )
+            layers.append(Descriptor(media_types.TENSOR, added.digest, added.size, layer))
         ingest.add(len(config), lambda: [config])
         ingest.publish()
-        described = Descriptor(
-            media_type=media_types.CONFIG, digest=Digest.of(config), size=len(config)
-        )
+        described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
         store.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
+
+
+def add_blob(store: LocalStore, data: bytes) -> BlobId:
+    """Add a blob that no model references yet."""
+    with store.ingest() as ingest:
+        added = ingest.add(len(data), lambda: [data])
+        ingest.publish()
+    return BlobId(added.digest, added.size)
 
 
 def with_layers(store: LocalStore, manifest: Manifest, layers: Iterable[Descriptor]) -> Manifest:
     """Return a manifest with other layers, and a config in the store that knows them."""
     layers = tuple(layers)
     config = ModelConfig(layers_digest=layers_digest(layers)).to_bytes()
-    with store.ingest() as ingest:
-        added = ingest.add(len(config), lambda: [config])
-        ingest.publish()
-    described = manifest.config._replace(digest=added.digest, size=added.size)
+    digest, size = add_blob(store, config)
+    described = manifest.config._replace(digest=digest, size=size)
     return replace(manifest, config=described, layers=layers)
 
 

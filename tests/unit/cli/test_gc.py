@@ -7,6 +7,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support.damage import write_manifest
 from tests.unit.cli.running import command_line, environment, run, run_json
 
 
@@ -62,9 +63,7 @@ def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
 
 
 def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) -> None:
-    path = emptied.manifest_path(Reference.parse("torn"))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"{")
+    write_manifest(emptied, "torn", b"{")
     count = len(list(emptied.folder("blobs").iterdir()))
     assert "torn/latest' needs" in run("gc", "--older-than=0s", exit_code=4).stderr
     assert len(list(emptied.folder("blobs").iterdir())) == count

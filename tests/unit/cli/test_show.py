@@ -13,6 +13,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from tests.support.models import (
+    add_blob,
     add_blobs,
     blob,
     dense_tensors,
@@ -281,14 +282,8 @@ def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None
 
 def test_distinguishes_layers_without_a_name(stored: LocalStore) -> None:
     base = stored.resolve(Reference.parse("dense"))
-    with stored.ingest() as ingest:
-        data = {name: blob((name, "U8", (1,), b"x")) for name in ("one", "two")}
-        added = [ingest.add(len(item), lambda item=item: [item]) for item in data.values()]  # type: ignore[misc]
-        ingest.publish()
-    layers = [
-        Descriptor(media_type=media_types.TENSOR, digest=item.digest, size=item.size)
-        for item in added
-    ]
+    contents = [blob((name, "U8", (1,), b"x")) for name in ("one", "two")]
+    layers = [Descriptor(media_types.TENSOR, *add_blob(stored, data)) for data in contents]
     stored.publish(Reference.parse("nameless"), with_layers(stored, base, layers))
 
     assert [tensor["name"] for tensor in run_json("show", "nameless")["tensors"]] == ["one", "two"]

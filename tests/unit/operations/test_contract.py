@@ -154,7 +154,6 @@ def test_works_on_one_thread(call: Callable[..., Any], folder: Path) -> None:
 def test_reports_progress_up_to_the_total(call: Callable[..., Any], folder: Path) -> None:
     reports: list[tuple[str, int, int]] = []
     run(call, folder, progress=lambda *report: reports.append(report))
-
     done = [count for _, count, _ in reports]
     assert reports
     assert done == sorted(done)

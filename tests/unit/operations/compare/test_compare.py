@@ -96,7 +96,6 @@ def test_measures_a_quantized_tensor(
     make(store, "plain", {MATRIX: base})
     make(store, "packed", {MATRIX: base}, quantize=quant_type, **options)
     (found,) = compare_models("packed", "plain", store=store).tensors
-
     with open_model("packed", store=store) as model:
         packed = model.dequantized(MATRIX, "float32")
     assert_measures(found, expected(packed, base, group))
@@ -111,7 +110,6 @@ def test_measures_two_quantized_tensors(store: LocalStore) -> None:
     make(store, "a", {MATRIX: base}, quantize="int4", group_size=32)
     make(store, "b", {MATRIX: base}, quantize="int8")
     (found,) = compare_models("a", "b", store=store).tensors
-
     plain = []
     for name in "ab":
         with open_model(name, store=store) as model:
@@ -145,7 +143,6 @@ def test_measures_a_tensor_the_same_in_several_pieces(store: LocalStore) -> None
     make(store, "plain", {MATRIX: base})
     make(store, "packed", {MATRIX: base}, quantize="mxfp8")
     (found,) = compare_models("packed", "plain", store=store).tensors
-
     with open_model("packed", store=store) as model:
         packed = model.dequantized(MATRIX, "float32")
     assert_measures(found, expected(packed, base, 32))
@@ -165,7 +162,6 @@ def test_measures_a_row_longer_than_a_block(store: LocalStore) -> None:
     make(store, "a", {"x": changed})
     make(store, "b", {"x": base})
     (found,) = compare_models("a", "b", store=store).tensors
-
     assert found.max_abs_error == float(changed[70_000]) - float(base[70_000])
     assert found.worst is not None
     assert found.worst[1:] == (0, 70_000 // 64 * 64, 64)
@@ -180,7 +176,6 @@ def test_measures_every_expert_in_either_form(
     make(store, "plain", experts(), forms[1])
     make(store, "reference", experts(), quantize="int4")
     found = {item.name: item for item in compare_models("packed", "plain", store=store).tensors}
-
     assert set(found) == set(experts())
     with open_model("reference", store=store) as model:
         for name, base in experts().items():
@@ -197,7 +192,6 @@ def test_tensors_of_every_type_and_shape_equal_themselves_when_read(store: Local
     make(store, "a", group)
     make(store, "b", group | {f"{LAYER}.shared_experts.more.weight": np.zeros(1)})
     compared = compare_models("a", "b", store=store)
-
     assert [tensor.name for tensor in compared.tensors] == sorted(group)
     for found in compared.tensors:
         array = group[found.name]
@@ -233,7 +227,6 @@ def test_equal_models_have_no_error(store: LocalStore) -> None:
     make(store, "a", dense_tensors())
     make(store, "b", dense_tensors())
     compared = compare_models("a", "b", store=store)
-
     assert compared.differing == ()
     assert (compared.relative_error, compared.snr_db) == (0, math.inf)
     assert compared.max_abs_error == compared.nonfinite == 0
@@ -247,7 +240,6 @@ def test_does_not_read_shared_bytes(store: LocalStore) -> None:
     make(store, "b", {"same": numbers(8), "x": numbers(4, seed=1)})
     reports: list[tuple[int, int]] = []
     compare_models("a", "b", store=store, progress=lambda _, *sizes: reports.append(sizes))
-
     assert reports[-1] == (32, 32)
 
 
@@ -256,7 +248,6 @@ def test_reports_progress_up_to_the_total(store: LocalStore) -> None:
     make(store, "b", experts())
     reports: list[tuple[str, int, int]] = []
     compared = compare_models("a", "b", store=store, progress=lambda *item: reports.append(item))
-
     total = sum(tensor.nbytes + tensor.base_nbytes for tensor in compared.tensors)
     assert {of for _, _, of in reports} == {total}
     assert [done for _, done, _ in reports] == sorted(done for _, done, _ in reports)
@@ -266,7 +257,6 @@ def test_reports_progress_up_to_the_total(store: LocalStore) -> None:
 def test_the_result_does_not_depend_on_the_number_of_threads(store: LocalStore) -> None:
     make(store, "a", experts(8), quantize="nvfp4")
     make(store, "b", experts(8))
-
     one, many = (compare_models("a", "b", store=store, jobs=jobs) for jobs in (1, 5))
     assert one == many
 
@@ -286,7 +276,6 @@ def nonfinite(store: LocalStore) -> Comparison:
 
 def test_counts_elements_that_are_not_finite_and_measures_the_rest(store: LocalStore) -> None:
     compared = nonfinite(store)
-
     found = compared.tensors[0]
     assert (found.nonfinite, found.squared_error, found.squared_base) == (2, 4, 125)
     assert found.worst == WorstGroup(math.sqrt(4 / 62), 0, 0, 64)
@@ -297,7 +286,6 @@ def test_counts_elements_that_are_not_finite_and_measures_the_rest(store: LocalS
 def test_a_tensor_without_finite_elements_has_no_error(store: LocalStore) -> None:
     nonfinite(store)
     compared = compare_models("a", "b", store=store, patterns=["y"])
-
     (found,) = compared.tensors
     assert not found.is_equal
     assert (found.relative_error, found.snr_db, found.worst) == (None, None, None)
@@ -310,7 +298,6 @@ def test_a_tensor_without_finite_elements_has_no_error(store: LocalStore) -> Non
 def test_rejects_types_that_numpy_lacks(store: LocalStore) -> None:
     for name, data in (("a", b"\0"), ("b", b"\1")):
         add_blobs(store, name, {"x": blob(("x", "F4", (2,), data))})
-
     with pytest.raises(UnsupportedDType, match="tensor 'x': numpy has no packed F4"):
         compare_models("a", "b", store=store)
     assert compare_models("a", "a", store=store).differing == ()

@@ -61,7 +61,6 @@ def test_a_copy_is_equal_and_is_not_read(
     copy_model("a", "b", store=store)
     forbid_reading(monkeypatch)
     found = diff_models("a", "b", store=store)
-
     assert found.is_same
     assert {item.name for item in found.tensors} == set(dense_tensors())
     assert all(item.is_shared and item.is_same and not item.changes for item in found.tensors)
@@ -138,7 +137,6 @@ def test_blobs_of_several_tensors_are_compared_by_tensor(store: LocalStore) -> N
     tensors[name] = tensors[name] + 1
     make(store, "b", tensors)
     found = diff_models("a", "b", store=store)
-
     assert changes(found) == {name: ("bytes",)}
     assert {item.name for item in found.tensors} == set(tensors)
     same = [item for item in found.tensors if ".experts." in item.name and item.is_same]
@@ -154,7 +152,6 @@ def test_experts_are_equal_in_either_form(store: LocalStore, forms: tuple[str, s
     make(store, "a", moe_tensors(), experts=forms[0])
     make(store, "b", moe_tensors(), experts=forms[1])
     make(store, "c", changed, experts=forms[1])
-
     assert diff_models("a", "b", store=store).is_same
     found = diff_models("a", "c", store=store)
     assert changes(found) == {name: ("bytes",)}
@@ -169,7 +166,6 @@ def test_quantized_experts_are_equal_in_either_form(store: LocalStore, quantize:
     make(store, "a", quantizable_tensors(), quantize=quantize)
     make(store, "b", quantizable_tensors(), quantize=quantize, experts="stacked")
     make(store, "c", changed, quantize=quantize, experts="stacked")
-
     assert diff_models("a", "b", store=store).is_same
     assert changes(diff_models("a", "c", store=store)) == {name: ("bytes",)}
 
@@ -238,7 +234,6 @@ def test_layers_without_names_are_matched_in_their_order(store: LocalStore) -> N
     second = [layer for layer in manifest.layers if layer.media_type == media_types.LICENSE][1]
     store.publish(Reference.parse("b"), replace(manifest, layers=(*layers, second)))
     found = diff_models("a", "b", store=store)
-
     assert found.tensors == ()
     licenses = [item for item in found.files if item.media_type == media_types.LICENSE]
     assert [(item.ours is None, item.theirs is None) for item in licenses] == [

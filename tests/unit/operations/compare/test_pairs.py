@@ -14,6 +14,7 @@ from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
 from tests.support.models import (
     Arrays,
+    add_blob,
     add_blobs,
     blob,
     dense_tensors,
@@ -39,10 +40,7 @@ def paired(store: LocalStore, model: str, base: str, *patterns: str) -> Pairing:
 def with_stacks(store: LocalStore, name: str, stacks: object) -> None:
     """Add a list of stacked tensors to a model."""
     content = strictjson.dumps(stacks).encode()
-    with store.ingest() as ingest:
-        item = ingest.add(len(content), lambda: [content])
-        ingest.publish()
-    layer = Descriptor(media_type=media_types.STACKS, digest=item.digest, size=item.size, name="")
+    layer = Descriptor(media_types.STACKS, *add_blob(store, content))
     manifest = store.resolve(Reference.parse(name))
     changed = with_layers(store, manifest, (*manifest.layers, layer))
     store.publish(Reference.parse(name), changed)
@@ -52,7 +50,6 @@ def test_pairs_tensors_by_name_in_the_order_of_the_model(store: LocalStore) -> N
     make(store, "a", dense_tensors())
     make(store, "b", dict(reversed(dense_tensors().items())))
     found = paired(store, "a", "b")
-
     assert [pair.ours.name for pair in found.pairs] == sorted(dense_tensors())
     assert all(pair.ours.name == pair.base.name for pair in found.pairs)
     assert all(pair.is_shared for pair in found.pairs)
@@ -66,7 +63,6 @@ def test_pairs_experts_of_either_form(
     for name, form in zip("ab", forms, strict=True):
         make(store, name, moe_tensors(), form)
     found = paired(store, "a", "b")
-
     assert {pair.ours.name for pair in found.pairs} == set(moe_tensors())
     for pair in found.pairs:
         shape = moe_tensors()[pair.ours.name].shape
@@ -83,7 +79,6 @@ def test_splits_a_stack_of_the_source_by_the_names_of_the_other_model(
     stacked = f"{LAYER}.experts.up_proj.weight"
     make(store, "a", {stacked: np.zeros((12, 6, 4), np.float32)})
     make(store, "b", moe_tensors(), "stacked")
-
     ups = [f"{LAYER}.experts.{number}.up_proj.weight" for number in range(12)]
     assert [pair.ours.name for pair in paired(store, "a", "b").pairs] == ups
     assert [pair.ours.name for pair in paired(store, "b", "a").pairs] == ups
@@ -94,7 +89,6 @@ def test_a_stack_of_unknown_members_is_one_tensor(store: LocalStore) -> None:
     for name in "ab":
         make(store, name, {stacked: np.zeros((12, 6, 4), np.float32)})
     (pair,) = paired(store, "a", "b").pairs
-
     assert (pair.ours.name, pair.ours.shape) == (stacked, (12, 6, 4))
 
 
@@ -103,7 +97,6 @@ def test_takes_the_group_size_from_the_quantized_side(store: LocalStore) -> None
     make(store, "plain", tensors)
     make(store, "other", {"w.weight": np.ones((64, 64), np.float32)})
     make(store, "packed", tensors, quantize="int4")
-
     sizes = [
         paired(store, *names).pairs[0].group_size
         for names in (("packed", "plain"), ("plain", "packed"), ("plain", "other"))
@@ -116,7 +109,6 @@ def test_lists_tensors_that_only_one_model_has(store: LocalStore) -> None:
     make(store, "a", {name: tensors[name] for name in ("mask", "scalar")})
     make(store, "b", {name: tensors[name] for name in ("scalar", "empty")})
     found = paired(store, "a", "b")
-
     assert [pair.ours.name for pair in found.pairs] == ["scalar"]
     assert found.only_in_model == ("mask",)
     assert found.only_in_base == ("empty",)
@@ -127,7 +119,6 @@ def test_filters_both_models_by_pattern(store: LocalStore) -> None:
     make(store, "a", {name: tensors[name] for name in ("mask", "scalar", "empty")})
     make(store, "b", {name: tensors[name] for name in ("scalar", "empty", "position_ids")})
     found = paired(store, "a", "b", "s*", "m*")
-
     assert [pair.ours.name for pair in found.pairs] == ["scalar"]
     assert (found.only_in_model, found.only_in_base) == (("mask",), ())
     with pytest.raises(NotFound, match=r"no tensor of a:latest or b:latest matches 'x\*'"):
@@ -154,7 +145,6 @@ def test_rejects_quantized_weights_of_unknown_format(store: LocalStore) -> None:
     scale = ("x.scale", "F32", (1, 1), bytes(4))
     add_blobs(store, "a", {"x": blob(weight, scale)})
     make(store, "b", {"x": np.zeros((1, 32), np.float32)})
-
     for names in (("a", "b"), ("b", "a")):
         with pytest.raises(BlobstoreError, match="'x' of a:latest is quantized, but its blob does"):
             paired(store, *names)
@@ -189,6 +179,5 @@ def test_only_the_same_bytes_of_the_same_blob_are_shared(store: LocalStore) -> N
         make(store, name, {"z": np.ones((2, 3)), one: np.ones((1, 3)), two: np.ones((1, 3))})
         stacks = {"z": [f"z{first}", f"z{second}"], one: [first], two: [second]}
         with_stacks(store, name, stacks)
-
     assert [pair.is_shared for pair in paired(store, "a", "b").pairs] == [False] * 4
     assert [pair.is_shared for pair in paired(store, "a", "a").pairs] == [True] * 4

@@ -22,11 +22,6 @@ from tests.support.ollama_store import add_gguf_model
 A, B = map(Reference.parse, "ab")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def content(name: str) -> bytes:
     """Return a blob whose size tells it from others."""
     size = 100 * (ord(name) - ord("a"))
@@ -96,7 +91,6 @@ def test_adds_up_the_requested_models(store: LocalStore) -> None:
     make(store, "c", "de")
     config = store.resolve(A).config.size
     usage = measure_usage(["b", "a", B], store=store)
-
     assert [str(model.reference) for model in usage.models] == ["b:latest", "a:latest"]
     assert usage.together == Space(4, sizes("bcd") + config)
     assert usage.together_unique == Space(2, sizes("bc"))
@@ -139,7 +133,6 @@ def test_reports_sizes_on_disk_and_wrong_sizes(store: LocalStore) -> None:
     link.unlink()
     link.symlink_to(short)
     (model,) = measure_usage(store=store).models
-
     assert model.size == model.unique == 2 + manifest.config.size
     assert model.blobs == 4
     assert [type(fault) for fault in model.faults] == [BlobMissing, BlobDamaged, BlobDamaged]
@@ -152,7 +145,6 @@ def test_reports_an_unreadable_manifest(store: LocalStore) -> None:
     make(store, "b", "c")
     store.manifest_path(A).write_bytes(b"{")
     usage = measure_usage(store=store)
-
     assert [type(model.error) for model in usage.models] == [InvalidManifest, type(None)]
     assert (usage.models[0].size, usage.models[0].blobs) == (0, 0)
     assert usage.unreferenced == Space(1, sizes("b"))

@@ -18,7 +18,8 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
-from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
+from tests.support.damage import write_manifest
+from tests.support.models import add_blob, add_blobs, blob, dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
 
 A = Reference.parse("a")
@@ -31,9 +32,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
     """Add an unreferenced blob, written ``age`` seconds ago."""
-    with store.ingest() as ingest:
-        digest = ingest.add(len(data), lambda: [data]).digest
-        ingest.publish()
+    digest, _ = add_blob(store, data)
     written = time.time() - age
     os.utime(store.blob_path(digest), (written, written))
     return digest
@@ -306,9 +305,7 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
 
 
 def test_advises_what_to_do_with_an_unreadable_manifest(store: LocalStore) -> None:
-    path = store.manifest_path(A)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"{}")
+    path = write_manifest(store, "a", b"{}")
     with pytest.raises(InvalidManifest, match=r"STORE' or 'blobstore rm a:latest' first$"):
         collect_garbage(store)
     path.rename(store.folder("manifests") / "file")
@@ -323,9 +320,7 @@ def test_stops_at_a_manifest_without_read_permission(is_folder: bool) -> None:
         def collected() -> object:
             store = LocalStore(folder / "store")
             put(store, b"perhaps needed")
-            path = store.manifest_path(A)
-            path.parent.mkdir(parents=True)
-            path.write_bytes(b"{}")
+            path = write_manifest(store, "a", b"{}")
             closed = path.parent if is_folder else path
             closed.chmod(0)
             try:
@@ -351,9 +346,7 @@ def test_a_manifest_published_during_the_run_is_respected(
 
     def late(store: LocalStore) -> object:
         # Manifests were read once before.
-        path = store.manifest_path(A)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(elsewhere.read_manifest(A))
+        write_manifest(store, "a", elsewhere.read_manifest(A))
         return read_leases(store)
 
     monkeypatch.setattr(LocalStore, "read_leases", late)
@@ -392,9 +385,7 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
     add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
     content = store.read_manifest(Reference.parse("m"))
     for number in range(30):
-        path = store.manifest_path(Reference.parse(f"m{number}"))
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
+        write_manifest(store, f"m{number}", content)
     for number in range(20):
         put(store, b"%d" % number)
     reads: list[str] = []

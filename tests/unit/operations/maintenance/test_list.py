@@ -13,11 +13,6 @@ from tests.support.models import dense_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def make(store: LocalStore, tmp_path: Path, name: str, *tensors: str) -> None:
     chosen = {tensor: dense_tensors()[tensor] for tensor in tensors}
     create(write_folder(tmp_path / name, chosen), name, store=store)
@@ -32,7 +27,6 @@ def test_counts_what_names_share_once(store: LocalStore, tmp_path: Path) -> None
     make(store, tmp_path, "b", "mask", "scalar")
     make(store, tmp_path, "c", "scalar")
     models = list_models(store)
-
     assert [str(model.reference) for model in models] == ["a:latest", "b:latest", "c:latest"]
     manifests = [store.resolve(model.reference) for model in models]
     layers = [manifest.layers for manifest in manifests]
@@ -52,7 +46,6 @@ def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None
     layer = data[start : data.index(b"}", start) + 1]
     path.write_bytes(data.replace(layer, layer + b"," + layer))
     (model,) = list_models(store)
-
     assert len(store.resolve(model.reference).layers) == 6
     assert model.shared == 0
     assert model.size == sum(blob.stat().st_size for blob in store.folder("blobs").iterdir())
@@ -68,7 +61,6 @@ def test_lists_manifests_that_cannot_be_read_with_their_error(
     with (folder / "huge").open("wb") as file:
         file.truncate(2**27)
     models = {model.reference.tag: model for model in list_models(store)}
-
     for tag in ("json", "huge"):
         assert isinstance(models[tag].error, InvalidManifest)
         assert str(folder / tag) in str(models[tag].error)
@@ -83,12 +75,10 @@ def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     gone, stays = store.references()
     store.references = lambda: iter((gone, stays))  # type: ignore[method-assign]
     store.manifest_path(gone).unlink()
-
     assert [model.reference for model in list_models(store)] == [stays]
 
 
 def test_a_file_is_no_store(store: LocalStore) -> None:
     store.root.write_bytes(b"")
-
     with pytest.raises(StoreError, match="is not a folder"):
         list_models(store)

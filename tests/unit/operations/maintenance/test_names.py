@@ -28,6 +28,7 @@ from blobstore.operations.maintenance.names import Named, copy_model, remove_mod
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.damage import write_manifest
 from tests.support.models import add_blobs, blob
 from tests.support.ollama_store import add_gguf_model
 
@@ -53,10 +54,7 @@ def listed(store: LocalStore) -> list[str]:
 
 
 def break_manifest(store: LocalStore, name: str) -> Path:
-    path = store.manifest_path(Reference.parse(name))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"{torn")
-    return path
+    return write_manifest(store, name, b"{torn")
 
 
 # Copying
@@ -66,7 +64,6 @@ def test_a_copy_has_the_same_manifest_and_no_blob_moves(store: LocalStore) -> No
     make(store, "a", b"one", b"two")
     before = {path.name: path.stat().st_ino for path in store.folder("blobs").iterdir()}
     named = copy_model("a", "team/b:v2", store=store)
-
     assert (str(named.source), str(named.target)) == ("a:latest", "team/b:v2")
     assert not named.replaced
     assert store.read_manifest(named.target) == store.read_manifest(A)

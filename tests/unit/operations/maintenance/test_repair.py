@@ -30,7 +30,7 @@ from blobstore.operations.maintenance.repair import Repaired, _Repair, repair_mo
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore
-from tests.support.damage import DAMAGES, blob_path, flip, flip_header, truncate
+from tests.support.damage import DAMAGES, blob_path, flip, flip_header, truncate, write_manifest
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -136,9 +136,7 @@ def test_repairs_a_complete_model_however_it_was_created(
     right = [path.read_bytes() for path in paths]
     for number, path in enumerate(paths):
         DAMAGES[number % len(DAMAGES)](path)
-
     repaired = repair_models(source=folder, store=store)
-
     assert repaired.faults == ()
     assert len(repaired.repaired) == len(paths)
     assert [path.read_bytes() for path in paths] == right
@@ -234,9 +232,7 @@ def test_a_dry_run_reports_and_changes_nothing(
     flip(blob_path(store, "merges.txt"))
     (folder / "merges.txt").write_bytes(b"c d\n")
     before = {path: path.read_bytes() for path in store.folder("blobs").iterdir()}
-
     repaired = repair_models(source=folder, store=store, dry_run=True)
-
     assert layers(repaired) == {EXPERTS}
     assert [item.quarantined for item in repaired.repaired] == [None]
     assert [fault.layer for fault in repaired.faults] == ["merges.txt"]
@@ -338,9 +334,7 @@ def test_stops_reading_a_file_that_grows(
 
 def test_reports_an_unreadable_manifest(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
-    path = store.manifest_path(Reference.parse("broken"))
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
+    write_manifest(store, "broken", b"{}")
     repaired = repair_models(source=folder, store=store)
     assert layers(repaired) == {PLAIN}
     (fault,) = repaired.faults
@@ -386,9 +380,7 @@ def test_a_wrong_size_in_a_manifest_harms_no_blob(store: LocalStore, folder: Pat
     data = manifest.to_bytes()
     layer = next(item for item in manifest.layers if item.name == PLAIN)
     wrong = data.replace(f'"size":{layer.size}'.encode(), f'"size":{layer.size + 1}'.encode())
-    path = store.manifest_path(Reference.parse("wrong"))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(wrong)
+    write_manifest(store, "wrong", wrong)
 
     repaired = repair_models(source=folder, store=store)
     assert repaired.repaired == ()
@@ -460,9 +452,7 @@ def test_rebuilds_an_index_that_comes_from_a_damaged_header(
     write_index(store, data, load_index(store, data, use_index=False))
     with open_model(NAME, store=store) as model:
         assert model["position_ids"].dtype == np.uint64
-
     repair_models(source=folder, store=store)
-
     with open_model(NAME, store=store) as model:
         assert model["position_ids"].dtype == np.int64
 
@@ -558,9 +548,7 @@ def test_skips_a_blob_that_another_repair_has_repaired(
     monkeypatch.setattr(
         "blobstore.operations.maintenance.repair.verify_models", lambda *_, **__: found
     )
-
     repaired = repair_models(source=folder, store=store)
-
     assert repaired.repaired == ()
     assert blob_path(store, PLAIN).stat().st_ino == inode
     assert len(quarantined(store)) == 1

@@ -17,7 +17,7 @@ from blobstore.operations.maintenance import repair_manifests as restoring
 from blobstore.operations.maintenance.repair_manifests import Restored, restore_manifests
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
-from tests.support.models import dense_tensors, moe_tensors, with_layers, write_folder
+from tests.support.models import add_blob, dense_tensors, moe_tensors, with_layers, write_folder
 from tests.support.ollama_store import add_gguf_model
 
 NAME = Reference.parse("m")
@@ -56,11 +56,8 @@ def publish(
     store: LocalStore, name: str, config: ModelConfig, layers: tuple[Descriptor, ...]
 ) -> None:
     data = config.to_bytes()
-    with store.ingest() as ingest:
-        added = ingest.add(len(data), lambda: [data])
-        ingest.publish()
-        described = Descriptor(media_types.CONFIG, added.digest, added.size)
-        store.publish(Reference.parse(name), Manifest(config=described, layers=layers))
+    described = Descriptor(media_types.CONFIG, *add_blob(store, data))
+    store.publish(Reference.parse(name), Manifest(config=described, layers=layers))
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,6 @@ from tests.support.models import (
 FILES = {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def made(tensors: Arrays, store: LocalStore, tmp_path: Path, **options: Any) -> Path:
     folder = write_folder(tmp_path / "source", tensors, files=FILES)
     create(folder, "m", store=store, **options)
@@ -102,7 +97,6 @@ def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     left = all_blobs(store)
     had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), left)
     assert [blob.name for blob in left.values()] == ["model.layers.0.mlp.experts"]
-
     had(RebuiltBlobs(open_source(folder), overrides), left)
     assert not left
 

@@ -51,7 +51,6 @@ def test_describes_tensors_and_blobs(store: LocalStore) -> None:
 
 def test_a_description_cannot_be_changed(store: LocalStore) -> None:
     model = describe_model("dense", store=store)
-
     for item in (model, model.blobs[0]):
         with pytest.raises(FrozenInstanceError):
             item.size = 1  # type: ignore[misc]
@@ -59,7 +58,6 @@ def test_a_description_cannot_be_changed(store: LocalStore) -> None:
 
 def test_accepts_a_path_and_a_reference(store: LocalStore) -> None:
     by_name = describe_model("dense", store=store)
-
     assert describe_model(Reference.parse("dense"), store=str(store.root)) == by_name
     assert describe_model("dense", store=store.root) == by_name
 
@@ -70,7 +68,6 @@ def test_a_missing_blob_is_described_and_not_raised(store: LocalStore) -> None:
     )
     Path(store.blob_path(layer.digest)).unlink()
     model = describe_model("dense", store=store)
-
     assert "scalar" not in {tensor.name for tensor in model.tensors}
     (blob,) = model.faults
     assert (blob.name, blob.state) == ("scalar", "missing")
@@ -87,7 +84,6 @@ def test_describes_quantized_tensors_by_their_logical_shape(store: LocalStore) -
     header = encode_header(specs, {"quant_type": "int4", "group_size": "32"})
     add_blobs(store, "q", {"w.weight": header + bytes(sum(spec.nbytes for spec in specs))})
     (tensor,) = describe_model("q", store=store).tensors
-
     assert (tensor.type, tensor.dtype, tensor.shape) == ("int4", "U32", (6, 64))
     assert (tensor.quant_type, tensor.group_size, tensor.is_quantized) == ("int4", 32, True)
     assert (tensor.parameters, tensor.bits_per_weight) == (384, 5.0)
@@ -96,6 +92,5 @@ def test_describes_quantized_tensors_by_their_logical_shape(store: LocalStore) -
 def test_describes_a_gguf_model_by_its_blobs(store: LocalStore) -> None:
     manifest = add_gguf_model(store, "llama3:8b")
     model = describe_model("llama3:8b", store=store)
-
     assert (model.format, model.architecture, model.parameters) == ("gguf", "llama", None)
     assert (model.tensors, len(model.blobs)) == ((), 1 + len(manifest.layers))

@@ -23,8 +23,9 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
-from tests.support.damage import blob_path, empty, flip, truncate
+from tests.support.damage import blob_path, empty, flip, truncate, write_manifest
 from tests.support.models import (
+    add_blob,
     dense_tensors,
     moe_tensors,
     quantizable_tensors,
@@ -51,12 +52,10 @@ def layer_of(store: LocalStore, name: str) -> Descriptor:
     return next(layer for layer in store.resolve(NAME).layers if layer.name == name)
 
 
-def add(store: LocalStore, content: bytes, **fields: str) -> Descriptor:
-    with store.ingest() as ingest:
-        item = ingest.add(len(content), lambda: [content])
-        ingest.publish()
-    fields = {"media_type": media_types.TENSOR} | fields
-    return Descriptor(digest=item.digest, size=item.size, **fields)  # type: ignore[arg-type]
+def add(
+    store: LocalStore, content: bytes, *, name: str = "", media_type: str = media_types.TENSOR
+) -> Descriptor:
+    return Descriptor(media_type, *add_blob(store, content), name)
 
 
 def publish_with(store: LocalStore, *layers: Descriptor) -> None:
@@ -238,9 +237,7 @@ def test_finds_a_blob_whose_size_two_manifests_dispute(store: LocalStore) -> Non
     manifest = store.resolve(NAME)
     *others, last = manifest.layers
     wrong = with_layers(store, manifest, (*others, last._replace(size=last.size + 1)))
-    path = store.manifest_path(Reference.parse("wrong"))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(wrong.to_bytes())
+    write_manifest(store, "wrong", wrong.to_bytes())
     (fault,) = verify_models(store=store).faults
     assert (fault.reference, fault.layer) == ("wrong:latest", last.name)
 
@@ -286,9 +283,7 @@ def test_reports_a_missing_config_once(store: LocalStore) -> None:
 
 
 def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None:
-    path = store.manifest_path(Reference.parse("broken"))
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
+    write_manifest(store, "broken", b"{}")
     flip(blob_path(store, PLAIN))
     verified = verify_models(store=store)
     assert [fault.reference for fault in verified.faults] == ["broken:latest", "m:latest"]
@@ -353,7 +348,6 @@ def test_finds_a_size_that_another_layer_of_the_same_blob_contradicts(store: Loc
     manifest = store.resolve(NAME)
     wrong = right._replace(size=7, name="wrong.json")
     path.write_bytes(with_layers(store, manifest, (*manifest.layers, wrong, right)).to_bytes())
-
     fault = only_fault(store)
     assert fault.layer == "wrong.json"
     assert "it has 2 bytes, expected 7" in fault.message
@@ -366,7 +360,6 @@ def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
         TensorSpec("w_scale", DType.U8, (1,)),
     ]
     publish_with(store, add(store, encode_header(specs) + bytes(6), name="w"))
-
     # The companion w.scale is called w_scale at run time.
     messages = [fault.message for fault in verify_models(store=store).faults]
     assert "two tensors of the model would both be called 'w_scale'" in messages

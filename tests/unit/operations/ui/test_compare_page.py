@@ -101,7 +101,6 @@ def parsed(*tensors: TensorError, **names: Any) -> Page:
 def test_is_whole_without_scripts_and_anything_from_elsewhere() -> None:
     text = page(compared(tensor("model.layers.0.a.weight", 20), tensor("b", 10), mine=["c"]))
     found = Page(text)
-
     assert {tag for tag, _ in found.tags} == ALLOWED - {"small"}
     assert "http-equiv" in text
     assert "default-src 'none'" in text
@@ -127,7 +126,6 @@ def test_shows_hostile_names_as_text(name: str) -> None:
     tensors = [tensor(item, 20) for item in names]
     text = page(compared(*tensors, mine=[name], yours=[name]))
     found = Page(text)
-
     assert {tag for tag, _ in found.tags} <= ALLOWED
     assert {key for _, keys in found.tags for key in keys} <= {
         *("lang", "charset", "http-equiv", "content", "name", "class", "style", "scope", "title"),
@@ -141,7 +139,6 @@ def test_shows_hostile_names_as_text(name: str) -> None:
 
 def test_does_not_depend_on_anything_but_the_comparison() -> None:
     one = compared(tensor("model.layers.0.a.weight", 20))
-
     assert page(one) == page(one)
 
 
@@ -156,7 +153,6 @@ def test_has_a_row_a_layer_and_a_column_a_projection() -> None:
         tensor("model.layers.2.self_attn.q_proj.weight", 23),
         tensor("model.layers.2.self_attn.q_proj.bias", 24),
     )
-
     assert found.tables[0] == [
         ["layer", "mlp.up_proj", "self_attn.q_proj", "self_attn.q_proj.bias"],
         ["0", "20.0", "21.0", ""],
@@ -194,7 +190,6 @@ def test_folds_experts_into_the_worst_and_the_mean() -> None:
         tensor("experts.0.w", 30),
         tensor("experts.1.w", 31),
     )
-
     assert found.tables[0] == [["layer", "mlp.experts.*.up_proj"], ["4", "15.0 19.0"]]
     assert found.tables[1] == [["experts.*.w", "30.0 30.5"]]
     assert "worst of 4 experts; mean SNR 19.0 dB" in found.titles[0]
@@ -203,7 +198,6 @@ def test_folds_experts_into_the_worst_and_the_mean() -> None:
 
 def test_tells_all_about_a_cell_in_its_tooltip() -> None:
     (title,) = parsed(tensor("model.layers.0.q.weight", 20)).titles
-
     assert title.split("\n") == [
         "model.layers.0.q.weight",
         "int4 g32, base BF16, 5 bits per weight",
@@ -221,7 +215,6 @@ def test_puts_names_without_a_layer_apart_worst_first() -> None:
         tensor("model.layers.0.q.weight", 20),
         tensor("model.layers.99999999999999999999.q.weight", 10),
     )
-
     assert found.tables[0] == [["layer", "q"], ["0", "20.0"]]
     assert found.tables[1] == [
         ["model.layers.99999999999999999999.q.weight", "10.0"],
@@ -238,21 +231,18 @@ def test_leaves_out_tensors_that_are_equal_in_all_layers() -> None:
         tensor("model.layers.1.norm.weight"),
         tensor("other.layers.1.norm.weight"),
     )
-
     assert found.tables[0] == [["layer", "q"], ["0", "20.0"], ["1", "="]]
     assert len(found.tables) == 2
 
 
 def test_equal_models_have_no_map() -> None:
     found = parsed(tensor("model.layers.0.q.weight"), tensor("x"))
-
     assert found.tables == []
     assert "All tensors are equal." in found.words
 
 
 def test_colours_run_from_the_worst_to_the_best() -> None:
     found = parsed(*(tensor(f"l.{layer}.q", ratio) for layer, ratio in enumerate((10, 25, 40))))
-
     assert found.colours() == [
         "background:#a50026;color:#fff",
         "background:#ffffbf;color:#000",
@@ -264,7 +254,6 @@ def test_colours_run_from_the_worst_to_the_best() -> None:
 
 def test_colours_do_not_exaggerate() -> None:
     found = parsed(tensor("l.0.q", 20), tensor("l.1.q", 20.2))
-
     assert "17.1 dB" in found.words
     assert "23.1 dB" in found.words
     assert not {"background:#a50026;color:#fff", "background:#313695;color:#fff"} & set(
@@ -279,7 +268,6 @@ def test_marks_tensors_without_a_ratio() -> None:
         tensor("l.2.q", 20, nonfinite=256, squared_error=0.0, squared_base=0.0, worst=None),
         tensor("l.3.q", 20),
     )
-
     assert [row[1] for row in found.tables[0]] == ["q", "non-finite", "-inf", "non-finite", "20.0"]
     assert sum(keys.get("class") == "broken" for _, keys in found.tags) == 3
     assert "non-finite elements: 3" in found.titles[0]
@@ -289,7 +277,6 @@ def test_marks_tensors_without_a_ratio() -> None:
 def test_a_map_of_nothing_but_gaps_becomes_a_list() -> None:
     tensors = [tensor(f"l.{number}.column{number}", 20 + number / 100) for number in range(600)]
     text = page(compared(*tensors))
-
     assert [len(table) for table in Page(text).tables] == [500, 51]
     assert "and 100 more with smaller errors" in text
 
@@ -320,7 +307,6 @@ def test_shows_totals() -> None:
 def test_lists_the_worst_tensors() -> None:
     tensors = [tensor(f"l.{number}.q", 20 + number / 100) for number in range(60)]
     *_, worst = parsed(*reversed(tensors), tensor("norm")).tables
-
     assert len(worst) == 51
     assert worst[1] == [
         *("l.0.q", "int4 g32", "BF16", "[4, 64]", "5", "0.1", "20.0", "0.25"),
