@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.compare.diff import (
-        Difference,
-        FileDifference,
-        TensorDifference,
-        TensorSide,
-    )
+    from blobstore.operations.compare.diff import Difference, FileDifference, TensorDifference
+    from blobstore.operations.compare.pairs import SourceTensor
     from blobstore.store.local import LocalStore
 
 _DIFFERENT = 1
@@ -80,7 +76,7 @@ def _counts(items: tuple[TensorDifference, ...] | tuple[FileDifference, ...]) ->
     return ", ".join(f"{count:,} {change}" for change, count in counts)
 
 
-def _tensor_cell(side: TensorSide | None) -> str:
+def _tensor_cell(side: SourceTensor | None) -> str:
     if side is None:
         return "-"
     shape = ", ".join(map(str, side.shape))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Order = Literal["name", "size", "modified"]
 
+_FIELDS = "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified error"
 _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 
 
@@ -48,12 +49,18 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
-        _show_json(models)
+        shown = render.records(models, _FIELDS)
+        for model in shown:
+            moment = datetime.fromtimestamp(min(max(model["modified"], 0), _LATEST), UTC)
+            model["modified"] = moment.isoformat(timespec="seconds")
+            if model["error"]:
+                model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+        render.show_json({"models": shown})
     elif models:
         render.show(_as_table(models))
     elif not store.root.exists():
         render.show_note(f"there is no store at {store.root} yet")
-    errors = [model.error for model in models if model.error is not None]
+    errors = [listed.error for listed in models if listed.error is not None]
     for error in errors:
         render.show_error(str(error))
     if errors:
@@ -79,16 +86,3 @@ def _as_table(models: Sequence[ListedModel]) -> str:
     broken = [row for row, model in enumerate(models) if model.error]
     headings = ("NAME", "ID", *sizes, "MODIFIED")
     return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)
-
-
-def _show_json(models: Sequence[ListedModel]) -> None:
-    shown = render.records(
-        models,
-        "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified error",
-    )
-    for model in shown:
-        moment = datetime.fromtimestamp(min(max(model["modified"], 0), _LATEST), UTC)
-        model["modified"] = moment.isoformat(timespec="seconds")
-        if model["error"]:
-            model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
-    render.show_json({"models": shown})

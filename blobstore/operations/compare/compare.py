@@ -233,16 +233,16 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
             reached = total * done // elements
             pool.report(reached - reported, pair.ours.name)
             reported = reached
-    ours, base = pair.ours.stored, pair.base.stored
+    ours, base = pair
     return TensorError(
-        name=pair.ours.name,
-        type=ours.type_name,
+        name=ours.name,
+        type=ours.type,
         group_size=ours.group_size,
-        nbytes=pair.ours.nbytes,
-        base_type=base.type_name,
+        nbytes=ours.nbytes,
+        base_type=base.type,
         base_group_size=base.group_size,
-        base_nbytes=pair.base.nbytes,
-        shape=pair.ours.shape,
+        base_nbytes=base.nbytes,
+        shape=ours.shape,
         squared_error=stats.squared_error,
         squared_base=stats.squared_base,
         max_abs_error=stats.max_abs_error,

@@ -23,7 +23,6 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     import os
 
-    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
@@ -33,27 +32,12 @@ _BUFFER_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSide:
-    """A tensor as one of the models has it."""
-
-    type: str
-    """The quantization type, or the element type."""
-    group_size: int
-    """Elements of a row that share a scale; 0 if the tensor is not quantized."""
-    shape: tuple[int, ...]
-    """Logical shape, before quantization packed it."""
-    nbytes: int
-    """Bytes in the store, including scales and biases."""
-    blob: Digest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
     """How a tensor differs between two models. A side is None if that model does not have it."""
 
     name: str
-    ours: TensorSide | None
-    theirs: TensorSide | None
+    ours: SourceTensor | None
+    theirs: SourceTensor | None
     changes: tuple[str, ...]
     """Which of ``type``, ``shape`` and ``bytes`` differ; bytes are compared if the others agree.
     Empty if nothing differs, or only one model has the tensor."""
@@ -160,8 +144,8 @@ def _compare(store: LocalStore, pool: WorkerPool, pair: _Sides) -> TensorDiffere
             changes = ("bytes",)
     return TensorDifference(
         name=next(tensor.name for tensor in pair if tensor is not None),
-        ours=_side(ours),
-        theirs=_side(theirs),
+        ours=ours,
+        theirs=theirs,
         changes=changes,
         is_shared=is_shared,
     )
@@ -205,19 +189,6 @@ def _type(part: SourceTensor) -> tuple[object, ...]:
     stored = part.stored
     companions = [(suffix, entry.spec.dtype) for suffix, entry in stored.companions.items()]
     return stored.type_name, stored.group_size, stored.entry.spec.dtype, companions
-
-
-def _side(part: SourceTensor | None) -> TensorSide | None:
-    if part is None:
-        return None
-    stored = part.stored
-    return TensorSide(
-        type=stored.type_name,
-        group_size=stored.group_size,
-        shape=part.shape,
-        nbytes=part.nbytes,
-        blob=stored.layer.digest,
-    )
 
 
 def _extents(part: SourceTensor) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from blobstore.models.tensors import read_tensors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from blobstore.core.digest import Digest
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import ModelTensors, StoredTensor
@@ -38,6 +39,21 @@ class SourceTensor(NamedTuple):
     """Index in the first dimension of ``stored``, if that is a stack."""
     parts: int = 1
     """Number of source tensors in ``stored``."""
+
+    @property
+    def type(self) -> str:
+        """The quantization type, or the element type."""
+        return self.stored.type_name
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a row that share a scale; 0 if the tensor is not quantized."""
+        return self.stored.group_size
+
+    @property
+    def blob(self) -> Digest:
+        """The digest of the blob that holds it."""
+        return self.stored.layer.digest
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +90,7 @@ class Pair(NamedTuple):
     @property
     def group_size(self) -> int:
         """Elements of a row whose error is measured together."""
-        return self.ours.stored.group_size or self.base.stored.group_size or _PLAIN_GROUP
+        return self.ours.group_size or self.base.group_size or _PLAIN_GROUP
 
 
 class Pairing(NamedTuple):

@@ -157,12 +157,11 @@ def repair_models(
     intact = {str(digest) for digest, _ in work.intact}
     of_other = f"{quote(source)} has no manifest that is certainly the same; {_BACKUP}"
     work.reasons[""] = _MANIFEST if other is None else of_other
-    faults = _without(verified, restored) if dry_run else verified.faults
     return Repaired(
         verified=verified,
         restored=restored,
         repaired=tuple(work.repaired),
-        faults=tuple(_remaining(store, faults, intact, work.reasons, is_dry=dry_run)),
+        faults=tuple(_remaining(store, verified, restored, intact, work.reasons, is_dry=dry_run)),
         notices=() if opened is None else tuple(opened.notices),
         seconds=time.monotonic() - started,
     )
@@ -183,27 +182,26 @@ def _layer_lists(store: LocalStore, damaged: Sequence[Descriptor]) -> Iterator[D
                 yield layers_digest(manifest.layers)
 
 
-def _without(verified: Verified, restored: Sequence[Restored]) -> list[Fault]:
-    """Return the faults except those of manifests that would be restored."""
-    damaged = {blob.id for blob in verified.damaged}
-    left = {
-        str(item.reference): {
-            str(blob.digest) for blob in item.manifest.blobs if blob.id in damaged
-        }
-        for item in restored
-    }
-    return [it for it in verified.faults if it.blob in left.get(it.reference, {it.blob})]
-
-
 def _remaining(
     store: LocalStore,
-    faults: Sequence[Fault],
+    verified: Verified,
+    restored: Sequence[Restored],
     intact: Collection[str],
     reasons: dict[str, str],
     *,
     is_dry: bool,
 ) -> Iterator[Fault]:
     """Yield the faults that remain, with the reason, and faults that others had hidden."""
+    faults: Sequence[Fault] = verified.faults
+    if is_dry:  # the faults of manifests that would be restored do not remain
+        damaged = {blob.id for blob in verified.damaged}
+        left = {
+            str(item.reference): {
+                str(blob.digest) for blob in item.manifest.blobs if blob.id in damaged
+            }
+            for item in restored
+        }
+        faults = [it for it in faults if it.blob in left.get(it.reference, {it.blob})]
     reported = set()
     for fault in faults:
         if fault.blob not in intact:
