@@ -121,9 +121,7 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuan
     recipes: dict[str, Copied | Decoded | Prequantized] = {**found}
     for name, spec in specs.items():
         if name not in used and name not in inputs:
-            if name in found:
-                _fail(name, "is in the source both plain and quantized")
-            _check_plain(spec, quant_config)
+            _check_plain(spec, quant_config, found)
             recipes[name] = Copied(spec, (name,))
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
     notices = tuple(_notices(found, inputs, quant_config.unmatched(modules)))
@@ -165,7 +163,6 @@ def _quantized(
         _refuse(spec, "is of 8-bit integers with scales")
     if len(scales) > 1:
         _fail(name, "has two tensors of scales")
-    _check_symmetric(name, specs)
     return _float8(spec, scales[0], config.sharings())
 
 
@@ -198,12 +195,9 @@ def _packed_bytes(
     scale = specs.get(f"{name}_scale")
     if scale is None:
         _fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
-    _check_symmetric(name, specs)
-    sizes = config.group_sizes(4)
     is_reciprocal = factor == "_global_scale"
-    return fp4_weight(
-        name, spec, scale, specs.get(name + factor), sizes, is_reciprocal=is_reciprocal
-    )
+    sizes, factor_spec = config.group_sizes(4), specs.get(name + factor)
+    return fp4_weight(name, spec, scale, factor_spec, sizes, is_reciprocal=is_reciprocal)
 
 
 def _float8(
@@ -253,14 +247,13 @@ def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block 
     return (height, width) if is_fitting and not (stack and rows % height) else None
 
 
-def _check_symmetric(name: str, specs: Specs) -> None:
-    if f"{name}_zero_point" in specs:
-        _refuse(specs[f"{name}_zero_point"], "has zero points")
-
-
-def _check_plain(spec: TensorSpec, config: SourceQuantConfig) -> None:
+def _check_plain(spec: TensorSpec, config: SourceQuantConfig, quantized: Collection[str]) -> None:
     """Check that a tensor without companions is really not quantized."""
     name, dtype, shape = spec
+    if name in quantized:
+        _fail(name, "is in the source both plain and quantized")
+    if name.endswith("_zero_point") and name.removesuffix("_zero_point") in quantized:
+        _refuse(spec, "has zero points")
     if dtype in (*_FLOAT8, *_OTHER_FLOAT8) and name.endswith(".weight"):
         what = "scales" if dtype in _FLOAT8 else "a form that is decoded"
         _fail(name, f"({dtype.value}) is of 8-bit floats without {what}; create from BF16 weights")
@@ -307,7 +300,24 @@ def mlx_weight(
         UnsupportedSource: the tensors contradict each other or the config, or fit several types.
     """
     _check_matrix(weight)
-    item, group_size = _fitting(weight, scale, declared, has_bias=bias is not None)
+    every = [(item, size) for item in FORMATS.values() for size in item.group_sizes]
+    fitting = [
+        (item, size)
+        for item, size in ([declared] if declared else every)
+        if item.has_bias == (bias is not None) and _scale_shape(weight, item, size) == scale.shape
+    ]
+    if len(fitting) != 1:
+        biases = "no biases" if bias is None else "biases"
+        facts = f"{_shown_spec(weight)} with scales {_shown_spec(scale)} and {biases}"
+        if declared:
+            _fail(weight.name, f"is {_type(declared)} by config.json, and {facts} in the file")
+        types = " or ".join(map(_type, fitting)) or "no known type"
+        _fail(
+            weight.name,
+            f"is {facts}: {types}; config.json must say bits, group_size and mode in "
+            "'quantization'",
+        )
+    ((item, group_size),) = fitting
     expected = _FLOATS if item.has_bias else (DType.U8,)
     if scale.dtype not in expected:
         _fail(weight.name, f"is {item.name}, whose scales cannot be {scale.dtype.value}")
@@ -416,28 +426,6 @@ def _refuse(spec: TensorSpec, what: str) -> NoReturn:
     raise UnsupportedSource(
         f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}, which no type of a blob holds "
         "as it is; create from the unquantized weights"
-    )
-
-
-def _fitting(
-    weight: TensorSpec, scale: TensorSpec, declared: Typed | None, *, has_bias: bool
-) -> Typed:
-    every = [(item, size) for item in FORMATS.values() for size in item.group_sizes]
-    fitting = [
-        (item, size)
-        for item, size in ([declared] if declared else every)
-        if item.has_bias == has_bias and _scale_shape(weight, item, size) == scale.shape
-    ]
-    if len(fitting) == 1:
-        return fitting[0]
-    biases = "biases" if has_bias else "no biases"
-    facts = f"{_shown_spec(weight)} with scales {_shown_spec(scale)} and {biases}"
-    if declared:
-        _fail(weight.name, f"is {_type(declared)} by config.json, and {facts} in the file")
-    types = " or ".join(map(_type, fitting)) or "no known type"
-    _fail(
-        weight.name,
-        f"is {facts}: {types}; config.json must say bits, group_size and mode in 'quantization'",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -20,6 +19,11 @@ _TYPES: Final = {
     DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     DType.F8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }
+_VALUES: Final[dict[DType | None, Array]] = {
+    dtype: np.arange(256, dtype=np.uint8).view(known).astype(np.float32)
+    for dtype, known in _TYPES.items()
+}
+"""The values of the 256 codes of each type."""
 _NAN: Final = 0x7FC0
 _CHUNK_ELEMENTS: Final = 1 << 16
 """Elements that are computed at once, so that intermediate values stay in the cache."""
@@ -58,7 +62,11 @@ def decode(
     rows, columns = weight.shape
     height, width = min(block[0], max(rows, 1)), min(block[1], max(columns, 1))
     own = next((code for code, known in _TYPES.items() if known == weight.dtype), None)
-    values = _values(dtype if weight.dtype == np.uint8 else own)
+    kind = dtype if weight.dtype == np.uint8 else own
+    if kind not in _VALUES:
+        raise UsageError(
+            f"cannot decode {kind.value if kind else 'a type that is not an 8-bit float'}"
+        )
     codes = weight.view(np.uint8)
     factors = scales.astype(np.float32)
     result = np.empty((rows, columns), np.uint16)
@@ -67,22 +75,10 @@ def decode(
     with np.errstate(all="ignore"):
         for row in range(0, rows, chunk):
             end = min(row + chunk, rows)
-            products = values.take(codes[row:end], mode="clip")  # no code is out of range
+            products = _VALUES[kind].take(codes[row:end], mode="clip")  # no code is out of range
             _scale(products, factors[np.arange(row, end) // height], width)
             _round(products, result[row:end])
     return result.view(ml_dtypes.bfloat16)
-
-
-@cache
-def _values(dtype: DType | None) -> Array:
-    """Return the values of the 256 codes of a type."""
-    if dtype not in _TYPES:
-        raise UsageError(
-            f"cannot decode {dtype.value if dtype else 'a type that is not an 8-bit float'}"
-        )
-    values: Array = np.arange(256, dtype=np.uint8).view(_TYPES[dtype]).astype(np.float32)
-    values.setflags(write=False)
-    return values
 
 
 def _scale(products: Array, factors: Array, width: int) -> None:

@@ -8,6 +8,7 @@ pages. Other keys have the names that transformers used before version 5.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -110,8 +111,14 @@ def exported_config(
     if types:
         # Ties go to the first, so that the same model always gives the same file.
         ((usual, _),) = Counter(types.values()).most_common(1)
-        others = {_module(name): _entry(*known) for name, known in types.items() if known != usual}
-        quantization = {**_entry(*usual), **others}
+        entries = {
+            (item, size): {"group_size": size, "bits": item.bits, "mode": item.mode}
+            for item, size in types.values()
+        }
+        quantization: dict[str, Any] = {**entries[usual]}
+        for weight, known in types.items():
+            if known != usual:
+                quantization[weight.removesuffix(".weight")] = entries[known]
         changed |= {"quantization": quantization, "quantization_config": quantization}
         changed = mlx_config(config if _has_types(config, types) else changed)
     return None if changed == config else changed
@@ -138,6 +145,17 @@ def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
+def with_old_keys(content: bytes) -> bytes:
+    """Return a config file with the keys of :func:`mlx_config`; other content is unchanged."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(config, dict) or (both := mlx_config(config)) == config:
+        return content
+    return f"{json.dumps(both, indent=2)}\n".encode()
+
+
 def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return these settings under the keys of earlier versions, for all layers or each kind."""
     full, sliding = rope.get(_FULL), rope.get(_SLIDING)
@@ -161,20 +179,13 @@ def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat,
     quant_config = SourceQuantConfig({_KEYS[0]: section})
     try:
         return all(
-            quant_config.mlx_type(name, _module(name)) == known for name, known in types.items()
+            quant_config.mlx_type(name, name.removesuffix(".weight")) == known
+            for name, known in types.items()
         )
     except UnsupportedSource:  # the settings are invalid
         return False
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _joined(match: re.Match[str]) -> str:
     projection = _MIXTRAL.get(match["projection"], match["projection"])
     return f"{match['place']}switch_mlp.{projection}"
-
-
-def _entry(item: QuantFormat, group_size: int) -> dict[str, Any]:
-    return {"group_size": group_size, "bits": item.bits, "mode": item.mode}

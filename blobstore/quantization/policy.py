@@ -12,8 +12,6 @@ apply. If one is not a number, that is an error.
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,13 +23,13 @@ from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
 from blobstore.quantization.rules import (
     ARCHITECTURES,
-    EXPERT_COMPANIONS,
-    EXPERT_NAMES,
     GENERIC,
     KEPT,
     MIN_ELEMENTS,
     UNIFORM,
     Architecture,
+    any_glob,
+    is_expert_weight,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +43,7 @@ PolicyName = Literal["recommended", "uniform"]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
 
 _QUANTIZABLE: Final = frozenset({DType.F16, DType.BF16, DType.F32})
+_NOT_QUANTIZABLE: Final = "elements; only F32, F16 and BF16 are quantized"
 _MATRIX: Final = 2
 _STACK: Final = 3
 # Longer numbers are not layers, and int() is slow on them.
@@ -95,19 +94,17 @@ class Policy:
             raise UsageError(f"unknown policy {quote(name)}; expected one of {', '.join(POLICIES)}")
         if group_size is not None:
             check_group_size(requested, group_size)
-        self._requested = _Target(requested, group_size or requested.group_size)
-        eight = FORMATS["int8" if requested.mode == "affine" else "mxfp8"]
-        self._eight = self._target(eight)
+        targets = {item: _Target(item, item.group_size) for item in FORMATS.values()}
+        if group_size is not None:
+            targets[requested] = _Target(requested, group_size)
+        self._requested = targets[requested]
+        self._eight = targets[FORMATS["int8" if requested.mode == "affine" else "mxfp8"]]
         self._overrides = tuple(
-            _Override(glob, None if item is None else self._target(item))
-            for glob, item in overrides
+            _Override(glob, None if item is None else targets[item]) for glob, item in overrides
         )
         self._used: set[str] = set()
         self._layers = _LayerNumbers()
-        if name == "uniform":
-            self._rules = UNIFORM
-        else:
-            self._rules = self._recommended(config)
+        self._rules = UNIFORM if name == "uniform" else self._recommended(config)
 
     def decide(self, spec: TensorSpec) -> Decision:
         """Return the decision for a tensor.
@@ -116,23 +113,23 @@ class Policy:
             UsageError: an override requests a type that is impossible for the tensor.
         """
         name = spec.name
-        matching = [item for item in self._overrides if _matches((item.glob,), name)]
+        matching = [item for item in self._overrides if any_glob((item.glob,)).match(name)]
         if matching:
             self._used.update(item.glob for item in matching)
-            return _overridden(spec, matching[-1])
-        is_expert = _matches(EXPERT_NAMES, name) and not _matches(EXPERT_COMPANIONS, name)
+            return matching[-1].decide(spec)
+        is_expert = is_expert_weight(name)
         unmet = _requirement(spec, is_expert=is_expert)
         if unmet:
-            return _kept(unmet)
+            return Decision(None, 0, unmet)
         # There is always one, because the last rule applies to everything.
         rule = next(
             rule
             for rule in self._rules
-            if _applies_to(rule, name, is_expert=is_expert)
+            if rule.applies_to(name, is_expert=is_expert)
             if self._layers.has_rule(rule, name)
         )
         if not rule.become:
-            return _kept(rule.reason)
+            return Decision(None, 0, rule.reason)
         reason = ""
         for width in rule.become:
             target = self._eight if width == "eight" else self._requested
@@ -140,19 +137,15 @@ class Policy:
             reason = target.misfit(spec)
             if not reason:
                 return Decision(target.item, target.group_size, f"{rule.reason}{note}")
-        return _kept(reason)
+        return Decision(None, 0, reason)
 
     def unused_overrides(self) -> tuple[str, ...]:
         """Return the globs of overrides that have matched no tensor so far."""
         return tuple(item.glob for item in self._overrides if item.glob not in self._used)
 
-    def _target(self, item: QuantFormat) -> _Target:
-        """Return a type with its group size in this model."""
-        return self._requested if item == self._requested.item else _Target(item, item.group_size)
-
     def _recommended(self, config: Mapping[str, Any]) -> tuple[Rule, ...]:
         names = _list_at(config, "architectures", _is_text, "a list of names")
-        fitting = (item for item in ARCHITECTURES if names and _matches(item.names, names[0]))
+        fitting = (item for item in ARCHITECTURES if names and any_glob(item.names).match(names[0]))
         architecture = next(fitting, _PLAIN)
         layers = _count(config, architecture.layers_keys)
         experts = _count(config, architecture.experts_keys)
@@ -209,6 +202,26 @@ class _Override:
     glob: str
     target: _Target | None
 
+    def decide(self, spec: TensorSpec) -> Decision:
+        """Return the decision for a tensor that the glob matches."""
+        reason = f"override {quote(self.glob)}"
+        if self.target is None:
+            return Decision(None, 0, reason)
+        if spec.dtype not in _QUANTIZABLE:
+            obstacle = f"{spec.dtype.value} {_NOT_QUANTIZABLE}"
+        elif len(spec.shape) not in {_MATRIX, _STACK}:
+            obstacle = (
+                f"only matrices and stacks of them are quantized, it has shape {list(spec.shape)}"
+            )
+        elif spec.elements == 0:
+            obstacle = "it has no elements"
+        else:
+            obstacle = self.target.misfit(spec)
+        if obstacle:
+            name = self.target.item.name
+            raise UsageError(f"{reason}: {quote(spec.name)} cannot be {name}: {obstacle}")
+        return Decision(self.target.item, self.target.group_size, reason)
+
 
 @dataclass(frozen=True, slots=True)
 class _LayerNumbers:
@@ -235,31 +248,10 @@ class _LayerNumbers:
         return self.architecture.schedule.has(layer, self.layers)
 
 
-@functools.lru_cache(maxsize=512)
-def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(fnmatch.translate, globs)))
-
-
-def _matches(globs: tuple[str, ...], name: str) -> bool:
-    return _pattern(globs).match(name) is not None
-
-
-def _applies_to(rule: Rule, name: str, *, is_expert: bool) -> bool:
-    if rule.experts is not None and rule.experts != is_expert:
-        return False
-    if rule.unless and _matches(rule.unless, name):
-        return False
-    return _matches(rule.names, name)
-
-
-def _kept(reason: str) -> Decision:
-    return Decision(None, 0, reason)
-
-
 def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
     """Return why a tensor's type or shape cannot be quantized, or an empty string."""
     if spec.dtype not in _QUANTIZABLE:
-        return _wrong_dtype(spec)
+        return f"{spec.dtype.value} {_NOT_QUANTIZABLE}"
     rank = len(spec.shape)
     if rank != _MATRIX and not (rank == _STACK and is_expert):
         shape_reason = f"{rank} dimension{'' if rank == 1 else 's'}"
@@ -270,33 +262,8 @@ def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
     else:
         return ""
     # "norm" is more helpful than "1 dimension".
-    named = (rule.reason for rule in KEPT if _applies_to(rule, spec.name, is_expert=is_expert))
+    named = (rule.reason for rule in KEPT if rule.applies_to(spec.name, is_expert=is_expert))
     return next(named, shape_reason)
-
-
-def _wrong_dtype(spec: TensorSpec) -> str:
-    return f"{spec.dtype.value} elements; only F32, F16 and BF16 are quantized"
-
-
-def _overridden(spec: TensorSpec, override: _Override) -> Decision:
-    reason = f"override {quote(override.glob)}"
-    if override.target is None:
-        return _kept(reason)
-    if spec.dtype not in _QUANTIZABLE:
-        obstacle = _wrong_dtype(spec)
-    elif len(spec.shape) not in {_MATRIX, _STACK}:
-        obstacle = (
-            f"only matrices and stacks of them are quantized, it has shape {list(spec.shape)}"
-        )
-    elif spec.elements == 0:
-        obstacle = "it has no elements"
-    else:
-        obstacle = override.target.misfit(spec)
-    if obstacle:
-        raise UsageError(
-            f"{reason}: {quote(spec.name)} cannot be {override.target.item.name}: {obstacle}"
-        )
-    return Decision(override.target.item, override.target.group_size, reason)
 
 
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

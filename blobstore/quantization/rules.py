@@ -10,8 +10,18 @@ The tables are those of Ollama 0.33, extended by the routers of a few more model
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
+
+
+@functools.lru_cache(maxsize=512)
+def any_glob(globs: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for the names that at least one of the globs matches."""
+    return re.compile("|".join(map(fnmatch.translate, globs)))
+
 
 Width = Literal["eight", "requested"]
 """A type to quantize to: the 8-bit type of the requested type's family, or the requested one."""
@@ -40,6 +50,14 @@ class Rule:
     """Applies only to models with this number of experts."""
     layers: Layers = "any"
     """If the number of layers is unknown, rules that need a schedule do not apply."""
+
+    def applies_to(self, name: str, *, is_expert: bool) -> bool:
+        """Return whether the rule applies to a tensor by its name alone."""
+        if self.experts is not None and self.experts != is_expert:
+            return False
+        if self.unless and any_glob(self.unless).match(name):
+            return False
+        return any_glob(self.names).match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +111,22 @@ class Architecture:
 MIN_ELEMENTS: Final = 1024
 """Smaller tensors are not quantized."""
 
-EXPERT_NAMES: Final = (
+_EXPERT_NAMES: Final = (
     "*.experts.*",
     "*.mlp.switch_mlp.*",
     "*.mlp.shared_experts.*",
     "*.mixer.shared_experts.*",
 )
 """Names of experts' weights. They need not end in ``.weight``, and may be stacks of matrices."""
-EXPERT_COMPANIONS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
+_EXPERT_COMPANIONS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
 """Names of experts' tensors that are not weights. Stacked biases look like matrices."""
+
+
+def is_expert_weight(name: str) -> bool:
+    """Return whether a name is that of an expert's weight."""
+    is_companion = any_glob(_EXPERT_COMPANIONS).match(name)
+    return any_glob(_EXPERT_NAMES).match(name) is not None and is_companion is None
+
 
 _INT4: Final = frozenset({"int4"})
 _FLOAT4: Final = frozenset({"nvfp4", "mxfp4"})

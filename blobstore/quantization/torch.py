@@ -83,19 +83,19 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    table = _numbers(dtype, stream.device) if bits == 8 else _pairs(dtype, stream.device)  # noqa: PLR2004 - a byte
+    table = _table(bits, dtype, stream.device)
     return table.index_select(0, stream.flatten().int()).view(len(stream), -1).view(dtype)
 
 
 @functools.cache
-def _numbers(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the E4M3 value of every byte; a table is faster than conversion by torch."""
-    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(dtype)
+def _table(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the E4M3 value of every byte, or its two E2M1 values as one item, lower half first.
 
-
-@functools.cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the two E2M1 values of every byte, the lower half first, combined into one item."""
+    A table is faster than conversion by torch.
+    """
+    if bits == 8:  # noqa: PLR2004 - a byte
+        codes = torch.arange(256, dtype=torch.uint8, device=device)
+        return codes.view(torch.float8_e4m3fn).to(dtype)
     single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
     pairs = torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
@@ -106,6 +106,6 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _float_scale(mode: str, device: torch.device) -> torch.Tensor:
     """Return the value of every byte of a scale, in float32."""
     if mode == "nvfp4":
-        return _numbers(torch.float32, device)
+        return _table(8, torch.float32, device)
     powers = [2.0 ** (exponent - 127) for exponent in range(256)]
     return torch.tensor(powers, dtype=torch.float64).float().to(device)

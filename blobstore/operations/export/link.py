@@ -12,7 +12,6 @@ complete.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.export import writer
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.reflink import clone_data
-from blobstore.quantization.mlx_layout import mlx_config
+from blobstore.quantization.mlx_layout import with_old_keys
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def link_model(
             for name, layer in plan.files.items():
                 content = store.read_blob(layer.digest, layer.size)
                 if old_keys and PurePosixPath(name).name == "config.json":
-                    content = _with_old_keys(content)
+                    content = with_old_keys(content)
                 writer.write_new(new / name, content)
             for name, content in plan.written.items():
                 writer.write_new(new / name, content)
@@ -128,17 +127,6 @@ def link_model(
     except BlobstoreError as error:
         raise error.at(f"model {reference}") from error
     return _result(target, plan, copied, time.monotonic() - started)
-
-
-def _with_old_keys(content: bytes) -> bytes:
-    """Return a config with the keys of both versions; other content is returned unchanged."""
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
-    if not isinstance(config, dict) or (both := mlx_config(config)) == config:
-        return content
-    return f"{json.dumps(both, indent=2)}\n".encode()
 
 
 def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool) -> None:
