@@ -74,10 +74,7 @@ def temporary_folder(
 
 
 def _folder_in_memory(nbytes: int) -> str | None:
-    """Return a folder in memory, where writing files takes a quarter of the time.
-
-    Returns None for the default place, if there is too little memory or the user has set ``TMPDIR``.
-    """
+    """Return a folder in memory, where writing takes a quarter of the time; None for the default."""
     if os.environ.get("TMPDIR"):
         return None
     try:

@@ -128,7 +128,7 @@ def _config_and_class(
     check_layers(model, stated)
     with (
         _config_files(model, subfolder, stated, trust_remote_code) as files,
-        library_errors(_cannot_build(model)),
+        library_errors(f"transformers cannot build {model.reference}"),
     ):
         config = _load_config(files)
         if isinstance(attention := options.get("attn_implementation"), str):
@@ -160,7 +160,7 @@ def _source_state(
     if strict and model.quantized:  # check before dequantizing weights that may be too many
         meta = torch.device("meta")
         empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
-        what = _cannot_build(model)
+        what = f"transformers cannot build {model.reference}"
         with library_errors(what), meta:
             _check_parameters(model_class(copy.deepcopy(config)), names.rename(empty), what)
     return names.rename(model.tensors(names.prefix))
@@ -179,7 +179,7 @@ def _build(
     """Let transformers build a model, and check that its tensors fit."""
     if strict:
         options["ignore_mismatched_sizes"] = True  # check_names() lists all of them
-    what = _cannot_build(model)
+    what = f"transformers cannot build {model.reference}"
     with library_errors(what), contextlib.ExitStack() as block:
         block.callback(_BUILT.reset, _BUILT.set((state, what)))
         used_class = _checking(model_class) if strict else model_class
@@ -201,10 +201,6 @@ def _build(
         )
     built.config.name_or_path = built.name_or_path = str(model.reference)
     return built
-
-
-def _cannot_build(model: ModelFiles) -> str:
-    return f"transformers cannot build {model.reference}"
 
 
 def config_from_store(
@@ -272,10 +268,8 @@ class _ConfigFiles(NamedTuple):
 def _config_files(
     model: ModelFiles, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
 ) -> Iterator[_ConfigFiles]:
-    """Give the config files of a component: the blobs themselves, or a temporary folder if needed.
-
-    To write and remove a folder takes longer than to open a small model.
-    """
+    """Give the config files of a component: the blobs themselves, or a temporary folder if needed."""
+    # To write and remove a folder takes longer than to open a small model.
     place = f"{subfolder}/" if subfolder else ""
     name, generation = f"{place}config.json", f"{place}generation_config.json"
     plain = exported_config(stated, {})
@@ -367,15 +361,9 @@ def _checking(base: Any) -> Any:
 def _check_parameters(
     model: transformers.PreTrainedModel, state: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Check what transformers checks too late or never.
-
-    It initialises parameters that are missing or have another shape, however large they are, and
-    reports them afterwards.
-
-    Raises:
-        BlobstoreError: the model has far more parameters than are stored, or a tensor's type cannot
-            be that of a parameter.
-    """
+    """Check what transformers checks too late or never: the number of parameters, and types."""
+    # It initialises parameters that are missing or have another shape, however large they are, and
+    # reports them afterwards.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     wanted = {name: one for name, one in model.named_parameters() if name not in tied}
     both = [(name, state[name], one) for name, one in wanted.items() if name in state]

@@ -18,7 +18,7 @@ from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
@@ -136,16 +136,16 @@ def _differing_slots(one: TensorIndex, other: TensorIndex) -> set[int]:
     """Return the slots of the blobs that two indexes describe differently."""
     if one.blobs != other.blobs:
         return set(range(len(other.blobs)))
-    ours, theirs = dict(_descriptions(one)), dict(_descriptions(other))
+    ours, theirs = (
+        {
+            name: (slot, (begin, dtype, *shape, *index.quantized.get(name, ())))
+            for name, (dtype, shape, slot, begin) in index.entries.items()
+        }
+        for index in (one, other)
+    )
     return {
         slot
         for name in ours.keys() | theirs.keys()
         if ours.get(name) != theirs.get(name)
         for slot in {said[0] for said in (ours.get(name), theirs.get(name)) if said}
     }
-
-
-def _descriptions(index: TensorIndex) -> Iterator[tuple[str, tuple[int, tuple[object, ...]]]]:
-    """Yield each name with its slot and everything else that the index says, in comparable form."""
-    for name, (dtype, shape, slot, begin) in index.entries.items():
-        yield name, (slot, (begin, dtype, *shape, *index.quantized.get(name, ())))

@@ -254,11 +254,9 @@ def _check(
     blobs: Sequence[tuple[Digest, int]],
     quantized: Mapping[str, tuple[str, int]],
 ) -> None:
-    """Check that digests are digests, and that every tensor lies inside its blob.
-
-    A model has thousands of tensors, so values are checked in bulk where possible. A value of an
-    unexpected type raises any of the exceptions that :func:`load_cached_index` catches.
-    """
+    """Check that digests are digests, and that every tensor lies inside its blob."""
+    # A model has thousands of tensors, so values are checked in bulk where possible. A value of an
+    # unexpected type raises any of the exceptions that load_cached_index() catches.
     spelled = [digest.hex for digest, _ in blobs]
     sizes = [size + 0 for _, size in blobs]
     if sizes and min(sizes) < 0:

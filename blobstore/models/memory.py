@@ -100,10 +100,6 @@ class ModelMemory:
         """Whether all blobs are in memory, so that their files are no longer needed."""
         return not self._absent
 
-    def has_loaded(self, slot: int) -> bool:
-        """Return whether a blob is in memory."""
-        return slot not in self._absent
-
     def reads_parts(self, slot: int) -> bool:
         """Return whether a part of a blob should be read by itself, without loading the blob."""
         return self._is_read and slot in self._absent

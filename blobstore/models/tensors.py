@@ -129,12 +129,17 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
     if len(entries) == 1:
         name, entry = only_tensor(layer, header)
         return (StoredTensor(name, layer, header, entry),)
+    quantized = {
+        name
+        for name, entry in entries.items()
+        if entry.spec.dtype is DType.U32 and name + SCALE in entries
+    }
     found = []
     for name, entry in entries.items():
         base, _, end = name.rpartition(".")
-        if f".{end}" in COMPANIONS and base in entries and _is_quantized(base, entries):
+        if f".{end}" in COMPANIONS and base in quantized:
             continue
-        if not _is_quantized(name, entries):
+        if name not in quantized:
             found.append(StoredTensor(name, layer, header, entry))
             continue
         companions = {
@@ -156,7 +161,3 @@ def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
 def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
     """Return the error with the layer in front of its message."""
     return error.at(f"layer {quote(layer.name)}")
-
-
-def _is_quantized(name: str, entries: Mapping[str, TensorEntry]) -> bool:
-    return entries[name].spec.dtype is DType.U32 and name + SCALE in entries

@@ -119,10 +119,8 @@ class TorchStagingBuffer:
                 self._sent.synchronize()
 
     def _enter(self) -> None:
-        """Make the stream and its device current in this thread, which does nothing else.
-
-        A context manager would switch back to the first device and allocate memory there.
-        """
+        """Make the stream and its device current in this thread, which does nothing else."""
+        # A context manager would switch back to the first device and allocate memory there.
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 

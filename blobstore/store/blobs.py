@@ -406,11 +406,7 @@ class BlobReader:
 
 
 def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:
-    """Return the result for whichever form of a blob exists; it may change while it is looked for.
-
-    Raises:
-        BlobMissing: it is neither hot nor cold; the message names the hot form.
-    """
+    """Return the result for whichever form of a blob exists; it may change while it is looked for."""
     for look in range(LOOKS):
         try:
             return hot()

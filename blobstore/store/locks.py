@@ -265,11 +265,7 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
 
 
 def _try_lock(descriptor: int, kind: int, root: Path) -> bool:
-    """Take a lock if it is free; return whether it was.
-
-    Raises:
-        StoreError: the file system has no locks.
-    """
+    """Take a lock if it is free; return whether it was."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

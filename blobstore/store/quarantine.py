@@ -72,10 +72,7 @@ def quarantine_copy(store: BlobReader, data: bytes) -> Path:
 
 
 def _quarantine(store: BlobReader, damaged: str, digest: Digest) -> Path:
-    """Link a file into quarantine, durably, and return the link; the caller replaces the original.
-
-    Without hard links the file loses its first name.
-    """
+    """Link a file into quarantine, durably, and return the link; the caller replaces the original."""
     folder = store.folder("quarantine")
     make_folders(folder, store.root)
     found = os.lstat(damaged)

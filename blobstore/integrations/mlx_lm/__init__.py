@@ -198,13 +198,7 @@ def _from_store(base: Any, weights: Weights, reference: str) -> Any:
 
 
 def _check(what: str, model: Any, found: Mapping[str, Any]) -> None:
-    """Check that a model gets all tensors that it needs and no others.
-
-    Its layers may not be quantized yet.
-
-    Raises:
-        BlobstoreError: it does not. The message lists all tensors at fault.
-    """
+    """Check that a model, whose layers may not be quantized yet, gets exactly the tensors it needs."""
     parameters: Any = tree_flatten(model.parameters())
     expected = dict(parameters)
     given = dict(found)

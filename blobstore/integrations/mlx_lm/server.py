@@ -147,11 +147,6 @@ def _serve(options: ServerOptions) -> None:
 
 
 def _listen(host: str, port: int, generator: Any) -> ThreadingHTTPServer:
-    """Return a server that listens.
-
-    Raises:
-        BlobstoreError: the address cannot be used.
-    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         place: Any

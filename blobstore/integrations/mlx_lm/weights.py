@@ -67,11 +67,13 @@ class Weights:
         self._stored = stored
         self._specs = specs
         self._naming = naming
-        self._of_gpt_oss = {
-            name + COMPANIONS.get(suffix, ""): mlx_name(name, suffix)
-            for name in gpt_oss_weights
-            for suffix in ("", SCALE)
-        }
+        self._of_gpt_oss: dict[str, TensorSpec] = {}
+        """What mlx-lm expects of them, by runtime name."""
+        for name in gpt_oss_weights:
+            for suffix in ("", SCALE):
+                runtime = name + COMPANIONS.get(suffix, "")
+                renamed = specs[runtime]._replace(name=mlx_name(name, suffix))
+                self._of_gpt_oss[runtime] = gpt_oss.folder_spec(renamed)
         hidden = {name + end for name in gpt_oss_weights for end in ("", *COMPANIONS.values())}
         self._single = {
             runtime: name for runtime, name in naming.single.items() if runtime not in hidden
@@ -100,9 +102,7 @@ class Weights:
         for name, members in self._naming.joined.items():
             spec = specs[members[0]]
             found[name] = zeros(spec._replace(shape=(len(members), *spec.shape)))
-        for runtime in self._of_gpt_oss:
-            spec = self._gpt_oss_spec(runtime)
-            found[spec.name] = zeros(spec)
+        found |= {spec.name: zeros(spec) for spec in self._of_gpt_oss.values()}
         return found
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -119,21 +119,13 @@ class Weights:
             yield from zip(names, copied(views[runtime], specs[runtime]), strict=True)
         for name, members in self._naming.joined.items():
             yield name, _joined([views[member] for member in members], specs[members[0]])
-        for runtime in self._of_gpt_oss:
-            spec = self._gpt_oss_spec(runtime)
+        for runtime, spec in self._of_gpt_oss.items():
             array = copied(views[runtime], specs[runtime])
             yield spec.name, array.view(mx.uint8).reshape(spec.shape)
 
-    def _gpt_oss_spec(self, runtime: str) -> TensorSpec:
-        return gpt_oss.folder_spec(self._specs[runtime]._replace(name=self._of_gpt_oss[runtime]))
-
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]], spec: TensorSpec) -> Any:
-    """Stack arrays of the type and shape of ``spec``, which need not be contiguous.
-
-    Raises:
-        UnsupportedDType: MLX cannot hold the result.
-    """
+    """Stack arrays of the type and shape of ``spec``, which need not be contiguous."""
     kind = copied(np.empty((0, *spec.shape), parts[0].dtype), spec).dtype
     # numpy writes into MLX's own memory. MLX's stack() would first wait for other threads to copy
     # each part, and then copy it again.
