@@ -15,9 +15,7 @@ from blobstore.core.escape import escape
     "--subtree", metavar="PATH", help="Part of a PyTorch checkpoint; '.' is the whole checkpoint."
 )
 @click.option(
-    "--weights",
-    metavar="PATTERN",
-    help="File names of the weights, if a folder has several sets.",
+    "--weights", metavar="PATTERN", help="File names of the weights, if a folder has several sets."
 )
 @click.option(
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llamas."

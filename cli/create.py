@@ -60,9 +60,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     help="Type of the tensors that match, or none to keep them. The last match decides.",
 )
 @click.option(
-    "--weights",
-    metavar="PATTERN",
-    help="File names of the weights, if a folder has several sets.",
+    "--weights", metavar="PATTERN", help="File names of the weights, if a folder has several sets."
 )
 @click.option(
     "--ignore-unindexed", is_flag=True, help="Skip tensors that the weight index does not name."

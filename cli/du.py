@@ -45,11 +45,7 @@ _SPACES = {
 @options.json_option
 @click.pass_context
 def command(
-    ctx: click.Context,
-    names: tuple[Reference, ...],
-    store: LocalStore,
-    order: Order,
-    as_json: bool,
+    ctx: click.Context, names: tuple[Reference, ...], store: LocalStore, order: Order, as_json: bool
 ) -> None:
     """Show the disk usage of the models NAME, or of all models, and of the whole store.
 

@@ -101,9 +101,7 @@ def _parts_table(subtrees: Sequence[Subtree]) -> str:
 
 def _summary(inspected: Inspection) -> str:
     what = inspected.kind or "refused"
-    lines = [
-        f"{escape(str(inspected.path))}: {what}, {render.human_bytes(inspected.size)}",
-    ]
+    lines = [f"{escape(str(inspected.path))}: {what}, {render.human_bytes(inspected.size)}"]
     if inspected.refusal is None:
         total = sum(spec.nbytes for spec in inspected.tensors)
         lines.append(

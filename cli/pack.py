@@ -61,13 +61,7 @@ def command(
 
     with options.suggesting_names(store, names), render.progress_bar() as progress:
         packed = pack_models(
-            names,
-            file,
-            store=store,
-            level=level,
-            overwrite=force,
-            jobs=jobs,
-            progress=progress,
+            names, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
         )
     if as_json:
         fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored seconds"

@@ -46,9 +46,7 @@ def make_model(folder: Path, nbytes: int) -> Path:
     scale = nbytes / (_BLOCKS * sum(_BLOCK.values()) * _ROW)
     specs = [
         TensorSpec(
-            f"model.layers.{block}.{name}.weight",
-            DTYPES["BF16"],
-            (max(int(rows * scale), 1), 4096),
+            f"model.layers.{block}.{name}.weight", DTYPES["BF16"], (max(int(rows * scale), 1), 4096)
         )
         for block in range(_BLOCKS)
         for name, rows in _BLOCK.items()

@@ -23,15 +23,7 @@ from blobstore.compression.level import Level
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from tests.benchmarks.common import (
-    GIB,
-    arguments,
-    borrow_memory,
-    rounds,
-    table,
-    timed,
-    workspace,
-)
+from tests.benchmarks.common import GIB, arguments, borrow_memory, rounds, table, timed, workspace
 from tests.benchmarks.fine_tunes import pairs
 from tests.benchmarks.loading import drop, read_directly, touch
 from tests.benchmarks.slow_disk import slow_disk

@@ -17,15 +17,7 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import (
-    arguments,
-    private_memory,
-    rounds,
-    table,
-    timed,
-    warm,
-    workspace,
-)
+from tests.benchmarks.common import arguments, private_memory, rounds, table, timed, warm, workspace
 from tests.support.models import write_safetensors
 
 _PEER = "safetensors, one file"

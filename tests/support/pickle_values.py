@@ -123,10 +123,7 @@ EXAMPLES: Mapping[str, tuple[bytes, Any]] = {
     # globals, calls and objects
     "GLOBAL": (b"cos\nsystem\n.", Global("os", "system", 0)),
     "STACK_GLOBAL": (b"U\2osU\6system\x93.", Global("os", "system", 0)),
-    "REDUCE": (
-        b"cos\nsystem\nU\2ls\x85R.",
-        Reduced(Global("os", "system", 0), ("ls",), 0),
-    ),
+    "REDUCE": (b"cos\nsystem\nU\2ls\x85R.", Reduced(Global("os", "system", 0), ("ls",), 0)),
     "NEWOBJ": (b"cm\nC\n)\x81.", Record(Global("m", "C", 0), (), 0)),
     "NEWOBJ_EX": (b"cm\nC\nK\1\x85}\x92.", Record(Global("m", "C", 0), (1,), 0)),
     "BUILD": (b"cm\nC\n)\x81}U\1aK\1sb.", _built(Record(Global("m", "C", 0), (), 0), {"a": 1})),

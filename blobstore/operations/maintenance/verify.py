@@ -266,11 +266,7 @@ def _is_unchanged(store: LocalStore, reference: Reference, data: bytes) -> bool:
 
 
 def _model_faults(
-    store: LocalStore,
-    reference: Reference,
-    data: bytes,
-    manifest: Manifest,
-    check: _BlobCheck,
+    store: LocalStore, reference: Reference, data: bytes, manifest: Manifest, check: _BlobCheck
 ) -> Iterator[Fault]:
     try:
         store.check_manifest(data, manifest)

@@ -48,11 +48,7 @@ def test_prints_what_differs_with_exit_code_1(other: LocalStore) -> None:
     ]
     layers = {layer.name: layer for layer in other.resolve(Reference.parse("dense")).layers}
     config, merges = layers["config.json"], layers["merges.txt"]
-    assert stripped[4][:3] == [
-        "changed",
-        "config.json",
-        f"{config.digest.short} {config.size} B",
-    ]
+    assert stripped[4][:3] == ["changed", "config.json", f"{config.digest.short} {config.size} B"]
     assert stripped[5] == ["only in A", "merges.txt", f"{merges.digest.short} 4 B", "-"]
     assert len(rows) == 6
     assert tensors == "tensors: 6 same, 2 changed, 1 only in A, 1 only in B"

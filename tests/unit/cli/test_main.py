@@ -279,11 +279,7 @@ def sparse_model(path: Path, *, tensors: int, size: int) -> Path:
 
 @pytest.mark.parametrize(
     ("signals", "exit_code"),
-    [
-        ([signal.SIGINT], 130),
-        ([signal.SIGTERM], 143),
-        ([signal.SIGINT, signal.SIGTERM], 130),
-    ],
+    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGTERM], 130)],
     ids=["ctrl-c", "terminate", "impatient"],
 )
 def test_an_interrupted_create_leaves_nothing(

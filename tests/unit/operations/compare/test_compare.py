@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.workers import Cancelled, WorkerPool
-from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
-    UnsupportedDType,
-)
+from blobstore.errors import BlobDamaged, BlobMissing, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, _measure, compare_models
 from blobstore.operations.compare.metrics import WorstGroup

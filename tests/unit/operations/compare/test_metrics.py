@@ -86,8 +86,7 @@ def test_infinities_of_opposite_sign_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [np.bool_, np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn],
+    "dtype", [np.bool_, np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 )
 def test_accepts_every_type(dtype: Any) -> None:
     ones, zeros = np.ones((1, 2), dtype), np.zeros((1, 2), dtype)

@@ -73,9 +73,7 @@ def test_pairs_experts_of_either_form(
     assert places[f"{LAYER}.experts.10.up_proj.weight"] == expected
 
 
-def test_splits_a_stack_of_the_source_by_the_names_of_the_other_model(
-    store: LocalStore,
-) -> None:
+def test_splits_a_stack_of_the_source_by_the_names_of_the_other_model(store: LocalStore) -> None:
     stacked = f"{LAYER}.experts.up_proj.weight"
     make(store, "a", {stacked: np.zeros((12, 6, 4), np.float32)})
     make(store, "b", moe_tensors(), "stacked")

@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
-    InvalidManifest,
-    ModelNotFound,
-    StoreError,
-)
+from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage, measure_usage
 from blobstore.operations.maintenance.names import copy_model, remove_models

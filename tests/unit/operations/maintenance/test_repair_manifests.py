@@ -94,10 +94,7 @@ def test_restores_a_manifest_that_names_another_config(
     assert store.read_manifest(NAME) == whole
 
 
-def test_finds_the_model_under_another_name(
-    store: LocalStore,
-    other: LocalStore,
-) -> None:
+def test_finds_the_model_under_another_name(store: LocalStore, other: LocalStore) -> None:
     whole = store.read_manifest(NAME)
     with other.exclusive_lock():
         other.remove(NAME)
@@ -163,16 +160,14 @@ def test_leaves_intact_and_missing_manifests(store: LocalStore, other: LocalStor
 
 
 def test_leaves_an_intact_manifest_whose_config_is_missing(
-    store: LocalStore,
-    other: LocalStore,
+    store: LocalStore, other: LocalStore
 ) -> None:
     blob_path(store, "").unlink()
     assert restored(store, other) == ()
 
 
 def test_does_not_use_another_model_of_the_same_layers(
-    store: LocalStore,
-    other: LocalStore,
+    store: LocalStore, other: LocalStore
 ) -> None:
     manifest = other.resolve(NAME)
     config = ModelConfig(file_type="another", layers_digest=layers_digest(manifest.layers))
@@ -207,10 +202,7 @@ def forbidden(*_: object, **__: object) -> None:
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def test_ignores_a_name_that_differs_only_in_case(
-    store: LocalStore,
-    other: LocalStore,
-) -> None:
+def test_ignores_a_name_that_differs_only_in_case(store: LocalStore, other: LocalStore) -> None:
     whole = store.read_manifest(NAME)
     path = store.manifest_path(Reference.parse("M"))
     path.parent.mkdir()

@@ -293,11 +293,7 @@ def test_goes_on_after_a_manifest_that_cannot_be_read(store: LocalStore) -> None
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [
-        (b"{", "not valid JSON"),
-        (b"\xff", "not valid UTF-8"),
-        (b"[]", "is not a JSON object"),
-    ],
+    [(b"{", "not valid JSON"), (b"\xff", "not valid UTF-8"), (b"[]", "is not a JSON object")],
 )
 def test_finds_a_config_that_is_not_a_json_object(
     content: bytes, complaint: str, store: LocalStore

@@ -128,7 +128,7 @@ def test_shows_hostile_names_as_text(name: str) -> None:
     found = Page(text)
     assert {tag for tag, _ in found.tags} <= ALLOWED
     assert {key for _, keys in found.tags for key in keys} <= {
-        *("lang", "charset", "http-equiv", "content", "name", "class", "style", "scope", "title"),
+        *("lang", "charset", "http-equiv", "content", "name", "class", "style", "scope", "title")
     }
     assert sum(tag == "h1" for tag, _ in found.tags) == 1
     assert all(char.isprintable() or char == "\n" for char in text)
@@ -317,7 +317,7 @@ def test_lists_the_worst_tensors() -> None:
 
 def test_texts_of_numbers() -> None:
     assert [number(value) for value in (None, math.inf, 0.0, 4.5, 16.0, 0.012345)] == [
-        *("-", "inf", "0", "4.5", "16", "0.0123"),
+        *("-", "inf", "0", "4.5", "16", "0.0123")
     ]
     assert [decibels(value) for value in (None, -math.inf, 20.04)] == ["-", "-inf", "20.0"]
     assert [type_of("int4", 32), type_of("BF16", 0)] == ["int4 g32", "BF16"]
