@@ -16,16 +16,7 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
-from tests.benchmarks.common import (
-    GIB,
-    arguments,
-    private_memory,
-    rounds,
-    table,
-    timed,
-    warm,
-    workspace,
-)
+from tests.benchmarks import common
 from tests.benchmarks.create import make_model
 
 _PEER = "torch.load, mmap, weights_only"
@@ -38,19 +29,19 @@ def _collect() -> None:
 
 
 def compare_opening(path: Path, count: int) -> None:
-    """Print the table of one checkpoint."""
+    """Print the common.table of one checkpoint."""
 
     def view_all() -> object:
         with open_checkpoint(path) as checkpoint:
             return checkpoint.views()
 
     cases = {
-        _PEER: lambda: timed(lambda: torch.load(path, mmap=True, weights_only=True)),
-        "open_checkpoint, all views": lambda: timed(view_all),
+        _PEER: lambda: common.timed(lambda: torch.load(path, mmap=True, weights_only=True)),
+        "open_checkpoint, all views": lambda: common.timed(view_all),
     }
-    warm(path)
-    # No case pays for collecting what another left behind.
-    table(rounds(cases, count, _collect), _PEER)
+    common.warm(path)
+    # Collect garbage first, so that no case pays for that of another.
+    common.table(common.rounds(cases, count, _collect), _PEER)
 
 
 def compare_creating(folder: Path, sources: dict[str, Path], count: int, nbytes: int) -> None:
@@ -58,18 +49,18 @@ def compare_creating(folder: Path, sources: dict[str, Path], count: int, nbytes:
     full = blobstore.LocalStore(folder / "full")
 
     def present(source: Path) -> float:
-        return timed(lambda: blobstore.create(source, "model", store=full, jobs=_THREADS))
+        return common.timed(lambda: blobstore.create(source, "model", store=full, jobs=_THREADS))
 
     def new(source: Path) -> float:
         store = blobstore.LocalStore(folder / "new")
-        taken = timed(lambda: blobstore.create(source, "model", store=store, jobs=_THREADS))
+        taken = common.timed(lambda: blobstore.create(source, "model", store=store, jobs=_THREADS))
         shutil.rmtree(folder / "new")
         return taken
 
     def prepare() -> None:
-        os.sync()  # what others left dirty is not ours to wait for
+        os.sync()  # do not measure the writeback of other processes
         for source in sources.values():
-            warm(source)
+            common.warm(source)
 
     for source in sources.values():
         present(source)
@@ -79,21 +70,21 @@ def compare_creating(folder: Path, sources: dict[str, Path], count: int, nbytes:
             f"create from {name}, {what}": lambda source=source, work=work: work(source)
             for name, source in sources.items()
         }
-        table(rounds(cases, count, prepare), f"create from {first}, {what}", nbytes)
+        common.table(common.rounds(cases, count, prepare), f"create from {first}, {what}", nbytes)
 
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
-    with workspace(options.folder) as folder:
-        nbytes = int(2 * GIB * options.scale)
+    options = common.arguments(__doc__)
+    with common.workspace(options.folder) as folder:
+        nbytes = int(2 * common.GIB * options.scale)
         model = make_model(folder / "model", nbytes)
         path = folder / "model.pth"
         torch.save(load_file(model / "model.safetensors"), path)
-        print(f"{nbytes / GIB:.2f} GiB bf16, 300 tensors\n")
+        print(f"{nbytes / common.GIB:.2f} GiB bf16, 300 tensors\n")
         compare_opening(path, options.rounds * 3)
         compare_creating(folder, {"safetensors": model, ".pth": path}, options.rounds, nbytes)
-        used = private_memory(
+        used = common.private_memory(
             "from blobstore.sources.pytorch.checkpoint import open_checkpoint\n"
             "import numpy\n"
             "begin()\n"

@@ -48,7 +48,7 @@ def fill(store: LocalStore, models: int) -> None:
 
 
 def limit(store: LocalStore) -> object:
-    """Find and remove garbage without asking anybody, as a script would."""
+    """Find and remove garbage without locks, as a simple script would."""
     reached: set[str] = set()
     for path in store.folder("manifests").rglob("latest"):
         manifest = json.loads(path.read_bytes())
@@ -79,8 +79,8 @@ def main() -> None:
             return taken
 
         print(f"{models:,} models of {_LAYERS} layers, {models // _UNNAMED:,} without a name\n")
-        cases = {"a script that asks nobody": lambda: collect(0), "gc": lambda: collect(1)}
-        table(rounds(cases, options.rounds), "a script that asks nobody")
+        cases = {"a script without locks": lambda: collect(0), "gc": lambda: collect(1)}
+        table(rounds(cases, options.rounds), "a script without locks")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Quote the ratios of medians; milliseconds differ from day to day.
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import statistics
@@ -14,9 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import Buffer
+
+from blobstore.core.tensor import TensorSpec
+from tests.support.models import write_safetensors
 
 GIB = 2**30
 
@@ -25,9 +32,9 @@ def arguments(doc: str | None) -> argparse.Namespace:
     """Parse the options that every benchmark takes."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds counted, after one for warmth"
+        "--rounds", type=int, default=5, help="rounds to count, after a warm-up round"
     )
-    parser.add_argument("--folder", type=Path, help="where the files are made; needs space")
+    parser.add_argument("--folder", type=Path, help="folder for the files; needs space")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="size of the inputs, for a quick try"
     )
@@ -36,9 +43,22 @@ def arguments(doc: str | None) -> argparse.Namespace:
 
 @contextmanager
 def workspace(folder: Path | None) -> Iterator[Path]:
-    """Give a folder for the inputs that is removed afterwards."""
+    """Yield a folder for the inputs, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="blobstore-bench-", dir=folder) as name:
         yield Path(name)
+
+
+def write_model(
+    folder: Path,
+    specs: Iterable[TensorSpec],
+    read: Callable[[str], Iterable[Buffer]],
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model folder whose tensors have the bytes that ``read`` returns by name."""
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "model.safetensors", specs, read)
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    return folder
 
 
 def warm(path: Path) -> None:
@@ -67,10 +87,10 @@ def rounds(
 
 
 def borrow_memory(nbytes: int) -> None:
-    """Have the system hand out memory and take it back, so that it is at hand for the next case.
+    """Allocate and free memory, so that the system has it ready for the next case.
 
-    A virtual machine may give freed memory to its host, and to get it back takes up to 2 s/GiB: the
-    case that comes first would pay for all.
+    A virtual machine may return freed memory to its host. Getting it back takes up to 2 s/GiB, which
+    only the first case would pay.
     """
     # Shared memory, which is what Python makes otherwise, comes in small pages.
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -79,7 +99,7 @@ def borrow_memory(nbytes: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes; what it returns dies outside of them."""
+    """Return the seconds that ``work`` takes. Its result is freed after the measurement."""
     started = time.perf_counter()
     result = work()
     taken = time.perf_counter() - started
@@ -88,7 +108,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def table(seconds: Mapping[str, list[float]], limit: str, nbytes: int = 0) -> None:
-    """Print a Markdown table; ``limit`` is the case that the ratios are of."""
+    """Print a Markdown table with ratios to the case ``limit``."""
     base = statistics.median(seconds[limit])
     rate = "| GB/s " if nbytes else ""
     print(f"| case | median s | min | max {rate}| of `{limit}` |")
@@ -104,9 +124,9 @@ def table(seconds: Mapping[str, list[float]], limit: str, nbytes: int = 0) -> No
 
 
 def private_memory(script: str, *args: str) -> int:
-    """Return the bytes of private memory at most that a fresh interpreter needs for ``script``.
+    """Return the most private memory that a fresh interpreter needs for ``script``, in bytes.
 
-    Measured as the peak of anonymous memory, above what is there when ``script`` calls ``begin()``.
+    This is the peak of anonymous memory, without the memory in use when ``script`` calls ``begin()``.
     """
     code = f"{_PRIVATE_MEMORY}\n{script}\nreport()"
     result = subprocess.run(

@@ -18,17 +18,7 @@ import numpy as np
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import (
-    GIB,
-    arguments,
-    private_memory,
-    rounds,
-    table,
-    timed,
-    warm,
-    workspace,
-)
-from tests.support.models import write_safetensors
+from tests.benchmarks import common
 
 _TENSORS = 300
 _CHUNK = 1 << 20
@@ -39,7 +29,6 @@ _SYNC_EVERY = 32 << 20
 
 def make_model(folder: Path, nbytes: int) -> Path:
     """Write a model folder of random bf16 weights."""
-    folder.mkdir()
     rows = nbytes // (_TENSORS * 2 * 2048)
     specs = [
         TensorSpec(
@@ -53,9 +42,7 @@ def make_model(folder: Path, nbytes: int) -> Path:
         numbers = random.standard_normal((rows, 2048), np.float32) * np.float32(0.02)
         return [(numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()]
 
-    write_safetensors(folder / "model.safetensors", specs, values)
-    (folder / "config.json").write_text('{"model_type":"llama"}')
-    return folder
+    return common.write_model(folder, specs, values, {"model_type": "llama"})
 
 
 def hash_and_write(source: Path, target: Path | None, *, sync_early: bool = False) -> None:
@@ -92,9 +79,9 @@ def hash_and_write(source: Path, target: Path | None, *, sync_early: bool = Fals
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
-    with workspace(options.folder) as folder:
-        nbytes = int(2 * GIB * options.scale)
+    options = common.arguments(__doc__)
+    with common.workspace(options.folder) as folder:
+        nbytes = int(2 * common.GIB * options.scale)
         source = make_model(folder / "model", nbytes)
         weights = source / "model.safetensors"
         full = blobstore.LocalStore(folder / "full")
@@ -102,37 +89,43 @@ def main() -> None:
 
         def first() -> float:
             store = blobstore.LocalStore(folder / "new")
-            taken = timed(lambda: blobstore.create(source, "model", store=store, jobs=_THREADS))
+            taken = common.timed(
+                lambda: blobstore.create(source, "model", store=store, jobs=_THREADS)
+            )
             shutil.rmtree(folder / "new")
             return taken
 
         def second() -> float:
-            return timed(lambda: blobstore.create(source, "model", store=full, jobs=_THREADS))
+            return common.timed(
+                lambda: blobstore.create(source, "model", store=full, jobs=_THREADS)
+            )
 
         def limit(*, sync_early: bool) -> float:
-            taken = timed(lambda: hash_and_write(weights, folder / "limit", sync_early=sync_early))
+            taken = common.timed(
+                lambda: hash_and_write(weights, folder / "limit", sync_early=sync_early)
+            )
             for number in range(_THREADS):
                 (folder / f"limit{number}").unlink()
             return taken
 
         def prepare() -> None:
             os.sync()  # do not measure the writeback of other processes
-            warm(weights)
+            common.warm(weights)
 
-        print(f"{nbytes / GIB:.2f} GiB bf16, {_TENSORS} tensors, {_THREADS} threads\n")
+        print(f"{nbytes / common.GIB:.2f} GiB bf16, {_TENSORS} tensors, {_THREADS} threads\n")
         best = "sha256 + write + sync concurrently"
         durable = {
             "sha256 + write, then sync": lambda: limit(sync_early=False),
             best: lambda: limit(sync_early=True),
             "create, new": first,
         }
-        table(rounds(durable, options.rounds, prepare), best, nbytes)
+        common.table(common.rounds(durable, options.rounds, prepare), best, nbytes)
         present = {
-            "sha256": lambda: timed(lambda: hash_and_write(weights, None)),
+            "sha256": lambda: common.timed(lambda: hash_and_write(weights, None)),
             "create, all present": second,
         }
-        table(rounds(present, options.rounds, prepare), "sha256", nbytes)
-        used = private_memory(
+        common.table(common.rounds(present, options.rounds, prepare), "sha256", nbytes)
+        used = common.private_memory(
             "import blobstore, blobstore.operations.create.create\n"
             "begin()\n"
             "blobstore.create(sys.argv[1], 'model', store=blobstore.LocalStore(sys.argv[2]), jobs=2)",

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import GIB, arguments, rounds, table, timed, warm, workspace
-from tests.support.models import write_safetensors
+from tests.benchmarks import common
 
 _BLOCKS = 32
 _BLOCK = {
@@ -42,7 +41,6 @@ _LIMIT = "pinned memory to the device"
 
 def make_model(folder: Path, nbytes: int) -> Path:
     """Write a model folder of about ``nbytes``, with the shapes of a Llama."""
-    folder.mkdir()
     scale = nbytes / (_BLOCKS * sum(_BLOCK.values()) * _ROW)
     specs = [
         TensorSpec(
@@ -52,13 +50,9 @@ def make_model(folder: Path, nbytes: int) -> Path:
         for name, rows in _BLOCK.items()
     ]
     rows = {spec.name: spec.shape[0] for spec in specs}
-    write_safetensors(
-        folder / "model.safetensors",
-        specs,
-        lambda name: (os.urandom(_ROW) for _ in range(rows[name])),
+    return common.write_model(
+        folder, specs, lambda name: (os.urandom(_ROW) for _ in range(rows[name]))
     )
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 def free_unused_memory() -> None:
@@ -78,7 +72,7 @@ def finished(work: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         return result
 
-    return timed(both)
+    return common.timed(both)
 
 
 def pinned_copies(nbytes: int) -> Callable[[], object]:
@@ -107,11 +101,11 @@ def with_fastsafetensors(file: Path) -> object:
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
+    options = common.arguments(__doc__)
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none here")
-    with workspace(options.folder) as folder:
-        source = make_model(folder / "model", int(8 * GIB * options.scale))
+    with common.workspace(options.folder) as folder:
+        source = make_model(folder / "model", int(8 * common.GIB * options.scale))
         file = source / "model.safetensors"
         nbytes = file.stat().st_size
         store = blobstore.LocalStore(folder / "store")
@@ -140,11 +134,13 @@ def main() -> None:
         for name, tensor in expected.items():
             assert torch.equal(found[name].cpu(), tensor), name
         del expected, found
-        warm(folder)
-        print(f"{nbytes / GIB:.2f} GiB bf16, {_BLOCKS * len(_BLOCK)} tensors, from the page cache")
+        common.warm(folder)
+        print(
+            f"{nbytes / common.GIB:.2f} GiB bf16, {_BLOCKS * len(_BLOCK)} tensors, from the page cache"
+        )
         print(f"to {torch.cuda.get_device_name()}; torch {torch.__version__}\n")
         cases = {name: lambda load=load: finished(load) for name, load in loaders.items()}
-        table(rounds(cases, options.rounds, free_unused_memory), _LIMIT, nbytes)
+        common.table(common.rounds(cases, options.rounds, free_unused_memory), _LIMIT, nbytes)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def first_token(kind: str, folder: Path) -> object:
 
 
 def serve(kind: str, small: str, folder: str) -> None:
-    """Print the private memory that a model adds to a process, and keep it until told to end."""
+    """Print the private memory that a model adds to a process, and keep the model until standard input closes."""
     first_token(kind, Path(small))  # for what the libraries need, whatever the model
     gc.collect()
     before = private_bytes()
@@ -97,14 +97,14 @@ def private_bytes() -> int:
 
 
 def command(function: str, *arguments: str | Path) -> dict[str, Any]:
-    """Return how a process is started that calls a function of this module."""
+    """Return the arguments of a process that calls a function of this module."""
     code = f"from tests.benchmarks import first_token as m; import sys; m.{function}(*sys.argv[1:])"
     args = [sys.executable, "-c", code, *map(str, arguments)]
     return {"args": args, "cwd": _ROOT, "stderr": subprocess.DEVNULL}
 
 
 def run(kind: str, folder: str) -> None:
-    """Be a process that generates one token."""
+    """Generate one token, in a process of its own."""
     first_token(kind, Path(folder))
 
 
@@ -124,7 +124,7 @@ def second_process(kind: str, small: Path, folder: Path) -> int:
 
 
 def collected(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes; nobody pays for collecting what another left."""
+    """Return the seconds that ``work`` takes after a garbage collection."""
     gc.collect()
     return timed(work)
 
@@ -133,7 +133,7 @@ def compare(folder: Path, count: int) -> None:
     """Print the tables of the first token, in this process and as one of its own."""
     import torch
 
-    torch.set_num_threads(1)  # for two that wait for each other measure what else the machine does
+    torch.set_num_threads(1)  # two that wait for each other would measure the load of the machine
     for title, calls, times in (
         ("libraries imported", lambda kind: partial(first_token, kind, folder), 4 * count),
         (

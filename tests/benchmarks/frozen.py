@@ -23,11 +23,10 @@ from blobstore.compression.level import Level
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from tests.benchmarks.common import GIB, arguments, borrow_memory, rounds, table, timed, workspace
+from tests.benchmarks import common
 from tests.benchmarks.fine_tunes import pairs
 from tests.benchmarks.loading import drop, read_directly, touch
 from tests.benchmarks.slow_disk import slow_disk
-from tests.support.models import write_safetensors
 
 _TUNED = ("light", "medium", "heavy", "contrastive")
 _TENSORS = 200
@@ -36,17 +35,12 @@ _SLOW = 800_000_000
 _LEVELS: tuple[Level, ...] = ("fast", "small")
 
 
-def write_model(folder: Path, tensors: Mapping[str, Any]) -> Path:
+def write_bf16(folder: Path, tensors: Mapping[str, Any]) -> Path:
     """Write a model folder of tensors in bf16."""
-    folder.mkdir(parents=True)
     specs = [TensorSpec(name, DTYPES["BF16"], tensor.shape) for name, tensor in tensors.items()]
-    write_safetensors(
-        folder / "model.safetensors",
-        specs,
-        lambda name: [tensors[name].astype(ml_dtypes.bfloat16).tobytes()],
+    return common.write_model(
+        folder, specs, lambda name: [tensors[name].astype(ml_dtypes.bfloat16).tobytes()]
     )
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 def make_family(folder: Path, kept: Path) -> blobstore.LocalStore:
@@ -55,7 +49,7 @@ def make_family(folder: Path, kept: Path) -> blobstore.LocalStore:
     found = pairs(kept)
     models = {"base": found["medium"][0]} | {name: found[name][1] for name in _TUNED}
     for name, tensors in models.items():
-        blobstore.create(write_model(folder / "models" / name, tensors), name, store=store)
+        blobstore.create(write_bf16(folder / "models" / name, tensors), name, store=store)
     return store
 
 
@@ -85,7 +79,7 @@ def make_large(folder: Path, nbytes: int) -> tuple[blobstore.LocalStore, blobsto
         * np.float32(0.02)
         for number in range(_TENSORS)
     }
-    source = write_model(folder / "large", tensors)
+    source = write_bf16(folder / "large", tensors)
     stores = blobstore.LocalStore(folder / "hot"), blobstore.LocalStore(folder / "cold")
     for store in stores:
         blobstore.create(source, "m", store=store)
@@ -99,7 +93,7 @@ def make_large(folder: Path, nbytes: int) -> tuple[blobstore.LocalStore, blobsto
 
 
 def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count: int) -> None:
-    """Print how soon every byte of a model was read, from the disk."""
+    """Print the time to read every byte of a model from the disk."""
 
     def load(store: blobstore.LocalStore, **how: Any) -> Callable[[], object]:
         def work() -> object:
@@ -108,14 +102,14 @@ def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count:
             touch(tensors.values())
             return model, tensors
 
-        return lambda: timed(work)
+        return lambda: common.timed(work)
 
     files = [path for store in stores for path in store.root.rglob("sha256-*") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in stores[0].folder("blobs").iterdir())
 
     def chill() -> None:
         drop(files)
-        borrow_memory(nbytes * 9 // 4)
+        common.borrow_memory(nbytes * 9 // 4)
 
     blobs = [path for path in stores[0].folder("blobs").iterdir() if path.stat().st_size > _TENSORS]
     limit = "8 requests of 4 MiB, past the page cache"
@@ -125,22 +119,26 @@ def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count:
         "frozen": load(stores[1]),
         "frozen, read=pread": load(stores[1], read="pread"),
     }
-    of_disk = cases | {limit: lambda: timed(lambda: read_directly(blobs))}
+    of_disk = cases | {limit: lambda: common.timed(lambda: read_directly(blobs))}
     print("From the disk, every byte touched\n")
-    table(rounds(of_disk, count, chill), limit, nbytes)
+    common.table(common.rounds(of_disk, count, chill), limit, nbytes)
     with slow_disk(files[0], _SLOW) as is_slow:
         if is_slow:
             print(f"From a disk of {_SLOW / 1e9} GB/s, every byte touched\n")
-            table(rounds(of_disk, count, chill), limit, nbytes)
+            common.table(common.rounds(of_disk, count, chill), limit, nbytes)
         else:
-            print("The disk cannot be held back here: that takes root and control groups\n")
+            print("The disk cannot be throttled here: that requires root and control groups\n")
     print("From the page cache, every byte touched\n")
-    table(rounds(cases, count, lambda: borrow_memory(nbytes * 9 // 4)), "hot, read=pread", nbytes)
+    common.table(
+        common.rounds(cases, count, lambda: common.borrow_memory(nbytes * 9 // 4)),
+        "hot, read=pread",
+        nbytes,
+    )
 
 
 def tables(options: argparse.Namespace) -> None:
     """Print the tables."""
-    with workspace(options.folder) as folder:
+    with common.workspace(options.folder) as folder:
         kept = folder if options.folder is None else options.folder / "fine-tunes"
         store = make_family(folder, kept)
         print("| family | size | frozen | saved | freeze GB/s | thaw GB/s |")
@@ -149,8 +147,8 @@ def tables(options: argparse.Namespace) -> None:
             freeze_family(store, level)
         print()
         os.sync()
-        load_large(make_large(folder, int(GIB * options.scale)), options.rounds)
+        load_large(make_large(folder, int(common.GIB * options.scale)), options.rounds)
 
 
 if __name__ == "__main__":
-    tables(arguments(__doc__))
+    tables(common.arguments(__doc__))

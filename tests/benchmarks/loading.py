@@ -27,17 +27,7 @@ from safetensors.torch import load_file
 import blobstore
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import (
-    GIB,
-    arguments,
-    borrow_memory,
-    rounds,
-    table,
-    timed,
-    warm,
-    workspace,
-)
-from tests.support.models import write_safetensors
+from tests.benchmarks import common
 
 _TENSORS = 200
 _REQUEST = 4 << 20
@@ -46,15 +36,12 @@ _REQUESTS = 8
 
 def make_model(folder: Path, nbytes: int, dtype: str = "BF16") -> Path:
     """Write a model folder."""
-    folder.mkdir()
     rows = nbytes // (_TENSORS * 2 * 1024)
     specs = [
         TensorSpec(f"model.layers.{i // 10}.p{i % 10}.weight", DTYPES[dtype], (rows, 1024))
         for i in range(_TENSORS)
     ]
-    write_safetensors(folder / "model.safetensors", specs, lambda _: [os.urandom(rows * 2048)])
-    (folder / "config.json").write_text("{}")
-    return folder
+    return common.write_model(folder, specs, lambda _: [os.urandom(rows * 2048)])
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> None:
@@ -138,20 +125,20 @@ def copied(case: str, file: Path, store: blobstore.LocalStore) -> float:
         "import sys; from pathlib import Path; from tests.benchmarks.loading import *\n"
         "case, file, root, nbytes = sys.argv[1:]\n"
         "store = blobstore.LocalStore(root)\n"
-        "borrow_memory(int(nbytes))\n"
-        "print(timed(lambda: COPIES[case](Path(file), store)))"
+        "common.borrow_memory(int(nbytes))\n"
+        "print(common.timed(lambda: COPIES[case](Path(file), store)))"
     )
     at_hand = file.stat().st_size * 9 // 4
-    arguments = [sys.executable, "-c", code, case, str(file), str(store.root), str(at_hand)]
-    result = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, case, str(file), str(store.root), str(at_hand)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(result.stdout)
 
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
-    with workspace(options.folder) as folder:
-        nbytes = int(GIB * options.scale)
+    options = common.arguments(__doc__)
+    with common.workspace(options.folder) as folder:
+        nbytes = int(common.GIB * options.scale)
         source = make_model(folder / "model", nbytes)
         file = source / "model.safetensors"
         store = blobstore.LocalStore(folder / "store")
@@ -191,36 +178,38 @@ def main() -> None:
             mx.eval(arrays)
             return arrays
 
-        print(f"{nbytes / GIB:.2f} GiB bf16, {_TENSORS} tensors\n\nWarm, ready\n")
-        warm(folder)
+        print(f"{nbytes / common.GIB:.2f} GiB bf16, {_TENSORS} tensors\n\nWarm, ready\n")
+        common.warm(folder)
         count = options.rounds * 2
         cases: dict[str, Callable[[], float]] = {
-            name: partial(timed, load) for name, load in loaders.items()
+            name: partial(common.timed, load) for name, load in loaders.items()
         }
-        table(rounds(cases, count), "safetensors, one file")
+        common.table(common.rounds(cases, count), "safetensors, one file")
         print("Warm, touched\n")
-        cases = {name: partial(timed, partial(touched, load)) for name, load in loaders.items()}
-        cases["mx.load and eval"] = lambda: timed(mlx)
+        cases = {
+            name: partial(common.timed, partial(touched, load)) for name, load in loaders.items()
+        }
+        cases["mx.load and eval"] = lambda: common.timed(mlx)
         if find_spec("runai_model_streamer"):
-            cases["Run:ai's streamer, one file"] = lambda: timed(lambda: streamed(file))
-        table(rounds(cases, count), "safetensors, one file", nbytes)
+            cases["Run:ai's streamer, one file"] = lambda: common.timed(lambda: streamed(file))
+        common.table(common.rounds(cases, count), "safetensors, one file", nbytes)
         warm_cases = cases
         print("Into memory of its own, float16 to numpy\n")
         half = make_model(folder / "half", nbytes, "F16") / "model.safetensors"
         blobstore.create(half.parent, "half", store=store)
         os.sync()
         cases = {name: partial(copied, name, half, store) for name in COPIES}
-        at_hand = partial(borrow_memory, nbytes * 9 // 4)
-        table(rounds(cases, count), "safetensors, of the file's bytes", nbytes)
+        at_hand = partial(common.borrow_memory, nbytes * 9 // 4)
+        common.table(common.rounds(cases, count), "safetensors, of the file's bytes", nbytes)
         print("Cold, touched\n")
         limit = "8 requests of 4 MiB, past the page cache"
-        cold = warm_cases | {limit: lambda: timed(lambda: read_directly(blobs))}
+        cold = warm_cases | {limit: lambda: common.timed(lambda: read_directly(blobs))}
 
         def chill() -> None:
             drop([file, *blobs])
             at_hand()
 
-        table(rounds(cold, options.rounds, chill), limit, nbytes)
+        common.table(common.rounds(cold, options.rounds, chill), limit, nbytes)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ small: only their number matters, and neither loader reads their bytes.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import arguments, workspace
+from tests.benchmarks.common import arguments, workspace, write_model
 from tests.benchmarks.open import compare
-from tests.support.models import write_safetensors
 
 _LAYERS = 48
 _EXPERTS = 128
@@ -45,16 +43,14 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def make_model(folder: Path) -> Path:
     """Write the model's folder."""
-    folder.mkdir()
     specs = {name: TensorSpec(name, DTYPES["BF16"], shape) for name, shape in shapes()}
     assert len(specs) == _COUNT
-    write_safetensors(
-        folder / "model.safetensors",
-        list(specs.values()),
+    return write_model(
+        folder,
+        specs.values(),
         lambda name: [os.urandom(specs[name].nbytes)],
+        {"architectures": ["Qwen3MoeForCausalLM"]},
     )
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
-    return folder
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from one file. Both return views of mapped memory, so no tensor's bytes are read
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -17,24 +16,22 @@ from safetensors.torch import load_file
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from tests.benchmarks.common import arguments, private_memory, rounds, table, timed, warm, workspace
-from tests.support.models import write_safetensors
+from tests.benchmarks import common
 
 _PEER = "safetensors, one file"
 
 
 def make_model(folder: Path, names: list[str], shape: tuple[int, int]) -> Path:
     """Write a model folder of bf16 tensors."""
-    folder.mkdir()
     data = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16).tobytes()
     specs = [TensorSpec(name, DTYPES["BF16"], shape) for name in names]
-    write_safetensors(folder / "model.safetensors", specs, lambda _: [data])
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    return folder
+    return common.write_model(
+        folder, specs, lambda _: [data], {"architectures": ["LlamaForCausalLM"]}
+    )
 
 
 def compare(folder: Path, source: Path, count: int) -> None:
-    """Print the table of one model."""
+    """Print the common.table of one model."""
     store = blobstore.LocalStore(folder / "store")
     blobstore.create(source, source.name, store=store)
     file = source / "model.safetensors"
@@ -47,22 +44,22 @@ def compare(folder: Path, source: Path, count: int) -> None:
     def view_all(*, index: bool) -> float:
         if not index:
             shutil.rmtree(store.folder("headers"), ignore_errors=True)
-        return timed(open_all)
+        return common.timed(open_all)
 
-    warm(folder)
+    common.warm(folder)
     cases = {
-        _PEER: lambda: timed(lambda: load_file(file)),
+        _PEER: lambda: common.timed(lambda: load_file(file)),
         "blobstore, no header index": lambda: view_all(index=False),
         "blobstore, header index": lambda: view_all(index=True),
     }
-    table(rounds(cases, count), _PEER)
+    common.table(common.rounds(cases, count), _PEER)
 
 
 def show(folder: Path, count: int) -> None:
-    """Print the table of the whole process of ``blobstore show``."""
+    """Print the common.table of the whole process of ``blobstore show``."""
 
     def run(*command: str) -> float:
-        return timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+        return common.timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
 
     python = sys.executable
     main = (python, "-m", "blobstore.cli")
@@ -74,13 +71,13 @@ def show(folder: Path, count: int) -> None:
             *main, "show", "dense", "--store", str(folder / "store")
         ),
     }
-    table(rounds(cases, count), "python -c pass")
+    common.table(common.rounds(cases, count), "python -c pass")
 
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
-    with workspace(options.folder) as folder:
+    options = common.arguments(__doc__)
+    with common.workspace(options.folder) as folder:
         print("300 tensors of 2 MiB, 300 blobs\n")
         names = [f"model.layers.{i // 10}.mlp.p{i % 10}_proj.weight" for i in range(300)]
         dense = make_model(folder / "dense", names, (1024, 1024))
@@ -93,7 +90,7 @@ def main() -> None:
         compare(folder, make_model(folder / "experts", names, (55, 61)), options.rounds)
         print("Whole processes\n")
         show(folder, options.rounds)
-        used = private_memory(
+        used = common.private_memory(
             "import blobstore, torch, blobstore.safetensors.torch\n"
             "torch.ones(1000).max()\n"
             "begin()\n"

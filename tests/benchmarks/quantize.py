@@ -8,7 +8,6 @@ and saves the same model with the same settings; it does not sync.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import threading
@@ -26,17 +25,7 @@ from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as torch_engine
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.numpy import BF16, as_bytes
-from tests.benchmarks.common import (
-    GIB,
-    arguments,
-    private_memory,
-    rounds,
-    table,
-    timed,
-    warm,
-    workspace,
-)
-from tests.support.models import write_safetensors
+from tests.benchmarks import common
 from tests.support.safetensors_file import SafetensorsFile
 
 _THREADS = 2
@@ -75,7 +64,6 @@ save_model(sys.argv[2], model)
 
 def make_model(folder: Path, layers: int) -> Path:
     """Write a Llama of random bf16 weights."""
-    folder.mkdir()
     block = {
         **{f"self_attn.{part}_proj": (_HIDDEN, _HIDDEN) for part in "qkvo"},
         **{f"mlp.{part}_proj": (_INTERMEDIATE, _HIDDEN) for part in ("gate", "up")},
@@ -97,10 +85,7 @@ def make_model(folder: Path, layers: int) -> Path:
         return [numbers.astype(BF16).tobytes()]
 
     specs = [TensorSpec(name, DTYPES["BF16"], shape) for name, shape in shapes.items()]
-    write_safetensors(folder / "model.safetensors", specs, values)
-    config = _CONFIG | {"num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return common.write_model(folder, specs, values, _CONFIG | {"num_hidden_layers": layers})
 
 
 def limit(source: Path, target: Path, item: QuantFormat, group_size: int) -> None:
@@ -166,7 +151,7 @@ def imports(folder: Path, source: Path, name: str, count: int) -> None:
     out = folder / "out"
 
     def once(work: Callable[[], object]) -> float:
-        taken = timed(work)
+        taken = common.timed(work)
         for path in folder.glob(f"{out.name}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return taken
@@ -184,18 +169,20 @@ def imports(folder: Path, source: Path, name: str, count: int) -> None:
 
     def prepare() -> None:
         os.sync()
-        warm(weights)
+        common.warm(weights)
 
     cases: dict[str, Callable[[], float]] = {
         _LIMIT: lambda: once(lambda: limit(weights, out, item, group_size)),
         "create": lambda: once(create),
         "mlx-lm": lambda: once(lambda: mlx_lm(source, out, item, group_size)),
     }
-    print(f"{nbytes / GIB:.2f} GiB bf16 to {name}, groups of {group_size}\n")
-    table(rounds(cases, count, prepare), _LIMIT, nbytes)
+    print(f"{nbytes / common.GIB:.2f} GiB bf16 to {name}, groups of {group_size}\n")
+    common.table(common.rounds(cases, count, prepare), _LIMIT, nbytes)
     size = str(group_size)
-    ours = private_memory(_CREATE, str(source), f"{out}-ours", name, size)
-    theirs = private_memory(_MLX_LM, str(source), f"{out}-theirs", str(item.bits), size, item.mode)
+    ours = common.private_memory(_CREATE, str(source), f"{out}-ours", name, size)
+    theirs = common.private_memory(
+        _MLX_LM, str(source), f"{out}-theirs", str(item.bits), size, item.mode
+    )
     for path in folder.glob(f"{out.name}-*"):
         shutil.rmtree(path)
     print(f"private memory: create {ours / 2**20:.0f} MiB, mlx-lm {theirs / 2**20:.0f} MiB\n")
@@ -219,20 +206,22 @@ def engines(item: QuantFormat, count: int) -> None:
 
     print(f"4096 x 4096 bf16 and {item.name}, one thread of Python\n")
     to_packed = {
-        "mx.quantize": lambda: timed(lambda: mx.eval(*mx.quantize(of_mlx, **options))),
-        "numpy": lambda: timed(lambda: reference.quantize(numbers, item, size)),
+        "mx.quantize": lambda: common.timed(lambda: mx.eval(*mx.quantize(of_mlx, **options))),
+        "numpy": lambda: common.timed(lambda: reference.quantize(numbers, item, size)),
     }
-    table(rounds(to_packed, count), "mx.quantize", numbers.nbytes)
+    common.table(common.rounds(to_packed, count), "mx.quantize", numbers.nbytes)
     to_plain = {
-        "mx.dequantize": lambda: timed(lambda: mx.eval(mx.dequantize(*arrays, **options))),
-        "numpy": lambda: timed(lambda: reference.dequantize(*packed, item, size, "bfloat16")),
-        "torch": lambda: timed(dequantize),
+        "mx.dequantize": lambda: common.timed(lambda: mx.eval(mx.dequantize(*arrays, **options))),
+        "numpy": lambda: common.timed(
+            lambda: reference.dequantize(*packed, item, size, "bfloat16")
+        ),
+        "torch": lambda: common.timed(dequantize),
     }
-    table(rounds(to_plain, count), "mx.dequantize", numbers.nbytes)
+    common.table(common.rounds(to_plain, count), "mx.dequantize", numbers.nbytes)
 
 
 def gpu(item: QuantFormat, count: int) -> None:
-    """Print the table of one matrix on a GPU, with a copy of as many bytes as it reads and writes."""
+    """Print the common.table of one matrix on a GPU, with a copy of as many bytes as it reads and writes."""
     numbers = np.random.default_rng(0).standard_normal((8192, 8192), np.float32).astype(BF16)
     packed = reference.quantize(numbers, item, item.group_size)
     weight, scale, bias = (None if part is None else _as_torch(part).to("cuda") for part in packed)
@@ -244,7 +233,7 @@ def gpu(item: QuantFormat, count: int) -> None:
             work()
             torch.cuda.synchronize()
 
-        return timed(run)
+        return common.timed(run)
 
     def dequantize() -> object:
         assert weight is not None
@@ -256,7 +245,7 @@ def gpu(item: QuantFormat, count: int) -> None:
         "copy of the same bytes": lambda: finished(source.clone),
         "torch": lambda: finished(dequantize),
     }
-    table(rounds(cases, count), "copy of the same bytes", moved)
+    common.table(common.rounds(cases, count), "copy of the same bytes", moved)
 
 
 def _as_torch(array: Any) -> torch.Tensor:
@@ -275,8 +264,8 @@ def _as_mlx(array: Any) -> Any:
 
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
-    with workspace(options.folder) as folder:
+    options = common.arguments(__doc__)
+    with common.workspace(options.folder) as folder:
         source = make_model(folder / "model", max(int(_LAYERS * options.scale), 1))
         for name in _SIZES:
             imports(folder, source, name, options.rounds)
