@@ -83,7 +83,7 @@ def test_keeps_the_tensors_of_a_plain_source() -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "odd"])
-def test_keeps_the_tensors_of_folders(name: str) -> None:
+def test_keeps_the_tensors_of_plain_folders(name: str) -> None:
     found, config = folder(name)
     assert detect_quantization(found, config) == (copies(found), (), "")
 
@@ -119,7 +119,7 @@ PACKED: Tensors = {
 }
 
 
-def test_recognises_a_folder_of_mlx() -> None:
+def test_detects_a_folder_of_mlx() -> None:
     found = detect_quantization(*folder("mlx-mode"))
     weight = "model.layers.0.self_attn.q_proj.weight"
     recipe = prequantized(found, weight)
@@ -143,7 +143,7 @@ def test_a_config_without_mode_is_affine(bits: int) -> None:
     assert found.quant_type == f"int{bits}"
 
 
-def test_modules_have_their_own_types() -> None:
+def test_modules_may_have_their_own_types() -> None:
     tensors = PACKED | {
         "layers.0.down_proj.weight": ("U32", 8, 32),
         "layers.0.down_proj.scales": ("BF16", 8, 2),
@@ -168,7 +168,7 @@ def test_reports_modules_of_the_config_that_do_not_exist() -> None:
     )
 
 
-def test_takes_a_packed_weight_that_is_not_called_weight() -> None:
+def test_the_name_of_a_packed_weight_need_not_end_in_weight() -> None:
     tensors = {"experts.up": ("U32", 2, 8, 16), "experts.up.scales": ("U8", 2, 8, 4)}
     recipe = prequantized(detect(tensors), "experts.up")
     assert [spec.name for spec in recipe.stored] == ["experts.up", "experts.up.scale"]
@@ -199,7 +199,7 @@ MODELOPT: Tensors = {
 }
 
 
-def test_recognises_a_folder_of_compressed_tensors() -> None:
+def test_detects_a_folder_of_compressed_tensors() -> None:
     found = detect_quantization(*folder("ct-nvfp4"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert set(found.recipes) == {name, "model.norm.weight"}
@@ -214,7 +214,7 @@ def test_recognises_a_folder_of_compressed_tensors() -> None:
     assert found[1:] == (("1 input scale (of activations) left out",), "nvfp4")
 
 
-def test_recognises_modelopt() -> None:
+def test_detects_modelopt() -> None:
     found = detect(MODELOPT)
     assert set(found.recipes) == {"m.weight", "m.k_scale", "norm.weight"}
     recipe = prequantized(found, "m.weight")
@@ -224,7 +224,7 @@ def test_recognises_modelopt() -> None:
 
 
 @pytest.mark.parametrize("tensors", [COMPRESSED, MODELOPT])
-def test_leaves_out_the_scales_of_activations_alone(tensors: Tensors) -> None:
+def test_leaves_out_only_the_activation_scales_of_quantized_weights(tensors: Tensors) -> None:
     lone: Tensors = {"other.input_scale": ("F32",), "other.input_global_scale": ("F32", 1)}
     found = detect(tensors | lone)
     assert set(lone) <= set(found.recipes)
@@ -295,7 +295,7 @@ def test_rejects_incomplete_and_other_packed_weights(
         detect(tensors, config)
 
 
-def test_recognises_blocks_of_experts() -> None:
+def test_detects_the_blocks_of_gpt_oss() -> None:
     tensors: Tensors = {
         "experts.gate_up_proj_blocks": ("U8", 4, 64, 2, 16),
         "experts.gate_up_proj_scales": ("U8", 4, 64, 2),
@@ -357,7 +357,7 @@ def test_decodes_blocks_of_8_bit_floats(suffix: str, code: str) -> None:
     ],
 )
 @pytest.mark.parametrize("code", ["F32", "BF16", "F16"])
-def test_the_shape_of_the_scales_says_what_shares_one(
+def test_derives_the_block_from_the_shape_of_the_scales(
     weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], code: str
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", *weight), "m.weight_scale": (code, *scale)}
@@ -379,7 +379,9 @@ def test_the_shape_of_the_scales_says_what_shares_one(
         (sharing("group", group_size=64), (256, 4), (1, 64)),
     ],
 )
-def test_follows_the_config(config: Any, scale: tuple[int, ...], block: tuple[int, int]) -> None:
+def test_the_config_states_the_block(
+    config: Any, scale: tuple[int, ...], block: tuple[int, int]
+) -> None:
     tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale": ("F32", *scale)}
     assert decoded(detect(tensors, config), "m.weight").block == block
 
@@ -415,7 +417,7 @@ def test_rejects_scales_that_contradict_weight_or_config(
 
 
 @pytest.mark.parametrize("code", ["U8", "F8_E8M0"])
-def test_exponents_for_32_of_a_row_are_mxfp8(code: str) -> None:
+def test_one_exponent_per_32_columns_is_mxfp8(code: str) -> None:
     tensors = {"m.weight": ("F8_E4M3", 8, 64), "m.weight_scale": (code, 8, 2)}
     found = detect(tensors)
     assert prequantized(found, "m.weight").item.name == "mxfp8"
@@ -479,7 +481,7 @@ def test_rejects_other_8_bit_weights(tensors: Tensors, message: str) -> None:
         detect(tensors)
 
 
-# Schemes that are not kept.
+# Unsupported schemes.
 
 
 @pytest.mark.parametrize(
@@ -498,7 +500,7 @@ def test_rejects_other_8_bit_weights(tensors: Tensors, message: str) -> None:
         ("m._weight_qdata", "I8", "torchao"),
     ],
 )
-def test_rejects_other_schemes_by_name(name: str, code: str, scheme: str) -> None:
+def test_rejects_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
     message = rf"'{name}' \({code}\) belongs to a model quantized by {scheme}, .*; create from the"
     with pytest.raises(UnsupportedSource, match=message):
         detect({"m.scales": ("F16", 8, 2), name: (code, 8, 8)})
@@ -515,7 +517,7 @@ def test_rejects_other_schemes_by_name(name: str, code: str, scheme: str) -> Non
         ("fp8", "I8"),
     ],
 )
-def test_rejects_packed_matrices_of_unknown_forms(method: str, code: str) -> None:
+def test_rejects_packed_matrices_of_an_unknown_form(method: str, code: str) -> None:
     config = {"quantization_config": {"quant_method": method}}
     with pytest.raises(
         UnsupportedSource, match=f"'m.codes' .*packed in an unknown way of '{method}'"
@@ -537,11 +539,11 @@ def test_keeps_other_tensors_of_quantized_models(method: str, tensor: tuple[Any,
     assert detect({"m.table": tensor}, config).recipes == copies(specs({"m.table": tensor}))
 
 
-# Whatever comes.
+# Properties of all results.
 
 
 @pytest.mark.parametrize(("first", "rows"), [("int4", (64, 2)), ("int8", (2, 64))])
-def test_the_main_type_is_that_of_most_numbers(first: str, rows: tuple[int, int]) -> None:
+def test_the_main_type_is_that_of_most_elements(first: str, rows: tuple[int, int]) -> None:
     tensors: Tensors = {
         "a.weight": ("U32", rows[0], 16),
         "a.scales": ("BF16", rows[0], 2),
@@ -581,7 +583,7 @@ SECTIONS = st.dictionaries(
         st.sampled_from(["quantization", "quantization_config", "text_config"]), SECTIONS | VALUES
     ),
 )
-def test_every_tensor_is_accounted_for_or_the_source_refused(
+def test_every_tensor_is_used_or_the_source_is_rejected(
     tensors: dict[str, tuple[DType, tuple[int, ...]]], config: dict[str, Any]
 ) -> None:
     source = {name: TensorSpec(name, *known) for name, known in tensors.items()}
@@ -603,13 +605,13 @@ def test_every_tensor_is_accounted_for_or_the_source_refused(
     assert set(source) - set(used) <= {"m.input_scale"}
 
 
-def test_the_order_of_the_tensors_makes_no_difference() -> None:
+def test_the_order_of_the_tensors_does_not_matter() -> None:
     tensors = specs(PACKED | {f"x{name}": known for name, known in COMPRESSED.items()})
     backwards = dict(reversed(tensors.items()))
     assert detect_quantization(tensors, MLX) == detect_quantization(backwards, MLX)
 
 
-def test_rejects_packed_weights_of_a_blob_whose_type_would_be_lost() -> None:
+def test_rejects_packed_weights_copied_from_a_blob() -> None:
     words: Tensors = {"a.weight": ("U32", 64, 8)}
     assert isinstance(detect(words).recipes["a.weight"], Copied)
     with pytest.raises(UnsupportedSource, match=r"'a\.weight' is packed as in a blob of a store"):
@@ -644,12 +646,12 @@ def by_mlx(packed: Any, scales: Any, mode: str) -> np.ndarray[Any, Any]:
         return np.array(numbers)
 
 
-# MLX's own.
+# Packed by MLX.
 
 
 @pytest.mark.parametrize("item", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize("rows", [(8,), (3, 8)])
-def test_keeps_what_mlx_has_packed(item: Any, rows: tuple[int, ...]) -> None:
+def test_keeps_weights_packed_by_mlx(item: Any, rows: tuple[int, ...]) -> None:
     for group_size in item.group_sizes:
         weight, scale, bias = mlx_specs(item, group_size, *rows)
         recipe = mlx_weight(weight, scale, bias, (item, group_size))
@@ -663,7 +665,7 @@ def test_keeps_what_mlx_has_packed(item: Any, rows: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
-def test_tells_types_without_biases_by_their_shapes(name: str) -> None:
+def test_derives_types_without_biases_from_the_shapes(name: str) -> None:
     item = FORMATS[name]
     weight, scale, _ = mlx_specs(item, item.group_size, 8)
     recipe = mlx_weight(weight, scale, None, None)
@@ -684,7 +686,9 @@ def test_tells_types_without_biases_by_their_shapes(name: str) -> None:
         (48, 48, []),
     ],
 )
-def test_tells_affine_types_where_only_one_fits(words: int, groups: int, types: list[str]) -> None:
+def test_derives_an_affine_type_from_the_shapes_if_only_one_fits(
+    words: int, groups: int, types: list[str]
+) -> None:
     weight, scale = spec("m.weight", U32, 8, words), spec("m.scales", BF16, 8, groups)
     if len(types) == 1:
         recipe = mlx_weight(weight, scale, scale, None)
@@ -722,7 +726,7 @@ def test_affine_scales_have_the_type_of_the_weight(dtype: DType) -> None:
         ((8, 2**60), (BF16, 8, 2), (BF16, 8, 2), "by config.json"),
     ],
 )
-def test_rejects_what_contradicts_itself(
+def test_rejects_weights_that_contradict_companions_or_config(
     weight: tuple[int, ...], scale: tuple[Any, ...], bias: tuple[Any, ...] | None, message: str
 ) -> None:
     scales = spec("m.scales", *scale)
@@ -731,7 +735,7 @@ def test_rejects_what_contradicts_itself(
         mlx_weight(spec("m.weight", U32, *weight), scales, biases, (FORMATS["int4"], 64))
 
 
-def test_rejects_biases_of_a_type_without() -> None:
+def test_rejects_biases_or_float_scales_of_nvfp4() -> None:
     weight, scale = spec("m.weight", U32, 8, 16), spec("m.scales", U8, 8, 8)
     with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16 by config.json"):
         mlx_weight(weight, scale, scale, (FORMATS["nvfp4"], 16))
@@ -739,14 +743,14 @@ def test_rejects_biases_of_a_type_without() -> None:
         mlx_weight(weight, scale._replace(dtype=BF16), None, (FORMATS["nvfp4"], 16))
 
 
-def test_follows_the_config_where_shapes_fit_several_types() -> None:
+def test_the_config_decides_if_several_types_fit_the_shapes() -> None:
     weight, scale = spec("m.weight", U32, 8, 48), spec("m.scales", BF16, 8, 6)
     for name, size in (("int4", 64), ("int8", 32), ("int2", 128)):
         recipe = mlx_weight(weight, scale, scale, (FORMATS[name], size))
         assert (recipe.item.name, recipe.group_size) == (name, size)
 
 
-# Packed alike by others.
+# Packed by other tools.
 
 WEIGHT, SCALE = spec("m.weight_packed", U8, 8, 32), spec("m.weight_scale", E4M3, 8, 4)
 FACTOR = spec("m.weight_global_scale", F32, 1)
@@ -756,7 +760,9 @@ FACTOR = spec("m.weight_global_scale", F32, 1)
     ("factor", "is_reciprocal", "group_size"),
     [(FACTOR, True, 16), (spec("m.weight_scale_2", F32), False, None)],
 )
-def test_relabels_nvfp4(factor: TensorSpec, is_reciprocal: bool, group_size: int | None) -> None:
+def test_nvfp4_keeps_its_bits(
+    factor: TensorSpec, is_reciprocal: bool, group_size: int | None
+) -> None:
     recipe = fp4_weight("m.weight", WEIGHT, SCALE, factor, (), is_reciprocal=is_reciprocal)
     assert recipe.stored == (
         spec("m.weight", U32, 8, 8),
@@ -769,7 +775,7 @@ def test_relabels_nvfp4(factor: TensorSpec, is_reciprocal: bool, group_size: int
 
 
 @pytest.mark.parametrize("dtype", [U8, E8M0])
-def test_relabels_mxfp4(dtype: DType) -> None:
+def test_mxfp4_keeps_its_bits(dtype: DType) -> None:
     scale = spec("m.weight_scale", dtype, 8, 2)
     recipe = fp4_weight("m.weight", WEIGHT, scale, None, (), is_reciprocal=True)
     assert recipe.stored == (spec("m.weight", U32, 8, 8), spec("m.weight.scale", U8, 8, 2))
@@ -793,21 +799,21 @@ def test_relabels_mxfp4(dtype: DType) -> None:
         (WEIGHT._replace(shape=(8, 0)), SCALE._replace(shape=(8, 0)), FACTOR, "of shape"),
     ],
 )
-def test_rejects_fp4_that_does_not_fit(
+def test_rejects_4_bit_floats_with_wrong_companions(
     weight: TensorSpec, scale: TensorSpec, factor: TensorSpec | None, message: str
 ) -> None:
     with pytest.raises(UnsupportedSource, match=message):
         fp4_weight("m.weight", weight, scale, factor, (), is_reciprocal=True)
 
 
-def test_rejects_groups_that_the_config_does_not_know() -> None:
+def test_rejects_groups_that_contradict_the_config() -> None:
     assert fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, {16, 32}, is_reciprocal=True)
     with pytest.raises(UnsupportedSource, match="is nvfp4 in groups of 16.* of 32 by config.json"):
         fp4_weight("m.weight", WEIGHT, SCALE, FACTOR, {32}, is_reciprocal=True)
 
 
 @pytest.mark.parametrize("rows", [(8,), (3, 8)])
-def test_relabels_blocks(rows: tuple[int, ...]) -> None:
+def test_blocks_keep_their_bits(rows: tuple[int, ...]) -> None:
     weight, scale = spec("m_blocks", U8, *rows, 6, 16), spec("m_scales", U8, *rows, 6)
     recipe = fp4_blocks("m", weight, scale)
     assert recipe.stored == (spec("m", U32, *rows, 24), spec("m.scale", U8, *rows, 6))
@@ -828,14 +834,14 @@ def test_relabels_blocks(rows: tuple[int, ...]) -> None:
         ((0, 6, 16), (0, 6)),
     ],
 )
-def test_rejects_blocks_that_do_not_fit(weight: tuple[int, ...], scale: tuple[int, ...]) -> None:
+def test_rejects_blocks_of_wrong_shapes(weight: tuple[int, ...], scale: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedSource, match="tensor 'm_blocks' "):
         fp4_blocks("m", spec("m_blocks", U8, *weight), spec("m_scales", U8, *scale))
 
 
 @pytest.mark.parametrize("dtype", [U8, E8M0])
 @pytest.mark.parametrize("rows", [(8,), (3, 8)])
-def test_relabels_mxfp8(dtype: DType, rows: tuple[int, ...]) -> None:
+def test_mxfp8_keeps_its_bits(dtype: DType, rows: tuple[int, ...]) -> None:
     weight, scale = spec("m.weight", E4M3, *rows, 64), spec("m.weight_scale", dtype, *rows, 2)
     recipe = mxfp8_weight(weight, scale)
     assert recipe is not None
@@ -851,33 +857,33 @@ def test_relabels_mxfp8(dtype: DType, rows: tuple[int, ...]) -> None:
         (spec("w", DType.F8_E5M2, 8, 64), spec("s", U8, 8, 2)),
     ],
 )
-def test_other_8_bit_floats_are_no_mxfp8(weight: TensorSpec, scale: TensorSpec) -> None:
+def test_other_8_bit_floats_are_not_mxfp8(weight: TensorSpec, scale: TensorSpec) -> None:
     assert mxfp8_weight(weight, scale) is None
 
 
-def test_rejects_mxfp8_without_whole_groups() -> None:
+def test_rejects_mxfp8_with_incomplete_groups() -> None:
     with pytest.raises(UnsupportedSource, match="which is not mxfp8 in groups of 32"):
         mxfp8_weight(spec("w", E4M3, 8, 72), spec("s", U8, 8, 3))
 
 
-# Relabelled bytes are the same numbers.
+# Relabelled bytes have the same values.
 
 
-def test_relabelled_nvfp4_has_the_same_numbers() -> None:
+def test_relabelled_nvfp4_has_the_same_values() -> None:
     packed = random.integers(0, 256, (8, 32), np.uint8)
     scales = random.uniform(0.1, 400, (8, 4)).astype(ml_dtypes.float8_e4m3fn)
     plain = unpacked(packed) * np.repeat(scales.astype(np.float32), 16, axis=1)
     assert np.array_equal(by_mlx(packed, scales.view(np.uint8), "nvfp4"), plain)
 
 
-def test_relabelled_mxfp4_has_the_same_numbers() -> None:
+def test_relabelled_mxfp4_has_the_same_values() -> None:
     packed = random.integers(0, 256, (8, 32), np.uint8)
     scales = random.integers(100, 150, (8, 2), np.uint8)
     plain = unpacked(packed) * np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
     assert np.array_equal(by_mlx(packed, scales, "mxfp4"), plain)
 
 
-def test_relabelled_mxfp8_has_the_same_numbers() -> None:
+def test_relabelled_mxfp8_has_the_same_values() -> None:
     weight = random.uniform(-400, 400, (8, 64)).astype(ml_dtypes.float8_e4m3fn)
     scales = random.integers(100, 150, (8, 2), np.uint8)
     factors = np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
@@ -885,7 +891,7 @@ def test_relabelled_mxfp8_has_the_same_numbers() -> None:
     assert np.array_equal(numbers, weight.astype(np.float32) * factors)
 
 
-def test_relabelled_blocks_are_what_transformers_makes_of_them() -> None:
+def test_relabelled_blocks_have_the_values_of_transformers() -> None:
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = random.integers(0, 256, (2, 8, 3, 16), np.uint8)
@@ -894,5 +900,5 @@ def test_relabelled_blocks_are_what_transformers_makes_of_them() -> None:
         torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
     )
     ours = by_mlx(blocks.reshape(2, 8, 48), scales, "mxfp4")
-    # They give rows and columns exchanged.
+    # Theirs are transposed.
     assert np.array_equal(ours, theirs.transpose(1, 2).numpy())

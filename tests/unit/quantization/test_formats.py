@@ -9,7 +9,7 @@ from blobstore.quantization.formats import FORMATS, check_group_size, parse_form
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_table_says_what_mlx_does(name: str, dtype: str) -> None:
+def test_the_table_agrees_with_mlx(name: str, dtype: str) -> None:
     mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     known = FORMATS[name]
     codes = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
@@ -31,7 +31,7 @@ def test_the_table_says_what_mlx_does(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("item", FORMATS.values(), ids=FORMATS.keys())
-def test_the_usual_group_is_one_that_mlx_has(item: object) -> None:
+def test_the_default_group_size_is_supported(item: object) -> None:
     known = FORMATS[getattr(item, "name", "")]
     check_group_size(known, known.group_size)
 
@@ -45,7 +45,7 @@ def test_a_type_is_found_by_name_or_alias_in_any_case(text: str, name: str) -> N
 
 
 @pytest.mark.parametrize("text", ["fp8", "FP8", "fp4"])
-def test_a_misleading_alias_of_ollama_is_refused_with_the_reason(text: str) -> None:
+def test_rejects_misleading_aliases_of_ollama_with_a_reason(text: str) -> None:
     with pytest.raises(
         UsageError, match="in Ollama it means int[48], which is not a floating-point"
     ):
@@ -53,12 +53,12 @@ def test_a_misleading_alias_of_ollama_is_refused_with_the_reason(text: str) -> N
 
 
 @pytest.mark.parametrize("text", ["", "int3", "int5", "int6", "q5_k", "bf16"])
-def test_only_types_that_we_quantize_to_can_be_asked_for(text: str) -> None:
+def test_rejects_types_that_we_do_not_quantize_to(text: str) -> None:
     with pytest.raises(UsageError, match="expected one of int4, int8, nvfp4, mxfp8, mxfp4$"):
         parse_format(text)
 
 
 @pytest.mark.parametrize(("name", "group_size"), [("int4", 16), ("nvfp4", 32), ("mxfp8", 0)])
-def test_a_group_size_that_mlx_lacks_is_refused(name: str, group_size: int) -> None:
+def test_rejects_group_sizes_that_mlx_does_not_support(name: str, group_size: int) -> None:
     with pytest.raises(UsageError, match=f"{name} cannot have groups of {group_size}; possible: "):
         check_group_size(FORMATS[name], group_size)

@@ -47,7 +47,7 @@ def test_decodes_every_code(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_takes_the_type_of_a_weight_that_has_one(dtype: DType) -> None:
+def test_typed_weights_need_no_type_argument(dtype: DType) -> None:
     codes, scales = every_code(2, 256), np.full((2, 1), 0.3, np.float32)
     typed = decode(codes.view(TYPES[dtype]), scales, (1, 256))
     assert np.array_equal(bits(typed), bits(decode(codes, scales, (1, 256), dtype)))
@@ -61,7 +61,7 @@ def test_takes_the_type_of_a_weight_that_has_one(dtype: DType) -> None:
     scale=st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_multiplies_with_the_scale_of_the_block(
+def test_multiplies_by_the_scale_of_the_block(
     shape: tuple[int, int], block: tuple[int, int], dtype: DType, scale: type, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_multiplies_with_the_scale_of_the_block(
 
 @settings(max_examples=100, deadline=None)
 @given(word=st.integers(0, 2**32 - 1))
-def test_rounds_any_product_to_nearest_and_to_even(word: int) -> None:
+def test_rounds_every_product_to_nearest_even(word: int) -> None:
     codes = every_code(1, 256)
     scales = np.array([[word]], np.uint32).view(np.float32)
     decoded = bits(decode(codes, scales, (1, 256)))
@@ -90,7 +90,7 @@ def test_rounds_any_product_to_nearest_and_to_even(word: int) -> None:
         (0x7F7FFFFF, 0x7F80),  # over the largest bfloat16
         (0x00000001, 0x0000),
         (0x80000000, 0x8000),
-        (0x7FFFFFFF, NAN),  # rounded as a number it would become a zero
+        (0x7FFFFFFF, NAN),  # rounding its bits would make it zero
         (0xFFFFFFFF, NAN),
     ],
 )
@@ -106,14 +106,14 @@ def test_keeps_nans() -> None:
     assert decoded.tolist() == [[NAN, NAN, 0x4000, 0x0000, 0x8000]]
 
 
-def test_gives_the_same_nan_for_infinity_times_zero() -> None:
+def test_infinity_times_zero_is_the_same_nan() -> None:
     codes = np.array([[0x7C, 0xFC]], np.uint8)
     assert bits(decode(codes, np.zeros((1, 1), np.float32), (1, 2), DType.F8_E5M2)).tolist() == [
         [NAN, NAN]
     ]
 
 
-def test_decodes_large_weights_in_pieces_without_a_seam() -> None:
+def test_large_weights_are_decoded_in_pieces() -> None:
     codes, scales = every_code(700, 513), np.exp2(np.arange(30.0)).reshape(6, 5)
     decoded = bits(decode(codes, scales.astype(np.float32), (128, 128)))
     factors = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[:700, :513]
@@ -133,7 +133,7 @@ def test_agrees_with_torch() -> None:
     assert np.array_equal(decoded, plain.view(torch.uint16).numpy())
 
 
-def test_reads_no_more_scales_than_there_are_rows() -> None:
+def test_ignores_scales_of_further_rows() -> None:
     codes, scales = every_code(3, 8), np.arange(1, 9, dtype=np.float32).reshape(8, 1)
     decoded = decode(codes, scales, (2, 8))
     assert np.array_equal(bits(decoded), bits(decode(codes, scales[:2], (2, 8))))
@@ -164,7 +164,7 @@ def test_decodes_an_empty_weight(shape: tuple[int, int]) -> None:
         ((4, 4), (1, 1), (4, -1)),
     ],
 )
-def test_refuses_scales_that_do_not_fit(
+def test_rejects_scales_that_do_not_fit(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]
 ) -> None:
     with pytest.raises(UsageError, match="do not fit"):
@@ -172,11 +172,11 @@ def test_refuses_scales_that_do_not_fit(
 
 
 @pytest.mark.parametrize("code", ["int8", "float32"])
-def test_refuses_other_element_types(code: str) -> None:
+def test_rejects_other_element_types(code: str) -> None:
     with pytest.raises(UsageError, match="cannot decode a type that is not an 8-bit float"):
         decode(np.zeros((1, 4), code), np.ones((1, 1), np.float32), (1, 4))
 
 
-def test_refuses_bits_of_other_types() -> None:
+def test_rejects_bits_of_other_types() -> None:
     with pytest.raises(UsageError, match="cannot decode F8_E4M3FNUZ"):
         decode(np.zeros((1, 4), np.uint8), np.ones((1, 1)), (1, 4), DType.F8_E4M3FNUZ)

@@ -45,7 +45,7 @@ def source(tmp_path: Path) -> Path:
     )
 
 
-def test_gives_packed_experts_back_as_they_came(source: Path, tmp_path: Path) -> None:
+def test_packed_experts_are_exported_unchanged(source: Path, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     blobstore.create(source, "m", store=store)
     export_model("m", tmp_path / "out", store=store)
@@ -58,7 +58,7 @@ def test_gives_packed_experts_back_as_they_came(source: Path, tmp_path: Path) ->
     assert config == (source / "config.json").read_bytes()
 
 
-def test_transposes_plain_experts_and_leaves_quantization_out_of_the_config(
+def test_dequantized_experts_are_transposed_and_the_config_has_no_quantization(
     source: Path, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -77,9 +77,7 @@ def test_transposes_plain_experts_and_leaves_quantization_out_of_the_config(
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_takes_stacked_experts_apart_before_it_transposes_them(
-    source: Path, tmp_path: Path
-) -> None:
+def test_stacked_experts_are_split_before_they_are_transposed(source: Path, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     blobstore.create(source, "m", store=store)
     export_model("m", tmp_path / "whole", store=store, dequantize=True)
@@ -98,7 +96,7 @@ def test_takes_stacked_experts_apart_before_it_transposes_them(
         assert np.array_equal(parts[name], whole[place])
 
 
-def test_refuses_to_quantize_plain_weights_that_would_pass_for_packed_ones(tmp_path: Path) -> None:
+def test_rejects_quantizing_plain_weights_with_the_config_of_gpt_oss(tmp_path: Path) -> None:
     folder = write(tmp_path / "plain", {NAME: np.ones((3, 64, 64), np.float16)})
     with pytest.raises(
         UnsupportedSource, match="quant_method 'mxfp4', but no tensor has that form"
@@ -119,10 +117,10 @@ def test_refuses_to_quantize_plain_weights_that_would_pass_for_packed_ones(tmp_p
         (CONFIG, (NAME, (3, 0, 64), MXFP4)),
     ],
 )
-def test_takes_nothing_else_for_gpt_oss(config: Any, weight: Any) -> None:
+def test_other_configs_and_weights_are_not_gpt_oss(config: Any, weight: Any) -> None:
     assert is_gpt_oss(CONFIG, [(NAME, (3, 64, 64), MXFP4)])
     assert not is_gpt_oss(config, [weight])
 
 
-def test_a_model_without_packed_weights_is_not_in_that_form() -> None:
+def test_a_model_without_packed_weights_is_not_gpt_oss() -> None:
     assert not is_gpt_oss(CONFIG, [])

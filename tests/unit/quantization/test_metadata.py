@@ -18,12 +18,12 @@ FLOAT = {".scale": spec(DType.U8, 4, 8)}
 INT4 = {"quant_type": "int4", "group_size": "32"}
 
 
-def test_what_all_tensors_share_is_said_once() -> None:
+def test_a_common_type_is_written_once() -> None:
     assert quant_metadata({"a": ("int4", 32), "b": None, "c": ("int4", 32)}) == INT4
     assert quant_metadata({"a": None}) == {}
 
 
-def test_what_differs_is_said_of_each_tensor() -> None:
+def test_different_types_are_written_per_tensor() -> None:
     assert quant_metadata({"a": ("int4", 32), "b": ("int8", 64)}) == {
         "a.quant_type": "int4",
         "a.group_size": "32",
@@ -32,12 +32,12 @@ def test_what_differs_is_said_of_each_tensor() -> None:
     }
 
 
-def test_a_group_size_that_the_type_implies_may_be_left_out() -> None:
+def test_the_only_group_size_of_a_type_may_be_omitted() -> None:
     assert quant_metadata({"a": ("nvfp4", None)}) == {"quant_type": "nvfp4"}
     assert parse_quant_metadata(WEIGHT, FLOAT, {"quant_type": "nvfp4"}) == (FORMATS["nvfp4"], 16)
 
 
-def test_reads_what_it_writes() -> None:
+def test_written_metadata_can_be_read() -> None:
     types = {"w": ("int4", 32), "v": ("int8", 64)}
     assert parse_quant_metadata(WEIGHT, AFFINE, quant_metadata(types)) == (FORMATS["int4"], 32)
     wide = {suffix: item._replace(shape=(4, 1)) for suffix, item in AFFINE.items()}
@@ -47,22 +47,22 @@ def test_reads_what_it_writes() -> None:
     )
 
 
-def test_what_is_said_of_a_tensor_goes_before_what_is_said_of_all() -> None:
+def test_entries_of_a_tensor_precede_those_of_the_blob() -> None:
     metadata = {f"w.{key}": value for key, value in INT4.items()}
     metadata |= {"quant_type": "int8", "group_size": "64"}
     assert parse_quant_metadata(WEIGHT, AFFINE, metadata) == (FORMATS["int4"], 32)
 
 
-def test_says_nothing_where_nothing_is_said() -> None:
+def test_metadata_without_a_type_gives_none() -> None:
     assert parse_quant_metadata(WEIGHT, AFFINE, {}) is None
     assert parse_quant_metadata(WEIGHT, AFFINE, {"group_size": "32"}) is None
 
 
-def test_shapes_tell_a_group_size_that_is_not_said() -> None:
+def test_derives_a_missing_group_size_from_the_shapes() -> None:
     assert parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int4"}) == (FORMATS["int4"], 32)
 
 
-def test_bits_that_do_not_divide_a_word_are_counted_as_a_stream() -> None:
+def test_elements_may_cross_word_boundaries() -> None:
     three = {suffix: item._replace(shape=(4, 2)) for suffix, item in AFFINE.items()}
     weight = spec(DType.U32, 4, 12)
     metadata = {"quant_type": "int3", "group_size": "64"}
@@ -70,7 +70,7 @@ def test_bits_that_do_not_divide_a_word_are_counted_as_a_stream() -> None:
 
 
 @pytest.mark.parametrize("quant_type", ["int9", "INT4", "q4_k", "\x1b[31m", "fp8"])
-def test_an_unknown_type_is_damage(quant_type: str) -> None:
+def test_rejects_an_unknown_type(quant_type: str) -> None:
     with pytest.raises(
         BlobDamaged, match=r"^tensor 'w': quant_type '.*' is unknown; known: int4, "
     ):
@@ -80,27 +80,27 @@ def test_an_unknown_type_is_damage(quant_type: str) -> None:
 @pytest.mark.parametrize(
     "text", ["0", "-1", "1e9", "1000000000", "16", "031", " 32", "\uff13\uff12", "", "9" * 5000]
 )
-def test_a_group_size_that_the_type_lacks_is_damage(text: str) -> None:
+def test_rejects_a_group_size_that_the_type_does_not_support(text: str) -> None:
     with pytest.raises(BlobDamaged, match=r"^tensor 'w': int4 cannot have a group_size of "):
         parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int4", "group_size": text})
 
 
 @pytest.mark.parametrize("scale", [(4, 2), (4,), (), (3, 4), (4, 4, 1), (1, 4, 4), (0, 4)], ids=str)
-def test_scales_that_do_not_fit_the_weight_are_damage(scale: tuple[int, ...]) -> None:
+def test_rejects_scales_that_do_not_fit_the_weight(scale: tuple[int, ...]) -> None:
     companions = {suffix: item._replace(shape=scale) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match=r"^tensor 'w': scales of shape .* do not fit int4 of"):
         parse_quant_metadata(WEIGHT, companions, INT4)
 
 
 @pytest.mark.parametrize("groups", [0, 3])
-def test_without_a_group_size_scales_must_tell_one(groups: int) -> None:
+def test_rejects_scales_from_which_no_group_size_follows(groups: int) -> None:
     companions = {suffix: item._replace(shape=(4, groups)) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match="int4 cannot have a group_size of '"):
         parse_quant_metadata(WEIGHT, companions, {"quant_type": "int4"})
 
 
 @pytest.mark.parametrize(("shape", "quant_type"), [((), "int4"), ((4, 16), "int3")])
-def test_words_that_do_not_make_rows_are_damage(shape: tuple[int, ...], quant_type: str) -> None:
+def test_rejects_words_that_do_not_make_rows(shape: tuple[int, ...], quant_type: str) -> None:
     message = rf"\[{', '.join(map(str, shape))}\] packed words do not make rows of {quant_type}"
     with pytest.raises(BlobDamaged, match=message):
         metadata = {"quant_type": quant_type, "group_size": "64"}
@@ -122,7 +122,7 @@ def test_affine_types_need_biases_like_their_scales(bias: TensorSpec | None) -> 
 
 
 @pytest.mark.parametrize("scalar", [spec(DType.F32), spec(DType.F32, 1)])
-def test_a_global_scale_is_one_number(scalar: TensorSpec) -> None:
+def test_accepts_a_global_scale_of_one_value(scalar: TensorSpec) -> None:
     assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
 
 

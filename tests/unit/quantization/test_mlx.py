@@ -34,7 +34,7 @@ def test_dequantizes_as_the_reference_does(dtype: str, item: QuantFormat, group_
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_global_scale_means_what_it_means_to_the_reference(name: str) -> None:
+def test_applies_a_global_scale_as_the_reference_does(name: str) -> None:
     item = FORMATS["nvfp4"]
     weight, scale, _ = any_packed(item, 16, "float32")
     with mx.stream(mx.cpu):
@@ -44,7 +44,7 @@ def test_a_global_scale_means_what_it_means_to_the_reference(name: str) -> None:
     assert_same(to_numpy(found), expected)
 
 
-def test_a_global_scale_gives_what_mlx_gives_for_the_largest_magnitude_that_it_is_made_of() -> None:
+def test_a_global_scale_is_the_largest_magnitude_of_mlx_divided_by_2688() -> None:
     item, largest = FORMATS["nvfp4"], np.float32(3.3)
     weight, scale, _ = any_packed(item, 16, "float32")
     with mx.stream(mx.cpu):
@@ -59,9 +59,7 @@ def test_a_global_scale_gives_what_mlx_gives_for_the_largest_magnitude_that_it_i
 
 
 @every_form
-def test_rows_alone_and_no_rows_at_all_are_dequantized_too(
-    item: QuantFormat, group_size: int
-) -> None:
+def test_dequantizes_a_single_row_and_no_rows(item: QuantFormat, group_size: int) -> None:
     packed = any_packed(item, group_size, "float32")
     for place in ((0,), (slice(0, 0),), (slice(0, 0), np.newaxis)):
         arrays = [None if array is None else array[place] for array in packed]
@@ -78,7 +76,7 @@ def test_rows_alone_and_no_rows_at_all_are_dequantized_too(
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (3, 3, 1)])
 @pytest.mark.parametrize("global_scale", [None, 0.37])
-def test_an_odd_number_of_groups_is_dequantized_too(
+def test_dequantizes_an_odd_number_of_groups(
     shape: tuple[int, ...], global_scale: float | None
 ) -> None:
     item, random = FORMATS["nvfp4"], np.random.default_rng(1)

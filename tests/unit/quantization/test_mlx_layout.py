@@ -23,11 +23,11 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("experts.gate_up_proj", ".scale", "experts.gate_up_proj.scales"),
     ],
 )
-def test_companions_get_the_names_of_mlx(name: str, suffix: str, expected: str) -> None:
+def test_companions_have_the_names_of_mlx(name: str, suffix: str, expected: str) -> None:
     assert mlx_name(name, suffix) == expected
 
 
-def test_a_global_scale_has_no_place_in_mlx_s_form() -> None:
+def test_rejects_a_global_scale() -> None:
     with pytest.raises(
         BlobstoreError, match=r"tensor 'a\.weight' has a global scale .* dequantize"
     ):
@@ -53,17 +53,17 @@ def test_companions_of_experts_are_joined_too() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("w1", "gate"), ("w2", "down"), ("w3", "up")])
-def test_mixtral_s_projections_are_called_by_what_they_do(theirs: str, ours: str) -> None:
+def test_the_projections_of_mixtral_are_renamed(theirs: str, ours: str) -> None:
     (name,) = joined_experts(specs(f"model.layers.3.block_sparse_moe.experts.0.{theirs}.weight"))
     assert name == f"model.layers.3.block_sparse_moe.switch_mlp.{ours}_proj.weight"
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (0, 2), (0, 1, 3)])
-def test_experts_with_a_gap_stay_on_their_own(numbers: tuple[int, ...]) -> None:
+def test_experts_with_a_gap_are_not_joined(numbers: tuple[int, ...]) -> None:
     assert joined_experts(specs(*(f"{EXPERTS}.{n}.up_proj.weight" for n in numbers))) == {}
 
 
-def test_experts_that_differ_stay_on_their_own() -> None:
+def test_experts_of_different_shapes_are_not_joined() -> None:
     first, second = (f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1))
     assert joined_experts([*specs(first), *specs(second, shape=(4, 16))]) == {}
 
@@ -72,11 +72,11 @@ def test_experts_that_differ_stay_on_their_own() -> None:
     "name",
     [f"{EXPERTS}.0.up_proj.bias", f"{EXPERTS}.0.weight", f"{EXPERTS}.01.up_proj.weight", "a"],
 )
-def test_other_tensors_are_no_experts(name: str) -> None:
+def test_other_tensors_are_not_experts(name: str) -> None:
     assert joined_experts(specs(name)) == {}
 
 
-def test_the_config_says_what_most_weights_are_and_which_differ() -> None:
+def test_the_config_has_the_type_of_most_weights_and_the_exceptions() -> None:
     types = {"a.weight": (INT4, 64), "b.weight": (INT8, 64), "c.weight": (INT4, 64)}
     config = exported_config({"model_type": "m"}, types)
     described = {
@@ -90,7 +90,7 @@ def test_the_config_says_what_most_weights_are_and_which_differ() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scales", "biases"])
-def test_experts_whose_companions_differ_stay_on_their_own(kind: str) -> None:
+def test_experts_with_different_companions_are_not_joined(kind: str) -> None:
     weights = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
     companions = [
         *specs(f"{EXPERTS}.0.up_proj.{kind}", shape=(4, 2)),
@@ -100,14 +100,14 @@ def test_experts_whose_companions_differ_stay_on_their_own(kind: str) -> None:
     assert joined_experts([*weights, companions[0]]) == {}
 
 
-def test_experts_of_which_one_is_plain_stay_on_their_own() -> None:
+def test_experts_are_not_joined_if_one_is_plain() -> None:
     packed = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
     other = specs(f"{EXPERTS}.0.down_proj.weight")
     joined = joined_experts([*packed, *other], [f"{EXPERTS}.2.up_proj.weight", "a.weight"])
     assert list(joined) == ["model.layers.0.mlp.switch_mlp.down_proj.weight"]
 
 
-def test_what_another_scheme_said_is_taken_back() -> None:
+def test_removes_the_settings_of_another_scheme() -> None:
     config = {"quantization_config": FP8, "text_config": {"quantization_config": FP8, "x": 1}}
     assert exported_config(config, {}) == {"text_config": {"x": 1}}
     packed = exported_config(config, {"a.weight": (FORMATS["mxfp8"], 32)})
@@ -116,12 +116,12 @@ def test_what_another_scheme_said_is_taken_back() -> None:
     assert packed["text_config"] == {"x": 1}
 
 
-def test_a_config_that_is_right_is_left_as_it_is() -> None:
+def test_a_correct_config_is_unchanged() -> None:
     assert exported_config({"model_type": "m"}, {}) is None
     assert exported_config({"quantization": {"bits": 4}}, {"a.weight": (INT4, 64)}) is None
 
 
-def test_of_types_that_are_equally_many_the_first_is_the_usual() -> None:
+def test_the_first_of_equally_common_types_is_the_default() -> None:
     types = {"a.weight": (INT8, 64), "b.weight": (INT4, 64)}
     config = exported_config({}, types)
     assert config is not None
@@ -210,7 +210,7 @@ def test_a_config_for_packed_weights_has_the_keys_that_mlx_lm_reads() -> None:
     assert changed is not None
     assert changed["rope_theta"] == 5e5
     assert changed["rope_parameters"] == rope["rope_parameters"]
-    told = {"quantization": changed["quantization"], **rope}
-    assert exported_config(told, types) == {**told, "rope_theta": 5e5}
-    assert exported_config({**told, "rope_theta": 1e4}, types) is None
+    stated = {"quantization": changed["quantization"], **rope}
+    assert exported_config(stated, types) == {**stated, "rope_theta": 5e5}
+    assert exported_config({**stated, "rope_theta": 1e4}, types) is None
     assert exported_config(rope, {}) is None

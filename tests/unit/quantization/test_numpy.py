@@ -44,7 +44,7 @@ def to_numpy(array: Any) -> Array:
 
 
 def assert_same(ours: Array, theirs: Array) -> None:
-    """Compare bit for bit, but for the bits of a NaN."""
+    """Compare bit for bit, except for the bits of NaNs."""
     assert ours.dtype == theirs.dtype
     assert ours.shape == theirs.shape
     with np.errstate(invalid="ignore"):
@@ -121,7 +121,7 @@ def test_quantizes_any_finite_bits_as_mlx_does(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
-def test_the_scale_of_every_16_bit_number_is_that_of_mlx(name: str, dtype: str) -> None:
+def test_the_scales_of_all_16_bit_values_are_those_of_mlx(name: str, dtype: str) -> None:
     last = 0x7C00 if dtype == "float16" else 0x7F80
     largest = np.arange(last, dtype=np.uint16).view(FLOATS[dtype])
     rows = np.zeros((last, 32), FLOATS[dtype])
@@ -214,13 +214,13 @@ def test_stacks_are_quantized_like_their_rows(item: QuantFormat, group_size: int
 
 
 @every_form
-def test_nothing_is_quantized_to_nothing(item: QuantFormat, group_size: int) -> None:
+def test_quantizes_an_empty_array(item: QuantFormat, group_size: int) -> None:
     packed = reference.quantize(np.empty((0, 128), np.float32), item, group_size)
     assert packed.weight.shape == (0, item.words(128))
     assert reference.dequantize(*packed, item, group_size, "float32").shape == (0, 128)
 
 
-def test_unaligned_and_read_only_arrays_are_read() -> None:
+def test_reads_unaligned_and_read_only_arrays() -> None:
     item = FORMATS["int4"]
     packed = reference.quantize(patterns("float32")["normal"], item, 32)
     shifted = [
@@ -235,7 +235,7 @@ def test_unaligned_and_read_only_arrays_are_read() -> None:
 
 @every_float
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_the_first_number_without_end_is_found(value: float, dtype: str) -> None:
+def test_finds_the_first_non_finite_value(value: float, dtype: str) -> None:
     array = np.zeros((3, 64), FLOATS[dtype])
     assert reference.first_nonfinite(array) is None
     array[:] = ml_dtypes.finfo(FLOATS[dtype]).max

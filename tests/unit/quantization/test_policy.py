@@ -39,13 +39,13 @@ def kind(decision: Decision) -> tuple[str, int] | None:
     return None if decision.item is None else (decision.item.name, decision.group_size)
 
 
-def test_a_plain_weight_takes_the_requested_type() -> None:
+def test_a_plain_weight_gets_the_requested_type() -> None:
     decision = decide("model.layers.0.mlp.up_proj.weight")
     assert decision == Decision(FORMATS["int4"], 32, "requested type")
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_requested_type_has_its_own_groups(to: str) -> None:
+def test_the_requested_type_has_its_default_group_size(to: str) -> None:
     assert kind(decide("w.weight", to=to)) == (to, FORMATS[to].group_size)
 
 
@@ -110,19 +110,19 @@ def test_similar_names_are_not_kept(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keeps_what_has_not_the_form(
+def test_keeps_tensors_of_unsuitable_name_or_shape(
     name: str, shape: Shape, reason: str, policy: PolicyName
 ) -> None:
     assert decide(name, shape, name=policy) == Decision(None, 0, reason)
 
 
-def test_quantizes_the_smallest_that_is_large_enough() -> None:
+def test_quantizes_the_smallest_allowed_tensor() -> None:
     assert kind(decide("a.weight", (32, 32))) == ("int4", 32)
 
 
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_quantizes_only_the_floats_that_the_engines_take(dtype: DType, policy: PolicyName) -> None:
+def test_quantizes_only_16_and_32_bit_floats(dtype: DType, policy: PolicyName) -> None:
     decision = decide("a.weight", dtype=dtype, name=policy)
     if dtype in {DType.F16, DType.BF16, DType.F32}:
         assert kind(decision) == ("int4", 32)
@@ -142,7 +142,7 @@ def test_quantizes_only_the_floats_that_the_engines_take(dtype: DType, policy: P
         ("backbone.layers.0.mixer.shared_experts.up_proj", (64, 128)),
         ("model.layers.0.experts.gate_up_proj", (8, 64, 128)),
         ("model.layers.0.block_sparse_moe.experts.7.w1.weight", (64, 128)),
-        # Experts are weights whatever else their names hold.
+        # Other words in the name do not matter.
         ("embed.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
         ("norm.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
         ("audio_tower.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
@@ -163,7 +163,7 @@ HEAD_TYPES = {
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_output_head_takes_8_bits_of_the_family(to: str) -> None:
+def test_the_output_head_gets_8_bits_of_the_family(to: str) -> None:
     for name in ("lm_head.weight", "language_model.lm_head.weight"):
         decision = decide(name, to=to)
         assert kind(decision) == HEAD_TYPES[to]
@@ -171,9 +171,7 @@ def test_the_output_head_takes_8_bits_of_the_family(to: str) -> None:
 
 
 @pytest.mark.parametrize(("to", "columns", "group"), [("int4", 96, 64), ("nvfp4", 48, 32)])
-def test_the_output_head_is_kept_rather_than_cut_to_4_bits(
-    to: str, columns: int, group: int
-) -> None:
+def test_the_output_head_is_kept_if_8_bits_do_not_fit(to: str, columns: int, group: int) -> None:
     reason = f"last dimension {columns} is not a multiple of {group}"
     assert decide("lm_head.weight", (64, columns), to=to) == Decision(None, 0, reason)
 
@@ -187,7 +185,7 @@ SENSITIVE = [
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SENSITIVE)
-def test_sensitive_projections_take_8_bits_of_the_family(name: str, to: str) -> None:
+def test_sensitive_projections_get_8_bits_of_the_family(name: str, to: str) -> None:
     decision = decide(name, to=to)
     assert kind(decision) == HEAD_TYPES[to]
     is_promoted = FORMATS[to].bits == 4
@@ -209,7 +207,7 @@ def test_experts_get_8_bits_only_with_int4(name: str, shape: Shape, to: str) -> 
 
 
 @pytest.mark.parametrize(("to", "columns", "group"), [("int4", 96, 64), ("nvfp4", 48, 32)])
-def test_a_sensitive_projection_that_8_bits_do_not_fit_takes_the_requested_type(
+def test_a_sensitive_projection_gets_the_requested_type_if_8_bits_do_not_fit(
     to: str, columns: int, group: int
 ) -> None:
     decision = decide(SENSITIVE[0], (64, columns), to=to)
@@ -219,7 +217,7 @@ def test_a_sensitive_projection_that_8_bits_do_not_fit_takes_the_requested_type(
     )
 
 
-def test_a_sensitive_projection_that_nothing_fits_is_kept() -> None:
+def test_a_sensitive_projection_is_kept_if_no_type_fits() -> None:
     reason = "last dimension 100 is not a multiple of 32"
     assert decide(SENSITIVE[0], (64, 100)) == Decision(None, 0, reason)
 
@@ -267,7 +265,7 @@ def test_alignment_is_that_of_the_group_used() -> None:
 
 
 @pytest.mark.parametrize(("to", "size"), [("int4", 16), ("int4", 0), ("int4", -1), ("nvfp4", 32)])
-def test_rejects_groups_that_a_type_cannot_have(to: str, size: int) -> None:
+def test_rejects_an_unsupported_group_size(to: str, size: int) -> None:
     with pytest.raises(UsageError, match=f"{to} cannot have groups of {size}"):
         Policy(FORMATS[to], group_size=size)
 
@@ -283,7 +281,7 @@ def test_uniform_promotes_nothing(name: str, to: str) -> None:
     assert kind(decide(name, to=to, name="uniform")) == (to, FORMATS[to].group_size)
 
 
-def test_uniform_heeds_no_architecture() -> None:
+def test_uniform_ignores_the_architecture() -> None:
     config = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": "many"}
     decision = decide("model.embed_tokens.weight", name="uniform", config=config)
     assert decision == Decision(None, 0, "embedding")
@@ -297,7 +295,7 @@ def override(glob: str, to: str | None) -> tuple[str, QuantFormat | None]:
     return glob, None if to is None else FORMATS[to]
 
 
-def test_an_override_beats_every_rule() -> None:
+def test_an_override_precedes_every_rule() -> None:
     overrides = [override("*", "mxfp8")]
     for name, shape in [
         ("model.embed_tokens.weight", (64, 128)),
@@ -310,7 +308,7 @@ def test_an_override_beats_every_rule() -> None:
         assert decision == Decision(FORMATS["mxfp8"], 32, "override '*'")
 
 
-def test_an_override_keeps() -> None:
+def test_an_override_can_keep_a_tensor() -> None:
     decision = decide("w.weight", overrides=[override("w.*", None)])
     assert decision == Decision(None, 0, "override 'w.*'")
     assert kind(decide("v.weight", overrides=[override("w.*", None)])) == ("int4", 32)
@@ -331,7 +329,7 @@ def test_overrides_distinguish_case_and_match_whole_names() -> None:
         assert kind(decide("w.weight", overrides=[override(glob, None)])) is None
 
 
-def test_an_override_to_the_requested_type_has_its_groups() -> None:
+def test_an_override_to_the_requested_type_has_the_requested_group_size() -> None:
     overrides = [override("*embed*", "int4"), override("*head*", "int8")]
     assert kind(decide("embed.weight", overrides=overrides, group_size=128)) == ("int4", 128)
     assert kind(decide("head.weight", overrides=overrides, group_size=128)) == ("int8", 64)
@@ -355,20 +353,18 @@ def test_an_override_to_the_requested_type_has_its_groups() -> None:
         ((64, 96), DType.F32, "last dimension 96 is not a multiple of 64"),
     ],
 )
-def test_rejects_an_override_to_what_a_tensor_cannot_be(
-    shape: Shape, dtype: DType, why: str
-) -> None:
+def test_rejects_an_override_to_an_impossible_type(shape: Shape, dtype: DType, why: str) -> None:
     with pytest.raises(UsageError, match=rf"override 'w\*': 'w.weight' cannot be int8: .*{why}"):
         decide("w.weight", shape, dtype=dtype, overrides=[override("w*", "int8")])
     assert kind(decide("w.weight", shape, dtype=dtype, overrides=[override("w*", None)])) is None
 
 
-def test_tells_the_overrides_that_matched_nothing() -> None:
+def test_reports_the_overrides_that_matched_nothing() -> None:
     overrides = [override("a*", None), override("b*", "int8"), override("a.weight", "int8")]
     policy = Policy(FORMATS["int4"], overrides=overrides)
     assert policy.unused_overrides() == ("a*", "b*", "a.weight")
     policy.decide(TensorSpec("a.weight", DType.F32, (64, 64)))
-    # That a later one decided does not make the first one wrong.
+    # The first override matched too, although a later one decided.
     assert policy.unused_overrides() == ("b*",)
     policy.decide(TensorSpec("b.weight", DType.F32, (64, 64)))
     assert policy.unused_overrides() == ()
@@ -422,7 +418,7 @@ def test_escapes_hostile_overrides() -> None:
     to=st.sampled_from(TARGETS),
     policy=st.sampled_from(POLICIES),
 )
-def test_never_decides_what_cannot_be(
+def test_decisions_are_always_possible(
     name: str, shape: Shape, dtype: DType, to: str, policy: PolicyName
 ) -> None:
     decision = decide(name, shape, to=to, dtype=dtype, name=policy)
@@ -486,7 +482,7 @@ def test_an_unknown_architecture_has_the_generic_rules() -> None:
         assert kind(decide(SENSITIVE[0], config=config)) == ("int8", 64)
 
 
-def test_the_first_architecture_counts() -> None:
+def test_only_the_first_architecture_counts() -> None:
     names = ["MuseGlimmerForConditionalGeneration", "Gemma4ForCausalLM"]
     name = "model.layers.0.self_attn.q_proj.weight"
     assert kind(decide(name, config={"architectures": names})) == ("int8", 64)

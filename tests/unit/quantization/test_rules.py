@@ -38,7 +38,7 @@ def scheduled(
     return [layer for layer, item in enumerate(types) if item == eight]
 
 
-def test_a_schedule_has_the_edges_and_every_third_layer_between() -> None:
+def test_a_schedule_has_both_ends_and_every_third_layer_between() -> None:
     schedule = Schedule()
     assert [layer for layer in range(16) if schedule.has(layer, 16)] == [0, 1, 4, 7, 10, 13, 14, 15]
     assert [layer for layer in range(30) if schedule.has(layer, 30)] == (
@@ -48,7 +48,7 @@ def test_a_schedule_has_the_edges_and_every_third_layer_between() -> None:
     assert schedule.has(0, 1)
 
 
-def test_a_schedule_has_the_layers_behind_the_last() -> None:
+def test_a_schedule_has_layers_after_the_last() -> None:
     assert Schedule().has(17, 16)
 
 
@@ -65,14 +65,14 @@ def test_a_cadence_can_end_early() -> None:
     )
 
 
-def test_every_table_ends_in_a_row_for_everything() -> None:
+def test_every_table_ends_with_a_rule_for_all_tensors() -> None:
     for rules in (GENERIC, UNIFORM):
         last = rules[-1]
         assert (last.names, last.unless, last.layers) == (("*",), (), "any")
         assert (last.requested, last.experts, last.num_experts) == (None, None, None)
 
 
-def test_schedules_have_a_number_of_layers() -> None:
+def test_architectures_with_schedules_know_their_number_of_layers() -> None:
     for architecture in ARCHITECTURES:
         needs = any(rule.layers not in {"any", "dense"} for rule in architecture.rules)
         assert needs == bool(architecture.layers_keys)
@@ -117,14 +117,14 @@ def test_gemma4(name: str, to: str, expected: str | None) -> None:
         "gemma4_unified",
     ],
 )
-def test_all_gemma4_have_its_rules(name: str) -> None:
+def test_all_gemma4_architectures_have_the_same_rules(name: str) -> None:
     config = {"architectures": [name], "text_config": {"num_hidden_layers": 16}}
     template = f"{LAYERS}.{{}}.mlp.down_proj.weight"
     assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
 
 
 @pytest.mark.parametrize("section", ["num_experts", "text_config"])
-def test_gemma4_of_eight_experts_promotes_all_keys_and_values(section: str) -> None:
+def test_gemma4_with_eight_experts_promotes_all_keys_and_values(section: str) -> None:
     experts = {"num_experts": 8}
     config = {**GEMMA4, **(experts if section in experts else {section: experts})}
     for part in ("k_proj", "v_proj"):
@@ -133,7 +133,7 @@ def test_gemma4_of_eight_experts_promotes_all_keys_and_values(section: str) -> N
     assert decide({**GEMMA4, "num_experts": 9}, f"{FIRST}.self_attn.k_proj.weight") == "int4"
 
 
-def test_reasons_tell_the_schedule() -> None:
+def test_reasons_mention_the_schedule() -> None:
     name = LAYERS + ".{}.self_attn.v_proj.weight"
     scheduled = "sensitive projection of a scheduled layer"
     assert decision(GEMMA4, name.format(0)).reason == f"{scheduled}, 8 bits"
@@ -149,12 +149,12 @@ def test_reasons_tell_the_schedule() -> None:
 @pytest.mark.parametrize("config", [GEMMA4, {**GEMMA4, "num_experts": 8}])
 @pytest.mark.parametrize("to", ["int8", "mxfp8"])
 @pytest.mark.parametrize("part", ["self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"])
-def test_8_bits_need_no_promotion(config: dict[str, Any], to: str, part: str) -> None:
+def test_8_bit_types_need_no_promotion(config: dict[str, Any], to: str, part: str) -> None:
     decided = decision(config, f"{FIRST}.{part}.weight", to)
     assert (decided.item, decided.reason) == (FORMATS[to], "requested type")
 
 
-def test_gemma4_of_unknown_depth_has_the_generic_promotions() -> None:
+def test_gemma4_without_a_number_of_layers_has_the_generic_promotions() -> None:
     config = {"architectures": ["Gemma4ForCausalLM"]}
     for part in ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
         assert decide(config, f"{FIRST}.{part}.weight") == "int8"
@@ -185,7 +185,7 @@ def test_qwen3_next(architecture: str, part: str, expected: str | None) -> None:
     assert decide({"architectures": [architecture]}, f"{FIRST}.{part}.weight") == expected
 
 
-def test_other_qwen3_have_no_rules_of_their_own() -> None:
+def test_other_qwen3_models_have_only_the_generic_rules() -> None:
     config = {"architectures": ["Qwen3MoeForCausalLM"]}
     assert decide(config, f"{FIRST}.linear_attn.in_proj_a.weight") == "int4"
 
@@ -238,7 +238,7 @@ def test_muse_glimmer_gives_all_attention_8_bits(part: str) -> None:
     assert decision(GLIMMER, name, "int8").reason == "requested type"
 
 
-def test_muse_glimmer_may_state_its_depth_outside() -> None:
+def test_muse_glimmer_may_state_its_number_of_layers_at_the_top() -> None:
     config = {"architectures": GLIMMER["architectures"], "num_hidden_layers": 16}
     template = f"{LAYERS}.{{}}.mlp.down_proj.weight"
     assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
@@ -320,7 +320,7 @@ def test_nemotron_h(name: str, to: str, expected: str | None) -> None:
     assert decide(NEMOTRON, name, to) == expected
 
 
-def test_nemotron_h_without_other_models_has_the_same_rules() -> None:
+def test_nemotron_h_without_towers_has_the_same_rules() -> None:
     config = {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 16}
     template = "backbone.layers.{}.mixer.out_proj.weight"
     assert scheduled(config, template, 16, "nvfp4", "mxfp8") == SIXTEEN
@@ -335,7 +335,7 @@ LAGUNA_SCHEDULE = [0, 1, 2, 3, 4, 7, 10, 13, 35, 36, 37, 38, 39]
 
 
 @pytest.mark.parametrize("shared", ["shared_expert", "shared_experts"])
-def test_laguna_promotes_shared_experts_by_a_schedule_of_its_own(shared: str) -> None:
+def test_laguna_promotes_shared_experts_by_its_own_schedule(shared: str) -> None:
     template = f"{LAYERS}.{{}}.mlp.{shared}.down_proj.weight"
     assert scheduled(LAGUNA, template, 40, "nvfp4", "mxfp8") == LAGUNA_SCHEDULE
 
@@ -394,7 +394,7 @@ def test_laguna_promotes_embeddings_and_the_head(name: str) -> None:
         (LAGUNA, "lm_head.weight", 48, None),
     ],
 )
-def test_what_8_bits_do_not_fit_takes_the_requested_type_or_is_kept(
+def test_tensors_that_8_bits_do_not_fit_get_the_requested_type_or_are_kept(
     config: dict[str, Any], name: str, columns: int, expected: str | None
 ) -> None:
     assert decide(config, name, "nvfp4", (64, columns)) == expected
@@ -410,7 +410,7 @@ def test_what_8_bits_do_not_fit_takes_the_requested_type_or_is_kept(
     ],
 )
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_laguna_quantizes_dense_layers_alone(
+def test_laguna_quantizes_only_dense_layers(
     config: dict[str, Any], dense: set[int], part: str
 ) -> None:
     config = {"architectures": ["LagunaForCausalLM"], "num_hidden_layers": 40, **config}
@@ -419,13 +419,13 @@ def test_laguna_quantizes_dense_layers_alone(
     assert types == ["nvfp4" if layer in dense else None for layer in range(8)]
 
 
-def test_laguna_counts_the_layers_that_its_config_lists() -> None:
+def test_laguna_counts_the_layers_listed_in_its_config() -> None:
     config = {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["sparse"] * 40}
     template = f"{LAYERS}.{{}}.mlp.shared_expert.down_proj.weight"
     assert scheduled(config, template, 40, "nvfp4", "mxfp8") == LAGUNA_SCHEDULE
 
 
-def test_laguna_of_unknown_depth_promotes_no_expert() -> None:
+def test_laguna_without_a_number_of_layers_promotes_no_expert() -> None:
     config = {"architectures": ["LagunaForCausalLM"]}
     assert decide(config, f"{LAYERS}.0.mlp.shared_expert.down_proj.weight", "nvfp4") == "nvfp4"
     assert decide(config, f"{LAYERS}.0.mlp.experts.down_proj.weight", "mxfp8") == "mxfp8"
@@ -442,7 +442,7 @@ def test_laguna_has_the_generic_rules_with_integer_types(to: str) -> None:
     assert decide(LAGUNA, f"{LAYERS}.20.mlp.shared_expert.down_proj.weight", to) == "int8"
 
 
-def test_laguna_says_why() -> None:
+def test_laguna_gives_its_reasons() -> None:
     for part, reason in [
         ("mlp.gate.weight", "router"),
         ("mlp.up_proj.weight", "not quantized in this architecture"),
@@ -476,19 +476,19 @@ def test_laguna_says_why() -> None:
         ({**LAGUNA, "mlp_layer_types": [0]}, "mlp_layer_types"),
     ],
 )
-def test_rejects_a_config_of_wrong_types(config: dict[str, Any], key: str) -> None:
+def test_rejects_config_fields_of_wrong_types(config: dict[str, Any], key: str) -> None:
     with pytest.raises(UnsupportedSource, match=f"^config.json: {key} must be .*, not '"):
         Policy(FORMATS["int4"], config=config)
 
 
-def test_heeds_only_the_fields_that_the_rules_need() -> None:
+def test_reads_only_the_fields_that_the_rules_need() -> None:
     config = {"num_hidden_layers": "many", "text_config": 1, "mlp_only_layers": 1}
     for name in ("Qwen3NextForCausalLM", "LlamaForCausalLM"):
         assert decide({**config, "architectures": [name]}, f"{FIRST}.mlp.up_proj.weight") == "int4"
 
 
 @pytest.mark.parametrize("nothing", [None, 0])
-def test_no_number_is_a_missing_one(nothing: object) -> None:
+def test_null_and_zero_mean_a_missing_number(nothing: object) -> None:
     config = {
         **GEMMA4,
         "num_hidden_layers": nothing,
@@ -500,12 +500,12 @@ def test_no_number_is_a_missing_one(nothing: object) -> None:
     assert scheduled(config, template, 16, "int4", "int8") == list(range(16))
 
 
-def test_a_name_can_begin_with_its_layer() -> None:
+def test_a_name_may_begin_with_its_layer() -> None:
     assert decide(GEMMA4, "layers.2.mlp.down_proj.weight") == "int4"
     assert decide(GEMMA4, "layers.4.mlp.down_proj.weight") == "int8"
 
 
-def test_digits_without_end_are_no_layer() -> None:
+def test_endless_or_foreign_digits_are_not_a_layer() -> None:
     assert (
         decide(NEMOTRON, f"backbone.layers.{'2' * 5000}.mixer.out_proj.weight", "nvfp4") == "mxfp8"
     )

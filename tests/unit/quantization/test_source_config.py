@@ -32,7 +32,7 @@ def test_reads_every_type_and_group_size(item: Any) -> None:
         ({"bits": 4.0, "group_size": 32.0}, ("int4", 32)),
     ],
 )
-def test_takes_what_is_not_said_as_mlx_does(section: Any, typed: tuple[str, int]) -> None:
+def test_omitted_values_are_the_defaults_of_mlx(section: Any, typed: tuple[str, int]) -> None:
     assert mlx_type(section) == typed
     assert isinstance(typed[1], int)
 
@@ -48,7 +48,7 @@ def test_takes_what_is_not_said_as_mlx_does(section: Any, typed: tuple[str, int]
         {"bits": 4, "group_size": 128, "quant_method": "gptq"},
     ],
 )
-def test_finds_nothing_where_mlx_has_written_nothing(section: Any) -> None:
+def test_sections_of_other_tools_have_no_mlx_type(section: Any) -> None:
     assert mlx_type(section) is None
     assert not SourceQuantConfig({"quantization": section}).is_mlx
 
@@ -81,14 +81,14 @@ def test_the_first_section_with_bits_counts(config: Any) -> None:
         (None, ("mxfp4", 32)),
     ],
 )
-def test_a_module_can_have_a_type_of_its_own(own: Any, typed: tuple[str, int]) -> None:
+def test_a_module_can_have_its_own_type(own: Any, typed: tuple[str, int]) -> None:
     section = {"bits": 4, "group_size": 32, "mode": "mxfp4", "layers.0.q_proj": own}
     assert mlx_type(section, "layers.0.q_proj") == typed
     assert mlx_type(section, "layers.1.q_proj") == ("mxfp4", 32)
 
 
 @pytest.mark.parametrize("own", [False, "int4", 4, []])
-def test_refuses_scales_of_a_module_that_is_said_to_be_plain(own: Any) -> None:
+def test_rejects_scales_of_a_module_that_the_config_calls_plain(own: Any) -> None:
     with pytest.raises(UnsupportedSource, match="^tensor 'm.weight' has scales, and is not quant"):
         mlx_type({"bits": 4, "m": own})
 
@@ -114,12 +114,12 @@ def test_refuses_scales_of_a_module_that_is_said_to_be_plain(own: Any) -> None:
         ({"bits": 4, "mode": "\x1b[31m"}, r"'\\x1b\[31m'"),
     ],
 )
-def test_refuses_types_that_there_are_not(section: Any, message: str) -> None:
+def test_rejects_unknown_types(section: Any, message: str) -> None:
     with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' has .*{message}"):
         mlx_type(section)
 
 
-def test_names_modules_that_are_not_there() -> None:
+def test_lists_modules_that_do_not_exist() -> None:
     own = {"bits": 8, "group_size": 64}
     section = {"bits": 4, "a": own, "b": own, "c": False, "d": {"skip": True}}
     assert SourceQuantConfig({"quantization": section}).unmatched({"a"}) == ["b"]
@@ -136,7 +136,7 @@ def test_names_modules_that_are_not_there() -> None:
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
     ],
 )
-def test_names_the_method(config: Any, method: str | None) -> None:
+def test_reads_the_method(config: Any, method: str | None) -> None:
     assert SourceQuantConfig(config).method == method
 
 
@@ -170,14 +170,14 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
         ({"quantization_config": {"config_groups": {"group_0": 7}}}, []),
     ],
 )
-def test_finds_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
+def test_reads_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
     assert SourceQuantConfig(config).sharings() == sharings
 
 
 @pytest.mark.parametrize(
     "value", [128, [128], [128, 0], [0, 128], [-1, 128], [128, 128, 1], ["128", 128]]
 )
-def test_refuses_blocks_that_are_not_two_numbers(value: Any) -> None:
+def test_rejects_blocks_that_are_not_two_numbers(value: Any) -> None:
     config = {"quantization_config": {"weight_block_size": value}}
     with pytest.raises(UnsupportedSource, match="weight_block_size cannot be .*two positive"):
         SourceQuantConfig(config).sharings()
@@ -186,12 +186,12 @@ def test_refuses_blocks_that_are_not_two_numbers(value: Any) -> None:
         SourceQuantConfig(groups(structure)).sharings()
 
 
-def test_refuses_groups_without_a_size() -> None:
+def test_rejects_groups_without_a_size() -> None:
     with pytest.raises(UnsupportedSource, match="group_size cannot be"):
         SourceQuantConfig(groups({**FLOAT8, "strategy": "group"})).sharings()
 
 
-def test_finds_the_group_sizes_of_small_floats() -> None:
+def test_reads_the_group_sizes_of_4_bit_floats() -> None:
     small = {"num_bits": 4, "type": "float"}
     config = groups(
         {**small, "group_size": 16},

@@ -63,13 +63,13 @@ def test_dequantizes_as_the_reference_does(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_global_scale_is_applied_as_the_reference_does(device: str) -> None:
+def test_applies_a_global_scale_as_the_reference_does(device: str) -> None:
     item = FORMATS["nvfp4"]
     compare(any_packed(item, 16, "float32"), item, 16, device, 0.37)
 
 
 @every_form
-def test_stacks_and_large_weights_are_computed_piece_by_piece(
+def test_stacks_and_large_weights_are_computed_in_pieces(
     item: QuantFormat, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(engine._PIECE, "cpu", 1000)
@@ -80,7 +80,7 @@ def test_stacks_and_large_weights_are_computed_piece_by_piece(
     compare(reference.Quantized(stack[0], stack[1], stack[2]), item, group_size, "cpu")
 
 
-def test_nothing_becomes_nothing() -> None:
+def test_dequantizes_an_empty_weight() -> None:
     item = FORMATS["int4"]
     weight, scale = torch.empty((0, 16), dtype=torch.uint32), torch.empty((0, 4))
     found = engine.dequantize(weight, scale, scale, item, 32, "float16")
