@@ -112,11 +112,17 @@ def test_keeps_tensors_that_only_look_quantized(tensors: Tensors) -> None:
 
 # MLX.
 
-PACKED: Tensors = {
-    "m.weight": ("U32", 8, 16),
-    "m.scales": ("BF16", 8, 2),
-    "m.biases": ("BF16", 8, 2),
-}
+
+def packed(module: str, rows: int, words: int) -> Tensors:
+    groups = ("BF16", rows, 2)
+    return {
+        f"{module}.weight": ("U32", rows, words),
+        f"{module}.scales": groups,
+        f"{module}.biases": groups,
+    }
+
+
+PACKED = packed("m", 8, 16)
 
 
 def test_detects_a_folder_of_mlx() -> None:
@@ -125,11 +131,8 @@ def test_detects_a_folder_of_mlx() -> None:
     recipe = prequantized(found, weight)
     assert (recipe.item.name, recipe.group_size) == ("int4", 64)
     assert [spec.name for spec in recipe.stored] == [weight, f"{weight}.scale", f"{weight}.bias"]
-    assert [type(recipe).__name__ for recipe in found.recipes.values()] == [
-        "Prequantized",
-        "Prequantized",
-        "Copied",
-    ]
+    types = [type(recipe) for recipe in found.recipes.values()]
+    assert types == [Prequantized, Prequantized, Copied]
     assert found[1:] == ((), "int4")
 
 
@@ -144,12 +147,7 @@ def test_a_config_without_mode_is_affine(bits: int) -> None:
 
 
 def test_modules_may_have_their_own_types() -> None:
-    tensors = PACKED | {
-        "layers.0.down_proj.weight": ("U32", 8, 32),
-        "layers.0.down_proj.scales": ("BF16", 8, 2),
-        "layers.0.down_proj.biases": ("BF16", 8, 2),
-        "head.weight": ("BF16", 8, 128),
-    }
+    tensors = PACKED | packed("layers.0.down_proj", 8, 32) | {"head.weight": ("BF16", 8, 128)}
     own = {"layers.0.down_proj": {"bits": 8, "group_size": 64}, "head": False}
     found = detect(tensors, {"quantization": {**MLX["quantization"], **own}})
     assert prequantized(found, "layers.0.down_proj.weight").item.name == "int8"
@@ -162,9 +160,8 @@ def test_modules_may_have_their_own_types() -> None:
 def test_reports_modules_of_the_config_that_do_not_exist() -> None:
     own = {"head": {"bits": 8, "group_size": 64}}
     found = detect(PACKED, {"quantization": {**MLX["quantization"], **own}})
-    (notice,) = found.notices
-    assert notice == (
-        "config.json gives a type to 1 module that the source does not have, such as 'head'"
+    assert found.notices == (
+        "config.json gives a type to 1 module that the source does not have, such as 'head'",
     )
 
 
@@ -233,6 +230,13 @@ def test_leaves_out_only_the_activation_scales_of_quantized_weights(tensors: Ten
 
 
 WORDS: Tensors = {"m.weight": ("U32", 8, 16)}
+GLOBAL: Tensors = WORDS | {"m.scales": ("U8", 8, 8), "m.global_scale": ("F32",)}
+FOUR_BITS: Tensors = {"m.weight_packed": ("U8", 8, 32)}
+INTEGERS: Tensors = {"m.weight_packed": ("I32", 8, 8), "m.weight_scale": ("BF16", 8, 2)}
+BYTES: Tensors = {"m.weight": ("U8", 8, 32)}
+BF16_SCALES: Tensors = {"m.weight_scale": ("BF16", 1)}
+FACTOR_2: Tensors = {"m.weight_scale_2": ("F32",)}
+ZEROS: Tensors = {"m.weight_zero_point": ("I8", 8, 4)}
 
 
 @pytest.mark.parametrize(
@@ -241,51 +245,23 @@ WORDS: Tensors = {"m.weight": ("U32", 8, 16)}
         (WORDS, MLX, "'m.weight' is packed by config.json, and its scales are missing"),
         (WORDS | {"m.biases": ("BF16", 8, 2)}, {}, "'m.weight' lacks its scales, 'm.scales'"),
         (PACKED, {}, "'m.weight' .*int4 in groups of 64 or int8"),
-        (
-            WORDS | {"m.scales": ("U8", 8, 8), "m.global_scale": ("F32",)},
-            {},
-            r"'m.weight' \(U32\) has a global scale in MLX",
-        ),
+        (GLOBAL, {}, r"'m.weight' \(U32\) has a global scale in MLX"),
         (
             COMPRESSED,
             sharing(num_bits=4, group_size=32),
-            "is nvfp4 in groups of 16 .* 32 by config.json",
+            "nvfp4 in groups of 16 .* 32 by config.json",
         ),
+        (FOUR_BITS, {}, "'m.weight_packed' lacks its scales, 'm.weight_scale'"),
+        (INTEGERS, {}, r"'m.weight_packed' \(I32\) is of packed integers"),
+        (BYTES | BF16_SCALES, {}, r"'m.weight' \(U8\) has packed bytes with scales of type BF16"),
+        (BYTES | {"m.weight_scale_inv": ("F32", 1, 1)}, {}, "'m.weight' lacks its scales"),
         (
-            {"m.weight_packed": ("U8", 8, 32)},
-            {},
-            "'m.weight_packed' lacks its scales, 'm.weight_scale'",
-        ),
-        (
-            {"m.weight_packed": ("I32", 8, 8), "m.weight_scale": ("BF16", 8, 2)},
-            {},
-            r"'m.weight_packed' \(I32\) is of packed integers",
-        ),
-        (
-            {"m.weight": ("U8", 8, 32), "m.weight_scale": ("BF16", 1)},
-            {},
-            r"'m.weight' \(U8\) has packed bytes with scales of type BF16",
-        ),
-        (
-            {"m.weight": ("U8", 8, 32), "m.weight_scale_inv": ("F32", 1, 1)},
-            {},
-            "'m.weight' lacks its scales",
-        ),
-        (
-            {**COMPRESSED, "m.weight": ("BF16", 8, 64)},
+            COMPRESSED | {"m.weight": ("BF16", 8, 64)},
             {},
             "'m.weight' is .* both plain and quantized",
         ),
-        (
-            {**COMPRESSED, "m.weight": ("U8", 8, 32), "m.weight_scale_2": ("F32",)},
-            {},
-            "are both the weight 'm.weight'",
-        ),
-        (
-            {**COMPRESSED, "m.weight_zero_point": ("I8", 8, 4)},
-            {},
-            r"'m.weight_zero_point' \(I8\) has zero points",
-        ),
+        (COMPRESSED | BYTES | FACTOR_2, {}, "are both the weight 'm.weight'"),
+        (COMPRESSED | ZEROS, {}, r"'m.weight_zero_point' \(I8\) has zero points"),
     ],
 )
 def test_rejects_incomplete_and_other_packed_weights(
@@ -311,9 +287,8 @@ def test_detects_the_blocks_of_gpt_oss() -> None:
     assert isinstance(found.recipes["experts.gate_up_proj_bias"], Copied)
     assert found[1:] == ((), "mxfp4")
     del tensors["experts.gate_up_proj_scales"]
-    with pytest.raises(
-        UnsupportedSource, match="gate_up_proj_blocks' .*packed in an unknown way of 'mxfp4'"
-    ):
+    message = "gate_up_proj_blocks' .*packed in an unknown way of 'mxfp4'"
+    with pytest.raises(UnsupportedSource, match=message):
         detect(tensors, config)
 
 
@@ -544,14 +519,7 @@ def test_keeps_other_tensors_of_quantized_models(method: str, tensor: tuple[Any,
 
 @pytest.mark.parametrize(("first", "rows"), [("int4", (64, 2)), ("int8", (2, 64))])
 def test_the_main_type_is_that_of_most_elements(first: str, rows: tuple[int, int]) -> None:
-    tensors: Tensors = {
-        "a.weight": ("U32", rows[0], 16),
-        "a.scales": ("BF16", rows[0], 2),
-        "a.biases": ("BF16", rows[0], 2),
-        "b.weight": ("U32", rows[1], 32),
-        "b.scales": ("BF16", rows[1], 2),
-        "b.biases": ("BF16", rows[1], 2),
-    }
+    tensors = packed("a", rows[0], 16) | packed("b", rows[1], 32)
     section = {**MLX["quantization"], "b": {"bits": 8}}
     assert detect(tensors, {"quantization": section}).quant_type == first
 
@@ -633,15 +601,15 @@ def mlx_specs(
     return spec("m.weight", U32, *rows, item.words(columns)), scale, bias
 
 
-def unpacked(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def unpacked(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return 4-bit floats, the lower half of a byte first."""
-    return FP4[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:-1], -1)
+    return FP4[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], -1)
 
 
-def by_mlx(packed: Any, scales: Any, mode: str) -> np.ndarray[Any, Any]:
+def by_mlx(codes: Any, scales: Any, mode: str) -> np.ndarray[Any, Any]:
     mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     with mx.stream(mx.cpu):
-        words = mx.array(np.ascontiguousarray(packed).view("<u4"))
+        words = mx.array(np.ascontiguousarray(codes).view("<u4"))
         numbers = mx.dequantize(words, mx.array(scales), mode=mode, dtype=mx.float32)
         return np.array(numbers)
 
@@ -870,17 +838,17 @@ def test_rejects_mxfp8_with_incomplete_groups() -> None:
 
 
 def test_relabelled_nvfp4_has_the_same_values() -> None:
-    packed = random.integers(0, 256, (8, 32), np.uint8)
+    codes = random.integers(0, 256, (8, 32), np.uint8)
     scales = random.uniform(0.1, 400, (8, 4)).astype(ml_dtypes.float8_e4m3fn)
-    plain = unpacked(packed) * np.repeat(scales.astype(np.float32), 16, axis=1)
-    assert np.array_equal(by_mlx(packed, scales.view(np.uint8), "nvfp4"), plain)
+    plain = unpacked(codes) * np.repeat(scales.astype(np.float32), 16, axis=1)
+    assert np.array_equal(by_mlx(codes, scales.view(np.uint8), "nvfp4"), plain)
 
 
 def test_relabelled_mxfp4_has_the_same_values() -> None:
-    packed = random.integers(0, 256, (8, 32), np.uint8)
+    codes = random.integers(0, 256, (8, 32), np.uint8)
     scales = random.integers(100, 150, (8, 2), np.uint8)
-    plain = unpacked(packed) * np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
-    assert np.array_equal(by_mlx(packed, scales, "mxfp4"), plain)
+    plain = unpacked(codes) * np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
+    assert np.array_equal(by_mlx(codes, scales, "mxfp4"), plain)
 
 
 def test_relabelled_mxfp8_has_the_same_values() -> None:

@@ -7,47 +7,43 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import blobstore
 from blobstore.errors import UnsupportedSource
 from blobstore.manifests import media_types
-from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.gpt_oss import is_gpt_oss
 from blobstore.store.local import LocalStore
-from tests.support.models import with_layers
+from tests.support.models import Arrays, write_folder
+from tests.unit.operations.export.folders import add_layers
 
 CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
 NAME = "model.layers.0.mlp.experts.down_proj"
 MXFP4 = FORMATS["mxfp4"]
 
 
-def write(folder: Path, tensors: dict[str, Any]) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+FILES = {"config.json": json.dumps(CONFIG).encode()}
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path: Path, store: LocalStore) -> Path:
+    """Create model ``m``; return its folder."""
     random = np.random.default_rng(1)
-    return write(
-        tmp_path / "source",
-        {
-            f"{NAME}_blocks": random.integers(0, 256, (3, 64, 2, 16), np.uint8),
-            f"{NAME}_scales": random.integers(120, 130, (3, 64, 2), np.uint8),
-            f"{NAME}_bias": random.standard_normal((3, 64)).astype(ml_dtypes.bfloat16),
-        },
-    )
+    tensors: Arrays = {
+        f"{NAME}_blocks": random.integers(0, 256, (3, 64, 2, 16), np.uint8),
+        f"{NAME}_scales": random.integers(120, 130, (3, 64, 2), np.uint8),
+        f"{NAME}_bias": random.standard_normal((3, 64)).astype(ml_dtypes.bfloat16),
+    }
+    folder = write_folder(tmp_path / "source", tensors, files=FILES)
+    blobstore.create(folder, "m", store=store)
+    return folder
 
 
-def test_packed_experts_are_exported_unchanged(source: Path, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    blobstore.create(source, "m", store=store)
+def test_packed_experts_are_exported_unchanged(
+    source: Path, store: LocalStore, tmp_path: Path
+) -> None:
     export_model("m", tmp_path / "out", store=store)
     given, back = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
     assert given.keys() == back.keys()
@@ -59,10 +55,8 @@ def test_packed_experts_are_exported_unchanged(source: Path, tmp_path: Path) -> 
 
 
 def test_dequantized_experts_are_transposed_and_the_config_has_no_quantization(
-    source: Path, tmp_path: Path
+    source: Path, store: LocalStore, tmp_path: Path
 ) -> None:
-    store = LocalStore(tmp_path / "store")
-    blobstore.create(source, "m", store=store)
     export_model("m", tmp_path / "out", store=store, dequantize=True)
     given, back = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -77,31 +71,27 @@ def test_dequantized_experts_are_transposed_and_the_config_has_no_quantization(
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_stacked_experts_are_split_before_they_are_transposed(source: Path, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    blobstore.create(source, "m", store=store)
+def test_stacked_experts_are_split_before_they_are_transposed(
+    source: Path, store: LocalStore, tmp_path: Path
+) -> None:
     export_model("m", tmp_path / "whole", store=store, dequantize=True)
     whole = load_file(tmp_path / "whole" / "model.safetensors")[NAME]
-    data = json.dumps({NAME: ["a", "b", "c"]}).encode()
-    with store.ingest() as ingest:
-        added = ingest.add(len(data), lambda: [data])
-        ingest.publish()
-    manifest = store.resolve(Reference.parse("m"))
-    layer = Descriptor(media_type=media_types.STACKS, digest=added.digest, size=added.size)
-    changed = with_layers(store, manifest, (*manifest.layers, layer))
-    store.publish(Reference.parse("m"), changed)
+    add_layers(store, (media_types.STACKS, "", json.dumps({NAME: ["a", "b", "c"]}).encode()))
     export_model("m", tmp_path / "parts", store=store, dequantize=True)
     parts = load_file(tmp_path / "parts" / "model.safetensors")
     for place, name in enumerate("abc"):
         assert np.array_equal(parts[name], whole[place])
 
 
-def test_rejects_quantizing_plain_weights_with_the_config_of_gpt_oss(tmp_path: Path) -> None:
-    folder = write(tmp_path / "plain", {NAME: np.ones((3, 64, 64), np.float16)})
+def test_rejects_quantizing_plain_weights_with_the_config_of_gpt_oss(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    tensors: Arrays = {NAME: np.ones((3, 64, 64), np.float16)}
+    folder = write_folder(tmp_path / "plain", tensors, files=FILES)
     with pytest.raises(
         UnsupportedSource, match="quant_method 'mxfp4', but no tensor has that form"
     ):
-        blobstore.create(folder, "m", store=LocalStore(tmp_path / "store"), quantize="mxfp4")
+        blobstore.create(folder, "m", store=store, quantize="mxfp4")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
@@ -40,11 +42,10 @@ def test_the_only_group_size_of_a_type_may_be_omitted() -> None:
 def test_written_metadata_can_be_read() -> None:
     types = {"w": ("int4", 32), "v": ("int8", 64)}
     assert parse_quant_metadata(WEIGHT, AFFINE, quant_metadata(types)) == (FORMATS["int4"], 32)
-    wide = {suffix: item._replace(shape=(4, 1)) for suffix, item in AFFINE.items()}
-    assert parse_quant_metadata(WEIGHT._replace(name="v"), wide, quant_metadata(types)) == (
-        FORMATS["int8"],
-        64,
+    found = parse_quant_metadata(
+        WEIGHT._replace(name="v"), affine(shape=(4, 1)), quant_metadata(types)
     )
+    assert found == (FORMATS["int8"], 64)
 
 
 def test_entries_of_a_tensor_precede_those_of_the_blob() -> None:
@@ -63,17 +64,25 @@ def test_derives_a_missing_group_size_from_the_shapes() -> None:
 
 
 def test_elements_may_cross_word_boundaries() -> None:
-    three = {suffix: item._replace(shape=(4, 2)) for suffix, item in AFFINE.items()}
+    three = affine(shape=(4, 2))
     weight = spec(DType.U32, 4, 12)
     metadata = {"quant_type": "int3", "group_size": "64"}
     assert parse_quant_metadata(weight, three, metadata) == (FORMATS["int3"], 64)
 
 
+def affine(**changes: Any) -> dict[str, TensorSpec]:
+    return {suffix: item._replace(**changes) for suffix, item in AFFINE.items()}
+
+
+@pytest.mark.parametrize("scalar", [spec(DType.F32), spec(DType.F32, 1)])
+def test_accepts_a_global_scale_of_one_value(scalar: TensorSpec) -> None:
+    assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
+
+
 @pytest.mark.parametrize("quant_type", ["int9", "INT4", "q4_k", "\x1b[31m", "fp8"])
 def test_rejects_an_unknown_type(quant_type: str) -> None:
-    with pytest.raises(
-        BlobDamaged, match=r"^tensor 'w': quant_type '.*' is unknown; known: int4, "
-    ):
+    message = r"^tensor 'w': quant_type '.*' is unknown; known: int4, "
+    with pytest.raises(BlobDamaged, match=message):
         parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": quant_type})
 
 
@@ -85,59 +94,48 @@ def test_rejects_a_group_size_that_the_type_does_not_support(text: str) -> None:
         parse_quant_metadata(WEIGHT, AFFINE, {"quant_type": "int4", "group_size": text})
 
 
-@pytest.mark.parametrize("scale", [(4, 2), (4,), (), (3, 4), (4, 4, 1), (1, 4, 4), (0, 4)], ids=str)
-def test_rejects_scales_that_do_not_fit_the_weight(scale: tuple[int, ...]) -> None:
-    companions = {suffix: item._replace(shape=scale) for suffix, item in AFFINE.items()}
-    with pytest.raises(BlobDamaged, match=r"^tensor 'w': scales of shape .* do not fit int4 of"):
-        parse_quant_metadata(WEIGHT, companions, INT4)
-
-
 @pytest.mark.parametrize("groups", [0, 3])
 def test_rejects_scales_from_which_no_group_size_follows(groups: int) -> None:
-    companions = {suffix: item._replace(shape=(4, groups)) for suffix, item in AFFINE.items()}
     with pytest.raises(BlobDamaged, match="int4 cannot have a group_size of '"):
-        parse_quant_metadata(WEIGHT, companions, {"quant_type": "int4"})
+        parse_quant_metadata(WEIGHT, affine(shape=(4, groups)), {"quant_type": "int4"})
 
 
 @pytest.mark.parametrize(("shape", "quant_type"), [((), "int4"), ((4, 16), "int3")])
 def test_rejects_words_that_do_not_make_rows(shape: tuple[int, ...], quant_type: str) -> None:
     message = rf"\[{', '.join(map(str, shape))}\] packed words do not make rows of {quant_type}"
+    metadata = {"quant_type": quant_type, "group_size": "64"}
     with pytest.raises(BlobDamaged, match=message):
-        metadata = {"quant_type": quant_type, "group_size": "64"}
         parse_quant_metadata(spec(DType.U32, *shape), AFFINE, metadata)
 
 
-@pytest.mark.parametrize("dtype", [DType.U8, DType.F64, DType.U32])
-def test_affine_scales_are_floats(dtype: DType) -> None:
-    companions = {suffix: item._replace(dtype=dtype) for suffix, item in AFFINE.items()}
-    with pytest.raises(BlobDamaged, match=f"scales of int4 cannot be {dtype.value}"):
-        parse_quant_metadata(WEIGHT, companions, INT4)
+@pytest.mark.parametrize("scale", [(4, 2), (4,), (), (3, 4), (4, 4, 1), (1, 4, 4), (0, 4)], ids=str)
+def test_rejects_scales_that_do_not_fit_the_weight(scale: tuple[int, ...]) -> None:
+    with pytest.raises(BlobDamaged, match=r"^tensor 'w': scales of shape .* do not fit int4 of"):
+        parse_quant_metadata(WEIGHT, affine(shape=scale), INT4)
 
 
-@pytest.mark.parametrize("bias", [None, spec(DType.BF16, 4, 2), spec(DType.F32, 4, 4)])
-def test_affine_types_need_biases_like_their_scales(bias: TensorSpec | None) -> None:
-    companions = {".scale": AFFINE[".scale"]} | ({".bias": bias} if bias else {})
-    with pytest.raises(BlobDamaged, match="int4 needs biases of the type and shape of the scales"):
-        parse_quant_metadata(WEIGHT, companions, INT4)
-
-
-@pytest.mark.parametrize("scalar", [spec(DType.F32), spec(DType.F32, 1)])
-def test_accepts_a_global_scale_of_one_value(scalar: TensorSpec) -> None:
-    assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
+NO_BIAS = "int4 needs biases of the type and shape of the scales"
+NO_SCALAR = "a global scale must be one F32 number"
 
 
 @pytest.mark.parametrize(
-    ("suffix", "companion", "message"),
+    ("companions", "quant_type", "message"),
     [
-        (".scale", spec(DType.BF16, 4, 8), "scales of nvfp4 cannot be BF16"),
-        (".bias", FLOAT[".scale"], "nvfp4 has no biases"),
-        (".global_scale", spec(DType.F32, 2), "a global scale must be one F32 number"),
-        (".global_scale", spec(DType.BF16), "a global scale must be one F32 number"),
-        (".global_scale", spec(DType.F32, 0), "a global scale must be one F32 number"),
+        (affine(dtype=DType.U8), "int4", "scales of int4 cannot be U8"),
+        (affine(dtype=DType.F64), "int4", "scales of int4 cannot be F64"),
+        (affine(dtype=DType.U32), "int4", "scales of int4 cannot be U32"),
+        ({".scale": AFFINE[".scale"]}, "int4", NO_BIAS),
+        (AFFINE | {".bias": spec(DType.BF16, 4, 2)}, "int4", NO_BIAS),
+        (AFFINE | {".bias": spec(DType.F32, 4, 4)}, "int4", NO_BIAS),
+        ({".scale": spec(DType.BF16, 4, 8)}, "nvfp4", "scales of nvfp4 cannot be BF16"),
+        (FLOAT | {".bias": FLOAT[".scale"]}, "nvfp4", "nvfp4 has no biases"),
+        (FLOAT | {".global_scale": spec(DType.F32, 2)}, "nvfp4", NO_SCALAR),
+        (FLOAT | {".global_scale": spec(DType.BF16)}, "nvfp4", NO_SCALAR),
+        (FLOAT | {".global_scale": spec(DType.F32, 0)}, "nvfp4", NO_SCALAR),
     ],
 )
-def test_other_companions_of_a_float_type_are_damage(
-    suffix: str, companion: TensorSpec, message: str
+def test_rejects_companions_that_do_not_fit_the_type(
+    companions: dict[str, TensorSpec], quant_type: str, message: str
 ) -> None:
     with pytest.raises(BlobDamaged, match=message):
-        parse_quant_metadata(WEIGHT, FLOAT | {suffix: companion}, {"quant_type": "nvfp4"})
+        parse_quant_metadata(WEIGHT, companions, {"quant_type": quant_type})

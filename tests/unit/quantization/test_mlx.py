@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from tests.unit.quantization.test_numpy import (
     FLOATS,
+    Array,
     any_packed,
     assert_same,
     every_float,
@@ -21,27 +25,29 @@ engine = pytest.importorskip(
 )
 
 
+def dequantized(packed: Iterable[Array | None], *options: Any) -> Array:
+    given = [None if array is None else to_mlx(array) for array in packed]
+    with mx.stream(mx.cpu):
+        found = engine.dequantize(*given, *options)
+        mx.eval(found)
+    return to_numpy(found)
+
+
 @every_form
 @every_float
 def test_dequantizes_as_the_reference_does(dtype: str, item: QuantFormat, group_size: int) -> None:
     packed = any_packed(item, group_size, dtype)
-    arrays = [None if array is None else to_mlx(array) for array in packed]
     for name in FLOATS:
-        with mx.stream(mx.cpu):
-            found = engine.dequantize(*arrays, item, group_size, name)
-            mx.eval(found)
-        assert_same(to_numpy(found), reference.dequantize(*packed, item, group_size, name))
+        found = dequantized(packed, item, group_size, name)
+        assert_same(found, reference.dequantize(*packed, item, group_size, name))
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_applies_a_global_scale_as_the_reference_does(name: str) -> None:
     item = FORMATS["nvfp4"]
-    weight, scale, _ = any_packed(item, 16, "float32")
-    with mx.stream(mx.cpu):
-        found = engine.dequantize(to_mlx(weight), to_mlx(scale), None, item, 16, name, 0.37)
-        mx.eval(found)
-    expected = reference.dequantize(weight, scale, None, item, 16, name, 0.37)
-    assert_same(to_numpy(found), expected)
+    packed = any_packed(item, 16, "float32")
+    found = dequantized(packed, item, 16, name, 0.37)
+    assert_same(found, reference.dequantize(*packed, item, 16, name, 0.37))
 
 
 def test_a_global_scale_is_the_largest_magnitude_of_mlx_divided_by_2688() -> None:
@@ -62,16 +68,10 @@ def test_a_global_scale_is_the_largest_magnitude_of_mlx_divided_by_2688() -> Non
 def test_dequantizes_a_single_row_and_no_rows(item: QuantFormat, group_size: int) -> None:
     packed = any_packed(item, group_size, "float32")
     for place in ((0,), (slice(0, 0),), (slice(0, 0), np.newaxis)):
-        arrays = [None if array is None else array[place] for array in packed]
-        with mx.stream(mx.cpu):
-            given = [None if array is None else to_mlx(array) for array in arrays]
-            found = engine.dequantize(*given, item, group_size, "float32")
-            mx.eval(found)
-        weight, scale, bias = arrays
-        assert weight is not None
-        assert scale is not None
-        expected = reference.dequantize(weight, scale, bias, item, group_size, "float32")
-        assert_same(to_numpy(found), expected)
+        bias = None if packed.bias is None else packed.bias[place]
+        arrays = packed.weight[place], packed.scale[place], bias
+        found = dequantized(arrays, item, group_size, "float32")
+        assert_same(found, reference.dequantize(*arrays, item, group_size, "float32"))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (3, 3, 1)])
@@ -82,9 +82,6 @@ def test_dequantizes_an_odd_number_of_groups(
     item, random = FORMATS["nvfp4"], np.random.default_rng(1)
     weight = random.integers(0, 2**32, (*shape[:-1], shape[-1] * 2), dtype=np.uint32)
     scale = random.integers(0, 120, shape, dtype=np.uint8)
-    with mx.stream(mx.cpu):
-        given = to_mlx(weight), to_mlx(scale), None
-        found = engine.dequantize(*given, item, 16, "float32", global_scale)
-        mx.eval(found)
+    found = dequantized((weight, scale, None), item, 16, "float32", global_scale)
     expected = reference.dequantize(weight, scale, None, item, 16, "float32", global_scale)
-    assert_same(to_numpy(found), expected)
+    assert_same(found, expected)

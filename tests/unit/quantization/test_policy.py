@@ -19,6 +19,10 @@ DATA = Path(__file__).parents[2] / "data" / "ollama"
 TARGETS = [name for name, item in FORMATS.items() if item.is_target]
 EXPERT = "model.layers.1.mlp.experts"
 SHARED = "model.layers.1.mlp.shared_experts"
+SENSITIVE = [
+    f"model.layers.0.{part}.weight"
+    for part in ("self_attn.v_proj", "self_attn.k_proj", "mlp.down_proj")
+]
 
 Shape = tuple[int, ...]
 
@@ -100,6 +104,7 @@ def test_similar_names_are_not_kept(name: str) -> None:
         ("a.weight", (31, 32), "fewer than 1024 elements"),
         ("a.weight", (0, 64), "fewer than 1024 elements"),
         ("a.weight", (64, 100), "last dimension 100 is not a multiple of 32"),
+        (SENSITIVE[0], (64, 100), "last dimension 100 is not a multiple of 32"),
         ("a.norm.weight", (8192,), "norm"),
         ("model.layers.0.mlp.gate.weight", (4, 64), "router"),
         (f"{EXPERT}.up_proj.weight", (2, 2, 64, 128), "4 dimensions"),
@@ -176,13 +181,6 @@ def test_the_output_head_is_kept_if_8_bits_do_not_fit(to: str, columns: int, gro
     assert decide("lm_head.weight", (64, columns), to=to) == Decision(None, 0, reason)
 
 
-SENSITIVE = [
-    "model.layers.0.self_attn.v_proj.weight",
-    "model.layers.0.self_attn.k_proj.weight",
-    "model.layers.0.mlp.down_proj.weight",
-]
-
-
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_sensitive_projections_get_8_bits_of_the_family(name: str, to: str) -> None:
@@ -217,11 +215,6 @@ def test_a_sensitive_projection_gets_the_requested_type_if_8_bits_do_not_fit(
     )
 
 
-def test_a_sensitive_projection_is_kept_if_no_type_fits() -> None:
-    reason = "last dimension 100 is not a multiple of 32"
-    assert decide(SENSITIVE[0], (64, 100)) == Decision(None, 0, reason)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -240,27 +233,19 @@ def test_the_first_rule_decides(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
-@pytest.mark.parametrize("to", ["int4", "int8"])
-def test_the_group_size_is_the_requested_types(to: str, size: int) -> None:
-    assert kind(decide("w.weight", to=to, group_size=size)) == (to, size)
+def test_the_group_size_is_that_of_the_requested_type(size: int) -> None:
+    assert kind(decide("w.weight", group_size=size)) == ("int4", size)
+    assert kind(decide("w.weight", to="int8", group_size=size)) == ("int8", size)
+    for name in ("lm_head.weight", SENSITIVE[0]):
+        assert kind(decide(name, group_size=size)) == ("int8", 64)
+        assert kind(decide(name, to="int8", group_size=size)) == ("int8", size)
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_promotions_have_groups_of_their_own(size: int) -> None:
-    assert kind(decide("lm_head.weight", group_size=size)) == ("int8", 64)
-    assert kind(decide(SENSITIVE[0], group_size=size)) == ("int8", 64)
-
-
-def test_8_bits_that_are_the_requested_type_have_its_groups() -> None:
-    assert kind(decide("lm_head.weight", to="int8", group_size=32)) == ("int8", 32)
-
-
-def test_alignment_is_that_of_the_group_used() -> None:
+def test_rows_must_be_a_multiple_of_the_group_size_in_use() -> None:
     shape = (64, 192)
     assert kind(decide("w.weight", shape, group_size=64)) == ("int4", 64)
-    assert decide("w.weight", shape, group_size=128).reason == (
-        "last dimension 192 is not a multiple of 128"
-    )
+    misfit = decide("w.weight", shape, group_size=128)
+    assert misfit.reason == "last dimension 192 is not a multiple of 128"
     assert kind(decide(SENSITIVE[0], shape, group_size=128)) == ("int8", 64)
 
 
@@ -285,10 +270,6 @@ def test_uniform_ignores_the_architecture() -> None:
     config = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": "many"}
     decision = decide("model.embed_tokens.weight", name="uniform", config=config)
     assert decision == Decision(None, 0, "embedding")
-
-
-def test_recommended_is_what_there_is_without_a_choice() -> None:
-    assert kind(decide("lm_head.weight")) == ("int8", 64)
 
 
 def override(glob: str, to: str | None) -> tuple[str, QuantFormat | None]:
@@ -472,14 +453,9 @@ def test_decides_as_ollama_does(model: str, to: str, group_size: int | None) -> 
 
 
 def test_an_unknown_architecture_has_the_generic_rules() -> None:
-    configs: list[dict[str, Any]] = [
-        {},
-        {"architectures": None},
-        {"architectures": []},
-        {"architectures": ["X"]},
-    ]
-    for config in configs:
-        assert kind(decide(SENSITIVE[0], config=config)) == ("int8", 64)
+    assert kind(decide(SENSITIVE[0], config={})) == ("int8", 64)
+    for names in (None, [], ["X"]):
+        assert kind(decide(SENSITIVE[0], config={"architectures": names})) == ("int8", 64)
 
 
 def test_only_the_first_architecture_counts() -> None:
