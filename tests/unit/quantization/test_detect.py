@@ -249,7 +249,7 @@ ZEROS: Tensors = {"m.weight_zero_point": ("I8", 8, 4)}
         (
             COMPRESSED,
             sharing(num_bits=4, group_size=32),
-            "nvfp4 in groups of 16 .* 32 by config.json",
+            "is nvfp4 in groups of 16 .* 32 by config.json",
         ),
         (FOUR_BITS, {}, "'m.weight_packed' lacks its scales, 'm.weight_scale'"),
         (INTEGERS, {}, r"'m.weight_packed' \(I32\) is of packed integers"),

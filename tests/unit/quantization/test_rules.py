@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -85,44 +86,6 @@ FIRST = f"{LAYERS}.2"
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 16}
 
 
-@pytest.mark.parametrize(
-    ("name", "to", "expected"),
-    [
-        ("model.embed_tokens.weight", "int4", "int8"),
-        ("model.embed_tokens.weight", "nvfp4", "mxfp8"),
-        ("model.embed_tokens_per_layer.weight", "int4", None),
-        ("model.per_layer.embed_tokens.weight", "int4", None),
-        (f"{LAYERS}.0.self_attn.k_proj.weight", "int4", "int4"),
-        (f"{LAYERS}.0.self_attn.q_proj.weight", "int4", "int4"),
-        (f"{LAYERS}.0.self_attn.v_proj.weight", "int8", "int8"),
-        ("model.v_proj.weight", "int4", "int4"),
-        ("model.vision_tower.layers.0.self_attn.v_proj.weight", "int4", None),
-        ("model.visual.layers.0.self_attn.v_proj.weight", "int4", None),
-        ("model.audio_tower.layers.0.self_attn.v_proj.weight", "int4", None),
-        (f"{LAYERS}.0.router.proj.weight", "int4", None),
-        (f"{LAYERS}.0.self_attn.k_norm.weight", "int4", None),
-        ("lm_head.weight", "int4", "int8"),
-    ],
-)
-def test_gemma4(name: str, to: str, expected: str | None) -> None:
-    assert decide(GEMMA4, name, to) == expected
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForCausalLM",
-        "Gemma4AssistantForCausalLM",
-        "gemma4_unified",
-    ],
-)
-def test_all_gemma4_architectures_have_the_same_rules(name: str) -> None:
-    config = {"architectures": [name], "text_config": {"num_hidden_layers": 16}}
-    template = f"{LAYERS}.{{}}.mlp.down_proj.weight"
-    assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
-
-
 @pytest.mark.parametrize("section", ["num_experts", "text_config"])
 def test_gemma4_with_eight_experts_promotes_all_keys_and_values(section: str) -> None:
     experts = {"num_experts": 8}
@@ -193,42 +156,10 @@ def test_other_qwen3_models_have_only_the_generic_rules() -> None:
 COHERE = {"architectures": ["Cohere2MoeForCausalLM"], "num_hidden_layers": 16}
 
 
-@pytest.mark.parametrize(
-    ("name", "to", "expected"),
-    [
-        ("model.embed_tokens.weight", "int4", "int8"),
-        ("model.embed_tokens.weight", "mxfp8", "mxfp8"),
-        (f"{LAYERS}.0.mlp.gate.weight", "int4", None),
-        (f"{LAYERS}.0.self_attn.q_proj.weight", "int4", "int4"),
-        (f"{FIRST}.self_attn.v_proj.weight", "int8", "int8"),
-    ],
-)
-def test_cohere2_moe(name: str, to: str, expected: str | None) -> None:
-    assert decide(COHERE, name, to) == expected
-
-
 GLIMMER = {
     "architectures": ["MuseGlimmerForConditionalGeneration"],
     "text_config": {"num_hidden_layers": 16},
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "to", "expected"),
-    [
-        (f"{FIRST}.self_attn.q_proj.weight", "int4", "int8"),
-        (f"{FIRST}.self_attn.k_proj.weight", "nvfp4", "mxfp8"),
-        (f"{FIRST}.self_attn.v_proj.weight", "int4", "int8"),
-        (f"{FIRST}.self_attn.o_proj.weight", "int4", "int8"),
-        (f"{FIRST}.mlp.up_proj.weight", "int4", "int4"),
-        ("model.embed_tokens.weight", "int4", "int8"),
-        ("model.vision_model.embed_tokens.weight", "int4", None),
-        ("model.vision_model.layers.0.self_attn.q_proj.weight", "int4", None),
-        ("model.vision_model.lm_head.weight", "int4", None),
-    ],
-)
-def test_muse_glimmer(name: str, to: str, expected: str | None) -> None:
-    assert decide(GLIMMER, name, to) == expected
 
 
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -238,17 +169,83 @@ def test_muse_glimmer_gives_all_attention_8_bits(part: str) -> None:
     assert decision(GLIMMER, name, "int8").reason == "requested type"
 
 
-def test_muse_glimmer_may_state_its_number_of_layers_at_the_top() -> None:
-    config = {"architectures": GLIMMER["architectures"], "num_hidden_layers": 16}
-    template = f"{LAYERS}.{{}}.mlp.down_proj.weight"
-    assert scheduled(config, template, 16, "int4", "int8") == SIXTEEN
-
-
 NEMOTRON = {
     "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
     "llm_config": {"num_hidden_layers": 16},
 }
 BACKBONE = "language_model.backbone.layers"
+
+
+GEMMA4_CASES = [
+    ("model.embed_tokens.weight", "int4", "int8"),
+    ("model.embed_tokens.weight", "nvfp4", "mxfp8"),
+    ("model.embed_tokens_per_layer.weight", "int4", None),
+    ("model.per_layer.embed_tokens.weight", "int4", None),
+    (f"{LAYERS}.0.self_attn.k_proj.weight", "int4", "int4"),
+    (f"{LAYERS}.0.self_attn.q_proj.weight", "int4", "int4"),
+    (f"{LAYERS}.0.self_attn.v_proj.weight", "int8", "int8"),
+    ("model.v_proj.weight", "int4", "int4"),
+    ("model.vision_tower.layers.0.self_attn.v_proj.weight", "int4", None),
+    ("model.visual.layers.0.self_attn.v_proj.weight", "int4", None),
+    ("model.audio_tower.layers.0.self_attn.v_proj.weight", "int4", None),
+    (f"{LAYERS}.0.router.proj.weight", "int4", None),
+    (f"{LAYERS}.0.self_attn.k_norm.weight", "int4", None),
+    ("lm_head.weight", "int4", "int8"),
+]
+COHERE_CASES = [
+    ("model.embed_tokens.weight", "int4", "int8"),
+    ("model.embed_tokens.weight", "mxfp8", "mxfp8"),
+    (f"{LAYERS}.0.mlp.gate.weight", "int4", None),
+    (f"{LAYERS}.0.self_attn.q_proj.weight", "int4", "int4"),
+    (f"{FIRST}.self_attn.v_proj.weight", "int8", "int8"),
+]
+GLIMMER_CASES = [
+    (f"{FIRST}.self_attn.q_proj.weight", "int4", "int8"),
+    (f"{FIRST}.self_attn.k_proj.weight", "nvfp4", "mxfp8"),
+    (f"{FIRST}.self_attn.v_proj.weight", "int4", "int8"),
+    (f"{FIRST}.self_attn.o_proj.weight", "int4", "int8"),
+    (f"{FIRST}.mlp.up_proj.weight", "int4", "int4"),
+    ("model.embed_tokens.weight", "int4", "int8"),
+    ("model.vision_model.embed_tokens.weight", "int4", None),
+    ("model.vision_model.layers.0.self_attn.q_proj.weight", "int4", None),
+    ("model.vision_model.lm_head.weight", "int4", None),
+]
+NEMOTRON_CASES = [
+    *((f"{BACKBONE}.2.mixer.{part}_proj.weight", "nvfp4", "mxfp8") for part in "qkvo"),
+    (f"{BACKBONE}.2.mixer.q_proj.weight", "int4", "int4"),
+    (f"{BACKBONE}.2.mixer.out_proj.weight", "int4", "int4"),
+    (f"{BACKBONE}.2.mixer.experts.down_proj.weight", "int4", "int8"),
+    (f"{BACKBONE}.2.mixer.in_proj.weight", "nvfp4", "nvfp4"),
+    (f"{BACKBONE}.2.mixer.experts.0.up_proj.weight", "nvfp4", "nvfp4"),
+    ("backbone.mixer.out_proj.weight", "nvfp4", "mxfp8"),
+    ("language_model.backbone.embeddings.weight", "nvfp4", "mxfp8"),
+    ("language_model.backbone.embeddings.weight", "int4", "int8"),
+    ("language_model.lm_head.weight", "nvfp4", "mxfp8"),
+    (f"{BACKBONE}.2.mixer.conv1d.weight", "nvfp4", None),
+    (f"{BACKBONE}.2.mixer.gate.weight", "nvfp4", None),
+    ("vision_model.blocks.0.proj.weight", "int4", None),
+    ("vision_model.mixer.q_proj.weight", "nvfp4", None),
+    ("mlp1.1.weight", "int4", None),
+    ("sound_encoder.layers.0.self_attn.q_proj.weight", "int4", None),
+    ("sound_projection.linear1.weight", "int4", None),
+    ("model.mlp1.1.weight", "int4", "int4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        *product([GEMMA4], GEMMA4_CASES),
+        *product([COHERE], COHERE_CASES),
+        *product([GLIMMER], GLIMMER_CASES),
+        *product([NEMOTRON], NEMOTRON_CASES),
+    ],
+)
+def test_an_architecture_decides_by_name(
+    config: dict[str, Any], case: tuple[str, str, str | None]
+) -> None:
+    name, to, expected = case
+    assert decide(config, name, to) == expected
 
 
 MIXER = ("out_proj", "down_proj", "experts.3.down_proj", "experts.down_proj")
@@ -293,39 +290,6 @@ def test_promotes_sensitive_projections_by_schedule(
             assert scheduled(config, f"{template}{part}.weight", 16, to, eight) == SIXTEEN
 
 
-@pytest.mark.parametrize(
-    ("name", "to", "expected"),
-    [
-        *((f"{BACKBONE}.2.mixer.{part}_proj.weight", "nvfp4", "mxfp8") for part in "qkvo"),
-        (f"{BACKBONE}.2.mixer.q_proj.weight", "int4", "int4"),
-        (f"{BACKBONE}.2.mixer.out_proj.weight", "int4", "int4"),
-        (f"{BACKBONE}.2.mixer.experts.down_proj.weight", "int4", "int8"),
-        (f"{BACKBONE}.2.mixer.in_proj.weight", "nvfp4", "nvfp4"),
-        (f"{BACKBONE}.2.mixer.experts.0.up_proj.weight", "nvfp4", "nvfp4"),
-        ("backbone.mixer.out_proj.weight", "nvfp4", "mxfp8"),
-        ("language_model.backbone.embeddings.weight", "nvfp4", "mxfp8"),
-        ("language_model.backbone.embeddings.weight", "int4", "int8"),
-        ("language_model.lm_head.weight", "nvfp4", "mxfp8"),
-        (f"{BACKBONE}.2.mixer.conv1d.weight", "nvfp4", None),
-        (f"{BACKBONE}.2.mixer.gate.weight", "nvfp4", None),
-        ("vision_model.blocks.0.proj.weight", "int4", None),
-        ("vision_model.mixer.q_proj.weight", "nvfp4", None),
-        ("mlp1.1.weight", "int4", None),
-        ("sound_encoder.layers.0.self_attn.q_proj.weight", "int4", None),
-        ("sound_projection.linear1.weight", "int4", None),
-        ("model.mlp1.1.weight", "int4", "int4"),
-    ],
-)
-def test_nemotron_h(name: str, to: str, expected: str | None) -> None:
-    assert decide(NEMOTRON, name, to) == expected
-
-
-def test_nemotron_h_without_towers_has_the_same_rules() -> None:
-    config = {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 16}
-    template = "backbone.layers.{}.mixer.out_proj.weight"
-    assert scheduled(config, template, 16, "nvfp4", "mxfp8") == SIXTEEN
-
-
 LAGUNA = {
     "architectures": ["LagunaForCausalLM"],
     "num_hidden_layers": 40,
@@ -334,16 +298,64 @@ LAGUNA = {
 LAGUNA_SCHEDULE = [0, 1, 2, 3, 4, 7, 10, 13, 35, 36, 37, 38, 39]
 
 
-@pytest.mark.parametrize("shared", ["shared_expert", "shared_experts"])
-def test_laguna_promotes_shared_experts_by_its_own_schedule(shared: str) -> None:
-    template = f"{LAYERS}.{{}}.mlp.{shared}.down_proj.weight"
-    assert scheduled(LAGUNA, template, 40, "nvfp4", "mxfp8") == LAGUNA_SCHEDULE
+def named(name: str, **config: Any) -> dict[str, Any]:
+    return {"architectures": [name], **config}
 
 
-def test_laguna_keeps_scheduled_routed_experts_with_mxfp8() -> None:
-    template = f"{LAYERS}.{{}}.mlp.experts.down_proj.weight"
-    assert scheduled(LAGUNA, template, 40, "mxfp8", None) == LAGUNA_SCHEDULE
-    assert scheduled(LAGUNA, template, 40, "nvfp4", "mxfp8") == []
+SIXTEEN_LAYERS = {"num_hidden_layers": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "to", "eight", "expected"),
+    [
+        *(
+            (
+                named(name, text_config=SIXTEEN_LAYERS),
+                "layers.{}.mlp.down_proj",
+                "int4",
+                "int8",
+                SIXTEEN,
+            )
+            for name in (
+                "Gemma4ForConditionalGeneration",
+                "Gemma4UnifiedForCausalLM",
+                "Gemma4AssistantForCausalLM",
+                "gemma4_unified",
+            )
+        ),
+        (
+            named("MuseGlimmerForConditionalGeneration", **SIXTEEN_LAYERS),
+            "layers.{}.mlp.down_proj",
+            "int4",
+            "int8",
+            SIXTEEN,
+        ),
+        (
+            named("NemotronHForCausalLM", **SIXTEEN_LAYERS),
+            "layers.{}.mixer.out_proj",
+            "nvfp4",
+            "mxfp8",
+            SIXTEEN,
+        ),
+        (LAGUNA, "layers.{}.mlp.shared_expert.down_proj", "nvfp4", "mxfp8", LAGUNA_SCHEDULE),
+        (LAGUNA, "layers.{}.mlp.shared_experts.down_proj", "nvfp4", "mxfp8", LAGUNA_SCHEDULE),
+        (
+            named("LagunaForCausalLM", mlp_layer_types=["sparse"] * 40),
+            "layers.{}.mlp.shared_expert.down_proj",
+            "nvfp4",
+            "mxfp8",
+            LAGUNA_SCHEDULE,
+        ),
+        # Scheduled routed experts are kept with mxfp8.
+        (LAGUNA, "layers.{}.mlp.experts.down_proj", "mxfp8", None, LAGUNA_SCHEDULE),
+        (LAGUNA, "layers.{}.mlp.experts.down_proj", "nvfp4", "mxfp8", []),
+    ],
+)
+def test_promotions_follow_the_schedule_of_the_architecture(
+    config: dict[str, Any], name: str, to: str, eight: str | None, expected: list[int]
+) -> None:
+    layers = 40 if "Laguna" in config["architectures"][0] else 16
+    assert scheduled(config, f"model.{name}.weight", layers, to, eight) == expected
 
 
 @pytest.mark.parametrize(
@@ -417,12 +429,6 @@ def test_laguna_quantizes_only_dense_layers(
     template = f"{LAYERS}.{{}}.mlp.{part}.weight"
     types = [decide(config, template.format(layer), "nvfp4") for layer in range(8)]
     assert types == ["nvfp4" if layer in dense else None for layer in range(8)]
-
-
-def test_laguna_counts_the_layers_listed_in_its_config() -> None:
-    config = {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["sparse"] * 40}
-    template = f"{LAYERS}.{{}}.mlp.shared_expert.down_proj.weight"
-    assert scheduled(config, template, 40, "nvfp4", "mxfp8") == LAGUNA_SCHEDULE
 
 
 def test_laguna_without_a_number_of_layers_promotes_no_expert() -> None:
@@ -505,7 +511,7 @@ def test_a_name_may_begin_with_its_layer() -> None:
     assert decide(GEMMA4, "layers.4.mlp.down_proj.weight") == "int8"
 
 
-def test_endless_or_foreign_digits_are_not_a_layer() -> None:
+def test_too_many_or_non_ascii_digits_are_not_a_layer() -> None:
     assert (
         decide(NEMOTRON, f"backbone.layers.{'2' * 5000}.mixer.out_proj.weight", "nvfp4") == "mxfp8"
     )
