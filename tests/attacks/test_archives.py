@@ -10,8 +10,9 @@ import shutil
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -30,10 +31,6 @@ from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.store.local import LocalStore
 from tests.support.archives import Parts, archive, model_archive, packed_family, raw
 from tests.support.cold import cold
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NAME = "registry.ollama.ai/library/m:latest"
 

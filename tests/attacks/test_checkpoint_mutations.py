@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import random
 import zipfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import FOLDER
+from tests.support.checkpoints import FOLDER, Reader
 from tests.support.zip_files import Member, make_zip
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.checkpoints import Reader
 
 COUNT = 120
 LOAD = [

@@ -6,8 +6,8 @@ import hashlib
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -32,9 +32,6 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
 from tests.support.cold import cold, decoded, noise, safetensors, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _TENSOR = weights(DType.BF16, 128)
 BLOB = safetensors(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 from tests.unit.cli.running import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Entry = tuple[str, str, tuple[int, ...], bytes]
 WEIGHT: Entry = ("w.weight", "U32", (2, 4), bytes(32))

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import Findings, layers
 from tests.faults.known import Known, command, write_models
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Effort, Outcome
 from tests.faults.processes import workspace
 from tests.support.models import moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.faults.outcomes import Effort
 
 _MANIFESTS = 0.25
 """How many bits flip in a manifest: by their bytes there would be few."""

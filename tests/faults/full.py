@@ -10,21 +10,15 @@ import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 
 from tests.faults import disks
 from tests.faults.invariants import Expected, check_store, forget
 from tests.faults.known import has_command
 from tests.faults.operations import Scene
-from tests.faults.outcomes import EVERY, Outcome
-from tests.faults.processes import nursery, workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
-    from pathlib import Path
-
-    from tests.faults.outcomes import Effort
-    from tests.faults.processes import Ended
+from tests.faults.outcomes import EVERY, Effort, Outcome
+from tests.faults.processes import Ended, nursery, workspace
 
 _DISK = 4 * 2**20
 _PAGE = 4096

@@ -7,10 +7,8 @@ import os
 import random
 import stat
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 _INTERRUPTIONS = 0.02
 """How many calls another process comes before."""

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Container, Sequence
 
 from tests.faults import tracing
-from tests.faults.operations import Scene, operations
-from tests.faults.outcomes import EVERY, Outcome
-from tests.faults.processes import workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from tests.faults.operations import Operation
-    from tests.faults.outcomes import Effort
-    from tests.faults.processes import Ended
-    from tests.faults.tracing import Fault
+from tests.faults.operations import Operation, Scene, operations
+from tests.faults.outcomes import EVERY, Effort, Outcome
+from tests.faults.processes import Ended, workspace
+from tests.faults.tracing import Fault
 
 _FULL, _BROKEN, _AGAIN = "error=ENOSPC", "error=EIO", "error=EINTR"
 _DEATH = "signal=KILL"

@@ -12,21 +12,17 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import blobstore
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.errors import ColdDamaged
 from blobstore.store.local import LocalStore
-from tests.faults.known import command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from tests.faults.known import Known
+from tests.faults.known import Known, command
 
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 _OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold", "bases"}

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from statistics import median
-from typing import TYPE_CHECKING
 
-from tests.faults.operations import Scene, operations
-from tests.faults.outcomes import EVERY, Outcome
+from tests.faults.operations import Operation, Scene, operations
+from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import nursery, workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from tests.faults.operations import Operation
-    from tests.faults.outcomes import Effort
 
 _MEASURED = 3
 _ATTEMPTS = 10

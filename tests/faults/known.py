@@ -5,19 +5,15 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
+from blobstore.models.model import Model
 from tests.support.models import Arrays, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.models.model import Model
 
 _FILES = {"config.json": b'{"model_type": "known"}\n', "tokenizer.json": b'{"version": "1.0"}'}
 

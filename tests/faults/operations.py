@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.numpy import load_file
 
 from tests.faults.invariants import Expected, Findings, check_store, forget, layers
-from tests.faults.known import command, has_command, write_models
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.faults.known import Known
-    from tests.faults.processes import Ended
+from tests.faults.known import Known, command, has_command, write_models
+from tests.faults.processes import Ended
 
 
 class Scene:

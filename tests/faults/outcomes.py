@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.faults.invariants import Findings
+from tests.faults.invariants import Findings
 
 _KEPT = 50
 """Violations per row that are reported in full."""

@@ -12,22 +12,15 @@ import contextlib
 import random
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.faults import disks
 from tests.faults.invariants import Expected, check_store
-from tests.faults.known import write_models
-from tests.faults.outcomes import Outcome
-from tests.faults.processes import nursery, workspace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.faults.known import Known
-    from tests.faults.outcomes import Effort
-    from tests.faults.processes import Child
+from tests.faults.known import Known, write_models
+from tests.faults.outcomes import Effort, Outcome
+from tests.faults.processes import Child, nursery, workspace
 
 _MEBIBYTES = 48
 _STOPPED = {"T", "t", "Z"}

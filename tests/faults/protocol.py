@@ -12,8 +12,9 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as seeded
@@ -31,13 +32,8 @@ from blobstore.store.local import LocalStore
 from blobstore.store.locks import Lease
 from tests.faults.invariants import Expected, bases_of, check_model, check_store, layers
 from tests.faults.known import Known, command, has_command, write_models
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Effort, Outcome
 from tests.faults.processes import place_in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.faults.outcomes import Effort
 
 _MODELS = 3
 _NAMES = ("a", "b", "c")

@@ -7,16 +7,12 @@ and every tensor has the bytes that it must have.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from tests.faults.invariants import Expected, Findings, check_store, forget
 from tests.faults.known import command, write_models
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Effort, Outcome
 from tests.faults.processes import LIMIT, nursery, workspace
 from tests.faults.workloads import SWAPPED
-
-if TYPE_CHECKING:
-    from tests.faults.outcomes import Effort
 
 _PROCESSES = 8
 _MODELS = 6

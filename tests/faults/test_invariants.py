@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.faults.invariants import Expected, check_store, forget, layers
-from tests.faults.known import command, write_models
-
-if TYPE_CHECKING:
-    from tests.faults.known import Known
+from tests.faults.known import Known, command, write_models
 
 
 class Scene:

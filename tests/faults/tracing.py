@@ -15,12 +15,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from tests.faults.processes import nursery
-
-if TYPE_CHECKING:
-    from tests.faults.processes import Child, Ended
+from tests.faults.processes import Child, Ended, nursery
 
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 _NOWHERE = "MAP_ANONYMOUS"

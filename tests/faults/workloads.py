@@ -10,19 +10,15 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import blobstore
 from blobstore.errors import BlobMissing, BlobstoreError, ModelNotFound
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import forget, layers
-from tests.faults.known import command, has_command, read_models, write_models
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.faults.known import Known
+from tests.faults.known import Known, command, has_command, read_models, write_models
 
 SWAPPED = "swapped"
 """The name that is there throughout, but not always of one model."""

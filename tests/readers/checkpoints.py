@@ -7,14 +7,12 @@ import json
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from blobstore.core.tensor import TensorSpec
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 from blobstore.sources.pytorch.inspect import inspect_checkpoint
-
-if TYPE_CHECKING:
-    from blobstore.core.tensor import TensorSpec
 
 
 def serve() -> None:

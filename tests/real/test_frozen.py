@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,11 @@ import transformers
 
 import blobstore
 from blobstore.integrations.transformers import from_store
+from blobstore.models.memory import Read
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import forms_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.models.memory import Read
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=512,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Self
 
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import mapped
 from blobstore.core.tensor import TensorView
 from blobstore.safetensors.file import read_header
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from typing import Self
-
-    from blobstore.safetensors.header import Header
+from blobstore.safetensors.header import Header
 
 
 @dataclass(frozen=True, slots=True)

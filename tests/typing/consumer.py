@@ -21,10 +21,7 @@ def import_and_load(folder: Path) -> None:
     with blobstore.open("llama:1b", framework="torch", store=str(folder / "store")) as model:
         assert_type(model, Model)
         assert_type(len(model), int)
-    assert_type(
-        blobstore.verify(["llama:1b"], store=LocalStore(folder / "store")),
-        Verified,
-    )
+    assert_type(blobstore.verify(["llama:1b"], store=LocalStore(folder / "store")), Verified)
 
 
 def make_mistakes() -> None:

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -23,9 +23,6 @@ pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 
 from tests.support.pages import ROOT, commands, in_python, program
 from tests.vllm.models import saved
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = ROOT / "docs" / "serving" / "vllm.md"
 EAGER = "--enforce-eager --max-model-len 64"
