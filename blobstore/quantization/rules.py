@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 
@@ -159,6 +159,7 @@ _ROUTER = Rule(
     ),
 )
 _VISION = Rule(reason="vision", names=("*vision*", "*visual*"))
+_PROMOTED = Rule(reason=_SENSITIVE, names=_SENSITIVE_NAMES, become=("eight", "requested"))
 _REST = Rule(reason="requested type", become=("requested",))
 
 GENERIC: Final[tuple[Rule, ...]] = (
@@ -168,15 +169,9 @@ GENERIC: Final[tuple[Rule, ...]] = (
     _ROUTER,
     Rule(reason="output head", names=("*lm_head.weight",), become=("eight",)),
     _VISION,
-    Rule(reason=_SENSITIVE, names=_SENSITIVE_NAMES, requested=_INT4, become=("eight", "requested")),
+    replace(_PROMOTED, requested=_INT4),
     # Experts keep one type: the kernels for these types take one mode for all experts of a call.
-    Rule(
-        reason=_SENSITIVE,
-        names=_SENSITIVE_NAMES,
-        requested=_FLOAT4,
-        experts=False,
-        become=("eight", "requested"),
-    ),
+    replace(_PROMOTED, requested=_FLOAT4, experts=False),
     _REST,
 )
 """The recommended policy for every architecture."""
@@ -190,23 +185,10 @@ KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION)
 
 def _by_schedule(*names: str, requested: frozenset[str] = _FOUR_BITS) -> tuple[Rule, Rule]:
     """Return rules that give projections more bits on scheduled layers only."""
+    rule = Rule(reason="", names=names, unless=_TOWERS, requested=requested)
     return (
-        Rule(
-            reason=_SCHEDULED,
-            names=names,
-            unless=_TOWERS,
-            requested=requested,
-            layers="scheduled",
-            become=("eight", "requested"),
-        ),
-        Rule(
-            reason=_UNSCHEDULED,
-            names=names,
-            unless=_TOWERS,
-            requested=requested,
-            layers="known",
-            become=("requested",),
-        ),
+        replace(rule, reason=_SCHEDULED, layers="scheduled", become=("eight", "requested")),
+        replace(rule, reason=_UNSCHEDULED, layers="known", become=("requested",)),
     )
 
 
@@ -227,13 +209,12 @@ _GEMMA4 = Architecture(
     rules=(
         _embeddings("eight", "requested"),
         # Models of eight experts share very few key and value heads.
-        Rule(
-            reason=_SENSITIVE,
+        replace(
+            _PROMOTED,
             names=("*.v_proj*", "*.k_proj*"),
             unless=_TOWERS,
             requested=_FOUR_BITS,
             num_experts=8,
-            become=("eight", "requested"),
         ),
         *_by_schedule("*.v_proj*", "*down_proj*"),
         Rule(
@@ -252,11 +233,7 @@ _QWEN3_NEXT = Architecture(
     rules=(
         Rule(
             reason="low-rank attention projection",
-            names=(
-                "*.linear_attn.in_proj_a.weight",
-                "*.linear_attn.in_proj_b.weight",
-                "*.linear_attn.in_proj_ba.weight",
-            ),
+            names=tuple(f"*.linear_attn.in_proj_{part}.weight" for part in ("a", "b", "ba")),
         ),
     ),
 )
@@ -275,12 +252,7 @@ _MUSE_GLIMMER = Architecture(
         _embeddings("eight", "requested"),
         Rule(
             reason="attention",
-            names=(
-                "*.self_attn.q_proj*",
-                "*.self_attn.k_proj*",
-                "*.self_attn.v_proj*",
-                "*.self_attn.o_proj*",
-            ),
+            names=tuple(f"*.self_attn.{part}_proj*" for part in "qkvo"),
             unless=_TOWERS,
             requested=_FOUR_BITS,
             become=("eight", "requested"),

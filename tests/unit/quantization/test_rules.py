@@ -303,59 +303,38 @@ def named(name: str, **config: Any) -> dict[str, Any]:
 
 
 SIXTEEN_LAYERS = {"num_hidden_layers": 16}
+GEMMAS = ["Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM"]
+GEMMAS += ["Gemma4AssistantForCausalLM", "gemma4_unified"]
+LISTED = named("LagunaForCausalLM", mlp_layer_types=["sparse"] * 40)
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "to", "eight", "expected"),
+    ("config", "name", "to", "expected"),
     [
         *(
-            (
-                named(name, text_config=SIXTEEN_LAYERS),
-                "layers.{}.mlp.down_proj",
-                "int4",
-                "int8",
-                SIXTEEN,
-            )
-            for name in (
-                "Gemma4ForConditionalGeneration",
-                "Gemma4UnifiedForCausalLM",
-                "Gemma4AssistantForCausalLM",
-                "gemma4_unified",
-            )
+            (named(name, text_config=SIXTEEN_LAYERS), "mlp.down", "int4", SIXTEEN)
+            for name in GEMMAS
         ),
         (
             named("MuseGlimmerForConditionalGeneration", **SIXTEEN_LAYERS),
-            "layers.{}.mlp.down_proj",
+            "mlp.down",
             "int4",
-            "int8",
             SIXTEEN,
         ),
-        (
-            named("NemotronHForCausalLM", **SIXTEEN_LAYERS),
-            "layers.{}.mixer.out_proj",
-            "nvfp4",
-            "mxfp8",
-            SIXTEEN,
-        ),
-        (LAGUNA, "layers.{}.mlp.shared_expert.down_proj", "nvfp4", "mxfp8", LAGUNA_SCHEDULE),
-        (LAGUNA, "layers.{}.mlp.shared_experts.down_proj", "nvfp4", "mxfp8", LAGUNA_SCHEDULE),
-        (
-            named("LagunaForCausalLM", mlp_layer_types=["sparse"] * 40),
-            "layers.{}.mlp.shared_expert.down_proj",
-            "nvfp4",
-            "mxfp8",
-            LAGUNA_SCHEDULE,
-        ),
-        # Scheduled routed experts are kept with mxfp8.
-        (LAGUNA, "layers.{}.mlp.experts.down_proj", "mxfp8", None, LAGUNA_SCHEDULE),
-        (LAGUNA, "layers.{}.mlp.experts.down_proj", "nvfp4", "mxfp8", []),
+        (named("NemotronHForCausalLM", **SIXTEEN_LAYERS), "mixer.out", "nvfp4", SIXTEEN),
+        (LAGUNA, "mlp.shared_expert.down", "nvfp4", LAGUNA_SCHEDULE),
+        (LAGUNA, "mlp.shared_experts.down", "nvfp4", LAGUNA_SCHEDULE),
+        (LISTED, "mlp.shared_expert.down", "nvfp4", LAGUNA_SCHEDULE),
+        (LAGUNA, "mlp.experts.down", "mxfp8", LAGUNA_SCHEDULE),  # kept, not promoted
+        (LAGUNA, "mlp.experts.down", "nvfp4", []),
     ],
 )
 def test_promotions_follow_the_schedule_of_the_architecture(
-    config: dict[str, Any], name: str, to: str, eight: str | None, expected: list[int]
+    config: dict[str, Any], name: str, to: str, expected: list[int]
 ) -> None:
+    eight = {"int4": "int8", "nvfp4": "mxfp8", "mxfp8": None}[to]
     layers = 40 if "Laguna" in config["architectures"][0] else 16
-    assert scheduled(config, f"model.{name}.weight", layers, to, eight) == expected
+    assert scheduled(config, f"{LAYERS}.{{}}.{name}_proj.weight", layers, to, eight) == expected
 
 
 @pytest.mark.parametrize(
