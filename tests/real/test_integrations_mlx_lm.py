@@ -23,9 +23,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import blobstore
 from blobstore.errors import (
@@ -39,6 +36,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from tests.real import tiny
+from tests.real.tiny import changed
+from tests.support import damage
 from tests.support.models import blob, write_folder
 
 if TYPE_CHECKING:
@@ -69,14 +68,6 @@ TEXT: dict[str, Any] = {
 }
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Add a tokenizer with the words ``w0`` to ``w127`` to a model's folder."""
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
-    tokenizer.save_pretrained(folder)
-
-
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a model with reproducible random weights in the layout of transformers."""
     torch.manual_seed(0)
@@ -91,13 +82,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     model.to(dtype).save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
-
-
-def changed(folder: Path, **keys: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    tiny.write_tokenizer(folder)
     return folder
 
 
@@ -412,13 +397,9 @@ def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: P
     assert mx.array_equal(logits(ours), logits(theirs))
 
 
-def damage(store: LocalStore, *, cut: bool) -> None:
+def largest(store: LocalStore) -> Path:
     layer = max(store.resolve(NAME).layers, key=lambda item: item.size)
-    path = Path(store.blob_path(layer.digest))
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data[:-1] if cut else data)
+    return Path(store.blob_path(layer.digest))
 
 
 @pytest.mark.parametrize(("cut", "verify"), [(True, "size"), (False, "digest")])
@@ -426,7 +407,7 @@ def test_a_damaged_blob_is_reported(
     cut: bool, verify: str, store: LocalStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    damage(store, cut=cut)
+    (damage.truncate if cut else damage.flip)(largest(store))
     with pytest.raises(BlobDamaged, match="m:latest"):
         integration.load(NAME, store=store, verify=verify)
 
@@ -489,7 +470,7 @@ def test_the_program_reports_in_one_line_why_it_does_not_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    damage(store, cut=True)
+    damage.truncate(largest(store))
     capsys.readouterr()
     found = run_program(*arguments, "--store", str(store.root))
     error = capsys.readouterr().err

@@ -28,7 +28,8 @@ from blobstore.integrations.transformers import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
-from tests.real.tiny import TEXT, logits, make
+from tests.real.tiny import TEXT, changed, logits, make
+from tests.support.damage import flip, truncate
 
 if TYPE_CHECKING:
     from blobstore.operations.create.blobs import ExpertForm
@@ -197,10 +198,7 @@ def write_gpt_oss(source: Path) -> Path:
         scales = torch.randint(118, 124, (experts, rows, 2), dtype=torch.uint8)
         tensors[f"{place}_scales"] = scales
     save_file(tensors, file, metadata={"format": "pt"})
-    path = source / "config.json"
-    stated = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(stated))
-    return source
+    return changed(source, quantization_config={"quant_method": "mxfp4"})
 
 
 def test_gpt_oss_is_transposed_as_transformers_multiplies(
@@ -319,9 +317,7 @@ def test_missing_and_unexpected_tensors_are_listed_in_full(
 
 
 def test_tensors_of_another_shape_are_listed(store: LocalStore, tmp_path: Path) -> None:
-    source = saved("llama", tmp_path / "source")
-    path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 80}))
+    source = changed(saved("llama", tmp_path / "source"), vocab_size=80)
     blobstore.create(source, "m", store=store)
     with pytest.raises(BlobstoreError) as caught:
         from_store("m", store=store)
@@ -368,13 +364,10 @@ def test_distinguishes_a_missing_model_from_a_damaged_blob(
         from_store("other", store=store)
     layer = next(item for item in store.resolve(Reference.parse("m")).layers if item.name)
     path = Path(store.blob_path(layer.digest))
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(BlobDamaged, match="m:latest"):
         from_store("m", store=store, verify="digest")
-    path.write_bytes(data[:-1])
+    truncate(path)
     with pytest.raises(BlobDamaged, match="m:latest"):
         from_store("m", store=store)
 
@@ -468,9 +461,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_requests_no_code_from_the_hub(key: str, store: LocalStore, tmp_path: Path) -> None:
-    source = saved("llama", tmp_path / "source")
-    path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "kernels-community/x@main"}))
+    source = changed(saved("llama", tmp_path / "source"), **{key: "kernels-community/x@main"})
     blobstore.create(source, "m", store=store)
     with pytest.raises(BlobstoreError, match="the attention 'kernels-community/x@main', which is"):
         from_store("m", store=store)

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import blobstore
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.real.tiny import write_tokenizer
+from tests.support.damage import flip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,10 +118,7 @@ def make(folder: Path, dtype: torch.dtype, seed: int, hidden_size: int = 64) -> 
     )
     model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -144,11 +140,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for name, (dtype, seed) in kinds.items():
         blobstore.create(make(folder / name, dtype, seed), name, store=store)
     layer = max(weights(store, "damaged"), key=lambda item: item.size)
-    path = Path(store.blob_path(layer.digest))
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(Path(store.blob_path(layer.digest)))
     texts = {f"{name}:latest": continuation(folder / name, 16) for name in "ab"}
     nbytes = {
         name: sum(spec.nbytes for spec in blobstore.open(name, store=store).specs.values())

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Rows are of two groups of 32, so that every type of quantization fits.
 TEXT: dict[str, Any] = {
@@ -53,6 +60,22 @@ def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     # Made in its type, not converted to it: a conversion also rounds what is not stored.
     return _CLASSES[kind]._from_config(_CONFIGS[kind], dtype=dtype).eval()
+
+
+def write_tokenizer(folder: Path, words: int = 128) -> None:
+    """Add a tokenizer with the words ``w0``, ``w1`` and so on to a model's folder."""
+    model = WordLevel({f"w{number}": number for number in range(words)}, unk_token="w0")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.save_pretrained(folder)
+
+
+def changed(folder: Path, **keys: Any) -> Path:
+    """Change keys of the config of a saved model."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return folder
 
 
 def logits(model: Any) -> torch.Tensor:

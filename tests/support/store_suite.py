@@ -102,7 +102,6 @@ class ModelReaderSuite:
         with_one_piece = reader.read_pieces(*blob)
         first = bytes(next(with_one_piece))
         with_one_piece.close()
-
         assert content(reader, blob).startswith(first)
         assert content(reader, blob) == content(reader, blob)
 
@@ -131,7 +130,6 @@ class ModelReaderSuite:
         blobs = blobs_of(origin) * 4
         with ThreadPoolExecutor(8) as pool:
             read = list(pool.map(lambda blob: content(reader, blob), blobs))
-
         assert [Digest.of(data) for data in read] == [blob.digest for blob in blobs]
 
 
@@ -161,7 +159,6 @@ class ModelStoreSuite:
         with store.ingest() as ingest:
             added = ingest.add(6, lambda: [b"abc", memoryview(b"def")])
             ingest.publish()
-
         assert (added.digest, added.size, added.written) == (Digest.of(b"abcdef"), 6, True)
         assert store.exists(added.digest, 6)
         assert content(store, BlobId(added.digest, 6)) == b"abcdef"
@@ -170,7 +167,6 @@ class ModelStoreSuite:
         with store.ingest() as ingest:
             added = ingest.add(0, list)
             ingest.publish()
-
         assert store.exists(added.digest, 0)
         assert content(store, BlobId(added.digest, 0)) == b""
 
@@ -180,7 +176,6 @@ class ModelStoreSuite:
             again = ingest.add(6, lambda: [b"config"])
             once = ingest.add(6, lambda: [b"config"], once=True)
             found = ingest.find(Digest.of(b"config"), 6)
-
         assert not again.written
         assert again == once == found
 
@@ -191,7 +186,6 @@ class ModelStoreSuite:
     def test_blobs_that_are_not_published_are_discarded(self, store: ModelStore) -> None:
         with store.ingest() as ingest:
             added = ingest.add(3, lambda: [b"abc"])
-
         assert not store.exists(added.digest, 3)
 
     @pytest.mark.parametrize("data", [b"ab", b"abcd", b""])
@@ -202,7 +196,6 @@ class ModelStoreSuite:
             with pytest.raises(DamagedSource):
                 ingest.add(3, lambda: [data])
             ingest.publish()
-
         assert not store.exists(Digest.of(data), len(data))
 
     def test_threads_add_blobs_to_one_ingest(self, store: ModelStore) -> None:
@@ -211,27 +204,23 @@ class ModelStoreSuite:
             with ThreadPoolExecutor(8) as pool:
                 added = list(pool.map(lambda data: ingest.add(1000, lambda: [data]), contents))
             ingest.publish()
-
         assert [item.digest for item in added] == list(map(Digest.of, contents))
         assert all(store.exists(item.digest, 1000) for item in added)
 
     def test_a_manifest_is_read_back_by_its_name(self, store: ModelStore) -> None:
         manifest = self.put(store, "team/a:v1")
-
         assert list(store.references()) == [Reference.parse("team/a:v1")]
         assert Manifest.from_bytes(store.read_manifest("team/a:v1")) == manifest
 
     def test_publishing_replaces_an_older_manifest(self, store: ModelStore) -> None:
         self.put(store, "a", b"old")
         manifest = self.put(store, "a", b"new")
-
         assert Manifest.from_bytes(store.read_manifest("a")) == manifest
 
     def test_a_manifest_without_its_blobs_gets_no_name(self, store: ModelStore) -> None:
         missing = Descriptor(media_type=media_types.CONFIG, digest=ABSENT, size=11)
         with pytest.raises(BlobMissing):
             store.publish("a", Manifest(config=missing, layers=()))
-
         assert list(store.references()) == []
 
     def test_a_name_that_differs_in_case_only_is_refused(self, store: ModelStore) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from vllm import LLM, SamplingParams
+
+from tests.real.tiny import changed as with_config
+from tests.real.tiny import write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +70,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **change
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(_TEXT | changes)))
     model.to(dtype).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, WORDS)
     return _with_quantized_experts(folder) if kind == "gpt-oss" else folder
 
 
@@ -88,10 +84,7 @@ def _with_quantized_experts(folder: Path) -> Path:
             tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
 
-    path = folder / "config.json"
-    config = json.loads(path.read_bytes()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(config))
-    return changed(folder, quantize)
+    return changed(with_config(folder, quantization_config={"quant_method": "mxfp4"}), quantize)
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:

@@ -24,6 +24,7 @@ from blobstore.integrations.vllm import engine_options
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
+from tests.support.damage import blob_path, flip
 from tests.vllm.models import FAST, answer, changed, expected, saved
 
 if TYPE_CHECKING:
@@ -245,16 +246,8 @@ def test_damage_is_reported_before_memory_is_taken(store: LocalStore, tmp_path: 
     with pytest.raises(BlobstoreError, match="is another model now, sha256:"):
         LLM(**FAST, **options(store, source, manifest=f"sha256:{'0' * 64}"))
 
-    (blob,) = (
-        layer
-        for layer in blobstore.open("m", store=store).manifest.layers
-        if layer.name == "model.norm.weight"
-    )
-    path = Path(store.blob_path(blob.digest))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(content)
+    path = blob_path(store, "model.norm.weight")
+    flip(path)
     with pytest.raises(BlobDamaged, match="'model.norm.weight'"):
         LLM(**FAST, **options(store, source, verify="digest"))
     with (

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from blobstore.core.progress import Meter
 
@@ -34,9 +35,7 @@ def test_calls_back_from_one_thread_at_a_time_and_loses_no_bytes() -> None:
         for _ in range(1000):
             meter.add(1, "x")
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(work)
     assert done == list(range(1, 8001))

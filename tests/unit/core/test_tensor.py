@@ -4,30 +4,12 @@ import pytest
 
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+NAMES = """
+BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
+I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
+"""
+SIZES = [8, 4, 6, 6, *[8] * 7, *[16] * 4, *[32] * 3, *[64] * 4]
+BITS = dict(zip(NAMES.split(), SIZES, strict=True))
 
 
 def test_the_table_has_the_types_of_the_format() -> None:

@@ -256,11 +256,9 @@ def test_threads_share_the_rate() -> None:
     clock = Clock()
     limiter = RateLimiter(1000, clock)
     waits: list[float] = []
-    threads = [threading.Thread(target=limiter.spend, args=(500, waits.append)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(limiter.spend, 500, waits.append)
     # Each waits for those before it.
     assert sorted(waits) == pytest.approx([0.5 * turn for turn in range(1, 9)])
 

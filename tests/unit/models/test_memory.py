@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +191,8 @@ def test_keeps_no_file_open(store: LocalStore, blobs: Blobs) -> None:
 
 def test_threads_share_one_region(store: LocalStore, blobs: Blobs) -> None:
     memory = memory_of(store, blobs, read="pread")
-    found: list[object] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(memory.load(range(5)))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: memory.load(range(5)), range(8)))
     assert len(set(map(id, found))) == 1
 
 

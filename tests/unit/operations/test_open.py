@@ -87,6 +87,7 @@ def test_numpy_returns_every_tensor(either: LocalStore) -> None:
     with blobstore.open("m", store=either) as model:
         assert set(model) == set(TENSORS)
         assert len(model) == len(TENSORS)
+        assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
         for name, expected in TENSORS.items():
             assert model[name].dtype == expected.dtype
             np.testing.assert_array_equal(model[name], expected, strict=True)
@@ -265,18 +266,15 @@ def test_no_file_stays_open(either: LocalStore) -> None:
 
 def test_threads_share_one_memory(store: LocalStore) -> None:
     with blobstore.open("m", store=store, framework="torch") as model:
-        found: list[torch.Tensor] = []
         start = threading.Barrier(8)
 
-        def look() -> None:
+        def look(_: int) -> torch.Tensor:
             start.wait(30)
-            found.append(model["position_ids"])
+            tensor: torch.Tensor = model["position_ids"]
+            return tensor
 
-        threads = [threading.Thread(target=look) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(look, range(8)))
         found[0][0] = 99
         assert [tensor[0].item() for tensor in found] == [99] * 8
 
@@ -295,11 +293,6 @@ def test_an_unknown_tensor_is_a_key_error(store: LocalStore) -> None:
         assert "scalar" in model
         with pytest.raises(TensorNotFound):
             model.view("none")
-
-
-def test_a_model_shows_what_it_is(store: LocalStore) -> None:
-    with blobstore.open("m", store=store) as model:
-        assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
 
 
 def test_reads_the_config_and_files(store: LocalStore) -> None:

@@ -101,14 +101,6 @@ def test_a_blob_must_be_a_regular_file(
         reader(store, DIGEST, SIZE)
 
 
-@pytest.mark.usefixtures("path")
-def test_exists_tells_missing_from_damaged(store: LocalStore) -> None:
-    assert store.exists(DIGEST, SIZE)
-    assert not store.exists(Digest.of(b"other"), SIZE)
-    with pytest.raises(BlobDamaged):
-        store.exists(DIGEST, SIZE + 1)
-
-
 def test_reads_of_small_blobs_check_the_digest(store: LocalStore, path: Path) -> None:
     assert store.read_blob(DIGEST, SIZE) == DATA
     path.write_bytes(b"\0" * SIZE)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from blobstore.integrations.vllm.writes import Offered, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def parameter(*shape: int) -> torch.Tensor:
@@ -18,48 +19,37 @@ def watched(parameters: dict[str, torch.Tensor], offered: Offered | None = None)
     return Watch(parameters, offered or Offered([]))
 
 
-def test_counts_writes_through_views() -> None:
+def write_views(data: torch.Tensor) -> None:
+    data.narrow(0, 0, 2).copy_(torch.ones(2, 6))
+    data[2:, :3].fill_(1)
+
+
+def write_twice(data: torch.Tensor) -> None:
+    data[:2].fill_(1)
+    data[:2].copy_(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("use", "count"),
+    [
+        (write_views, 18),
+        (write_twice, 12),
+        (lambda data: torch.add(torch.ones(4, 6), 1, out=data), 24),
+        (lambda data: torch.ones(4, 6).copy_(data), 0),
+        (lambda data: None, 0),
+    ],
+    ids=["views", "twice", "out argument", "read", "nothing"],
+)
+def test_counts_the_elements_that_are_written_while_it_watches(
+    use: Callable[[torch.Tensor], object], count: int
+) -> None:
     weight = parameter(4, 6)
-    watch = watched({"weight": weight})
-    with watch:
-        weight.data.narrow(0, 0, 2).copy_(torch.ones(2, 6))
-        weight.data[2:, :3].fill_(1)
-    assert watch.written("weight") == 18
-
-
-def test_counts_elements_that_are_written_twice_once() -> None:
-    weight = parameter(4)
-    watch = watched({"weight": weight})
-    with watch:
-        weight.data[:3].fill_(1)
-        weight.data[:3].copy_(torch.ones(3))
-    assert watch.written("weight") == 3
-
-
-def test_counts_writes_to_out_arguments() -> None:
-    weight = parameter(4)
-    watch = watched({"weight": weight})
-    with watch:
-        torch.add(torch.ones(4), 1, out=weight.data)
-    assert watch.written("weight") == 4
-
-
-def test_does_not_count_reads() -> None:
-    weight = parameter(4)
-    watch = watched({"weight": weight})
-    with watch:
-        torch.ones(4).copy_(weight.data)
-    assert watch.written("weight") == 0
-
-
-def test_does_not_count_writes_before_and_after() -> None:
-    weight = parameter(4)
     weight.data.fill_(1)
     watch = watched({"weight": weight})
     with watch:
-        pass
+        use(weight.data)
     weight.data.fill_(1)
-    assert watch.written("weight") == 0
+    assert watch.written("weight") == count
 
 
 def test_distinguishes_parameters_that_share_memory() -> None:
