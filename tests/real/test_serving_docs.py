@@ -20,7 +20,8 @@ pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 import torch
 import transformers
 
-from tests.real.test_integrations_mlx_lm import free_port, write_tokenizer
+from tests.real.test_integrations_mlx_lm import free_port
+from tests.real.tiny import write_tokenizer
 from tests.support.pages import ROOT, commands, in_python, program
 
 PAGES = ROOT / "docs" / "serving"

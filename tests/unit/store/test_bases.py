@@ -52,42 +52,41 @@ def paths(store: LocalStore, base: Descriptor) -> dict[str, str]:
     }
 
 
-def cut(path: str) -> None:
+def truncate(path: str) -> None:
     data = Path(path).read_bytes()
     Path(path).unlink()
     Path(path).write_bytes(data[:-1])
 
 
-def lose(path: str) -> None:
+def remove(path: str) -> None:
     Path(path).unlink()
 
 
-HARMS: list[Callable[[str], None]] = [flip, cut, lose]
+DAMAGES: list[Callable[[str], None]] = [flip, truncate, remove]
 
 
-@pytest.mark.parametrize("whole", ["hot", "cold", "pinned"])
-@pytest.mark.parametrize("harm", HARMS)
-def test_any_form_that_is_whole_will_do(
-    store: LocalStore, base: Descriptor, whole: str, harm: Callable[[str], None]
+@pytest.mark.parametrize("intact", ["hot", "cold", "pinned"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_intact_form_is_enough(
+    store: LocalStore, base: Descriptor, intact: str, damage: Callable[[str], None]
 ) -> None:
     for form, path in paths(store, base).items():
-        if form != whole:
-            harm(path)
+        if form != intact:
+            damage(path)
     assert read(store) == CHILD
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_the_base_is_named_where_no_form_is_whole(
-    store: LocalStore, base: Descriptor, harm: Callable[[str], None]
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_reports_the_base_if_no_form_is_intact(
+    store: LocalStore, base: Descriptor, damage: Callable[[str], None]
 ) -> None:
     for path in paths(store, base).values():
-        harm(path)
+        damage(path)
     with pytest.raises(BlobDamaged, match=base.digest.hex):
         read(store)
 
 
-def test_forms_that_are_damaged_at_different_places_help_each_other(tmp_path: Path) -> None:
-    """Every read is by a form that is whole where it reads."""
+def test_each_read_uses_a_form_that_is_intact_there(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "large")
     count = 1_200_000  # more than a chunk
     child = layer("x", tuned(10, 1, count))
@@ -122,14 +121,14 @@ def test_threads_share_the_forms(store: LocalStore, base: Descriptor) -> None:
         assert set(pool.map(read_all, [blob.read_into] * 20)) == {CHILD}
 
 
-def test_a_form_is_opened_when_it_is_wanted(store: LocalStore, base: Descriptor) -> None:
+def test_a_form_is_opened_only_when_it_is_needed(store: LocalStore, base: Descriptor) -> None:
     forms = store.base_forms(base.digest, base.size)
     next(forms)
     Path(paths(store, base)["cold"]).write_bytes(b"no cold blob at all")
-    assert list(forms) == []  # the second name is that of the first file
+    assert list(forms) == []  # the second hard link is the first file
 
 
-def test_a_base_that_is_put_back_serves_again(store: LocalStore, base: Descriptor) -> None:
+def test_a_restored_base_is_used_again(store: LocalStore, base: Descriptor) -> None:
     blob = store.open_cold(layers(store, "child")["x"].digest)
     found = paths(store, base)
     data = Path(found["hot"]).read_bytes()
@@ -142,7 +141,7 @@ def test_a_base_that_is_put_back_serves_again(store: LocalStore, base: Descripto
 
 
 @pytest.mark.parametrize("form", ["hot", "cold", "pinned"])
-def test_a_file_is_whole_until_it_changes(store: LocalStore, base: Descriptor, form: str) -> None:
+def test_a_file_is_intact_until_it_changes(store: LocalStore, base: Descriptor, form: str) -> None:
     found = paths(store, base)
     for other in set(found) - {form}:
         Path(found[other]).unlink()
@@ -152,7 +151,7 @@ def test_a_file_is_whole_until_it_changes(store: LocalStore, base: Descriptor, f
     assert before[0] == found[form]
     assert bases.is_whole(base.digest, base.size, before)
     flip_in_place(found[form])
-    assert bases.is_whole(base.digest, base.size, before)  # as it was then
+    assert bases.is_whole(base.digest, base.size, before)  # before it changed
     after = bases.form(base.digest)
     assert after != before
     assert not bases.is_whole(base.digest, base.size, after)
@@ -171,14 +170,14 @@ def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Des
 @pytest.mark.parametrize(
     ("hot", "cold", "expected"),
     [
-        ("whole", None, (True, True)),
+        ("intact", None, (True, True)),
         ("damaged", None, (False, True)),
         (None, None, (False, True)),
-        (None, "whole", (True, True)),
+        (None, "intact", (True, True)),
         (None, "damaged", (False, False)),
-        ("whole", "whole", (True, True)),
-        ("whole", "damaged", (True, False)),
-        ("damaged", "whole", (False, True)),
+        ("intact", "intact", (True, True)),
+        ("intact", "damaged", (True, False)),
+        ("damaged", "intact", (False, True)),
         ("damaged", "damaged", (False, False)),
     ],
 )

@@ -60,19 +60,19 @@ every_reader = pytest.mark.parametrize("reader", READERS)
 
 @every_reader
 @pytest.mark.usefixtures("path")
-def test_a_whole_blob_is_read(store: LocalStore, reader: Callable[..., object]) -> None:
+def test_an_intact_blob_is_read(store: LocalStore, reader: Callable[..., object]) -> None:
     reader(store, DIGEST, SIZE)
 
 
 @every_reader
-def test_a_missing_blob_is_named(store: LocalStore, reader: Callable[..., object]) -> None:
+def test_a_missing_blob_is_reported(store: LocalStore, reader: Callable[..., object]) -> None:
     with pytest.raises(BlobMissing, match=f"^blob '.*{DIGEST.hex}' is missing$"):
         reader(store, DIGEST, SIZE)
 
 
 @every_reader
 @pytest.mark.parametrize("change", [-1, 1, -SIZE])
-def test_a_blob_of_another_size_is_named(
+def test_a_blob_of_another_size_is_reported(
     store: LocalStore, path: Path, reader: Callable[..., object], change: int
 ) -> None:
     path.write_bytes((DATA + b"x")[: SIZE + change])
@@ -116,7 +116,7 @@ def test_a_huge_blob_is_not_read_as_a_small_one(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 8, SIZE // 2, SIZE - 1])
-def test_one_flipped_bit_is_found(store: LocalStore, path: Path, place: int) -> None:
+def test_a_flipped_bit_is_found(store: LocalStore, path: Path, place: int) -> None:
     store.check_digest(DIGEST, SIZE)
     damaged = bytearray(DATA)
     damaged[place] ^= 1
@@ -149,7 +149,7 @@ def test_a_tensor_blob_that_is_not_safetensors_is_damaged(store: LocalStore, dat
 
 
 @pytest.mark.usefixtures("path")
-def test_headers_are_read_and_the_blobs_mapped_in_one_go(store: LocalStore) -> None:
+def test_headers_are_read_and_the_blobs_mapped_in_one_pass(store: LocalStore) -> None:
     missing = Digest.of(b"missing")
     region = MappedRegion([1, SIZE])
     fault, header = store.read_headers([(missing, 1), (DIGEST, SIZE)], region)
@@ -160,7 +160,7 @@ def test_headers_are_read_and_the_blobs_mapped_in_one_go(store: LocalStore) -> N
     assert region.memory[start : start + 4] == b"data"
 
 
-def test_unreadable_blobs_are_no_damage() -> None:
+def test_unreadable_blobs_are_not_reported_as_damaged() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
         store.folder("blobs").mkdir()

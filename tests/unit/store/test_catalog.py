@@ -35,7 +35,7 @@ def test_reads_every_name_in_order(store: LocalStore) -> None:
     assert a.blobs == {item.digest: item.size for item in store.resolve(A).blobs}
 
 
-def test_tells_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
+def test_reports_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
     store.manifest_path(A).write_bytes(b"{")
     store.manifest_path(B).unlink()
     store.manifest_path(B).symlink_to("nowhere")
@@ -51,13 +51,13 @@ def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     assert [entry.reference for entry in read_catalog(store)] == [B]
 
 
-def test_reads_names_that_are_asked_for_once(store: LocalStore) -> None:
+def test_reads_each_requested_name_once(store: LocalStore) -> None:
     assert [entry.reference for entry in read_entries(store, [B, A, B])] == [B, A]
     with pytest.raises(ModelNotFound, match="no model 'c:latest'"):
         read_entries(store, [A, Reference.parse("c")])
 
 
-def test_a_file_is_no_store(tmp_path: Path) -> None:
+def test_a_file_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
         read_entries(LocalStore(tmp_path / "file"), [A])

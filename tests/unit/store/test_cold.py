@@ -98,7 +98,7 @@ def test_a_part_is_decoded_by_itself(store: LocalStore, digest: Digest) -> None:
         store.read_into(digest, len(DATA), 33_333, memoryview(buffer))
 
 
-def test_no_byte_behind_the_end_is_made_up(store: LocalStore, digest: Digest) -> None:
+def test_reading_past_the_end_is_an_error(store: LocalStore, digest: Digest) -> None:
     blob = store.open_cold(digest)
     with pytest.raises(BlobDamaged, match="it ends at byte"):
         blob.read_into(len(DATA) - 10, memoryview(bytearray(11)))
@@ -118,9 +118,7 @@ def test_cold_blobs_are_found_and_checked_like_hot_ones(store: LocalStore, diges
             store.check_size(digest, wrong)
 
 
-def test_the_other_forms_are_not_touched_while_there_is_a_file(
-    store: LocalStore, digest: Digest
-) -> None:
+def test_the_cold_form_is_not_read_if_there_is_a_hot_one(store: LocalStore, digest: Digest) -> None:
     thaw_models(["a"], store=store, keep_cold=True)
     Path(store.cold_path(digest)).unlink()
     Path(store.cold_path(digest)).write_bytes(b"no cold blob at all")
@@ -170,7 +168,7 @@ def test_a_blob_that_is_thawed_between_two_looks_is_found(
     assert not store.has_cold(digest)
 
 
-def test_blobs_that_are_not_cold_cost_no_look(
+def test_no_cold_form_is_looked_for_if_there_is_a_hot_one(
     store: LocalStore, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thaw_models(["a"], store=store)
@@ -241,7 +239,7 @@ def test_a_fork_waits_for_threads_that_import_the_codecs(store: LocalStore, dige
             is_forking.wait()
 
     def read() -> bool:
-        signal.alarm(60)  # that it waits for ever shall be no reason to wait for ever
+        signal.alarm(60)  # a deadlock must not hang the test
         return into(store, digest) == DATA
 
     os.register_at_fork(before=is_forking.set)

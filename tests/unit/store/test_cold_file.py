@@ -33,7 +33,7 @@ def descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-def test_is_mapped(path: Path) -> None:
+def test_maps_the_file(path: Path) -> None:
     file = ColdFile(str(path))
     assert file.size == len(DATA)
     assert file.data.readonly
@@ -56,7 +56,7 @@ def test_the_map_outlives_the_descriptor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "end"), [(0, 1), (1, 5000), (4096, 8192), (4095, 8193), (100_000, len(DATA)), (0, 0)]
 )
-def test_bytes_that_were_read_are_taken_from_the_buffer(
+def test_the_view_has_the_bytes_in_the_buffer(
     path: Path, begin: int, end: int, is_direct: bool
 ) -> None:
     file = ColdFile(str(path))
@@ -98,7 +98,7 @@ def test_only_the_ends_of_a_large_file_are_read(path: Path, size: int) -> None:
     assert bytes(source[-5000:]) == bytes(5000)
 
 
-def test_past_the_page_cache_nothing_is_left_there(path: Path) -> None:
+def test_reads_that_bypass_the_page_cache_leave_nothing_in_it(path: Path) -> None:
     if not dropped(path):
         pytest.skip("the file system keeps its files in memory")
     file = ColdFile(str(path))
@@ -111,7 +111,7 @@ def test_past_the_page_cache_nothing_is_left_there(path: Path) -> None:
     assert other.is_cached()
 
 
-def test_is_read_where_the_cache_cannot_be_passed(
+def test_reads_if_the_page_cache_cannot_be_bypassed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = os.preadv
@@ -153,12 +153,12 @@ def test_anything_but_a_regular_file_is_an_error(path: Path, tmp_path: Path) -> 
         ColdFile(str(tmp_path / ("x" * 300)))
 
 
-def test_a_file_for_which_there_are_no_addresses_is_not_called_damaged(path: Path) -> None:
+def test_a_lack_of_addresses_is_not_reported_as_damage(path: Path) -> None:
     def open_it() -> str:
         before = descriptors()
         try:
             ColdFile(str(path))
-        except BlobstoreError as error:  # who keeps it shall not keep the file open
+        except BlobstoreError as error:  # keeping the error must not keep the file open
             return f"{type(error).__name__}: {error}; {descriptors() - before} stay open"
         return "opened"
 

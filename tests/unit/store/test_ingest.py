@@ -58,7 +58,7 @@ def test_a_blob_gets_its_name_when_it_is_published(store: LocalStore) -> None:
     assert temporary(store) == []
 
 
-def test_a_present_blob_is_not_written_again(store: LocalStore) -> None:
+def test_an_existing_blob_is_not_rewritten(store: LocalStore) -> None:
     digest = put(store, b"abc")
     before = os.stat(store.blob_path(digest))
     with store.ingest() as ingest:
@@ -71,7 +71,7 @@ def test_a_present_blob_is_not_written_again(store: LocalStore) -> None:
     assert len(blobs(store)) == 2
 
 
-def test_a_present_blob_is_only_read(store: LocalStore) -> None:
+def test_an_existing_blob_is_only_read(store: LocalStore) -> None:
     put(store, b"abc")
 
     def read() -> Iterator[bytes]:
@@ -93,7 +93,7 @@ def test_the_same_bytes_twice_in_one_import_are_one_blob(store: LocalStore) -> N
 
 
 @pytest.mark.parametrize("size", [0, 2, 4, 2**40])
-def test_a_blob_of_another_size_than_announced_is_refused(store: LocalStore, size: int) -> None:
+def test_a_blob_of_another_size_than_announced_is_rejected(store: LocalStore, size: int) -> None:
     with store.ingest() as ingest:
         with pytest.raises(DamagedSource, match=f"announced with {size} bytes has 3"):
             ingest.add(size, lambda: [b"abc"])
@@ -170,7 +170,9 @@ def link_of_the_right_size(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [link, link_of_the_right_size, Path.mkdir, os.mkfifo])
-def test_only_a_file_is_taken_for_a_blob(store: LocalStore, make: Callable[[Path], None]) -> None:
+def test_only_a_regular_file_counts_as_a_blob(
+    store: LocalStore, make: Callable[[Path], None]
+) -> None:
     path = Path(store.blob_path(put(store, b"abc")))
     path.unlink()
     make(path)
@@ -184,7 +186,7 @@ def test_only_a_file_is_taken_for_a_blob(store: LocalStore, make: Callable[[Path
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077, 0o777])
-def test_a_blob_is_read_only_less_the_umask(tmp_path: Path, umask: int) -> None:
+def test_blobs_are_read_only_and_follow_the_umask(tmp_path: Path, umask: int) -> None:
     store = LocalStore(tmp_path / "store")
     put(store, b"first")
     outcome = sandbox.call(lambda: put(store, b"abc"), umask=umask)
@@ -193,7 +195,7 @@ def test_a_blob_is_read_only_less_the_umask(tmp_path: Path, umask: int) -> None:
     assert stat.S_IMODE(mode) == 0o444 & ~umask
 
 
-def test_threads_may_add_at_once(store: LocalStore) -> None:
+def test_threads_can_add_blobs_concurrently(store: LocalStore) -> None:
     contents = [bytes([number % 200]) * (1 + number % 7) * 1000 for number in range(300)]
     with store.ingest() as ingest, ThreadPoolExecutor(8) as pool:
         added = list(pool.map(lambda data: ingest.add(len(data), lambda: [data]), contents))
@@ -203,7 +205,7 @@ def test_threads_may_add_at_once(store: LocalStore) -> None:
     assert temporary(store) == []
 
 
-def test_an_import_that_has_ended_takes_nothing(store: LocalStore) -> None:
+def test_an_import_that_has_ended_accepts_no_blobs(store: LocalStore) -> None:
     with store.ingest() as ingest:
         pass
     with pytest.raises(BlobstoreError, match="the import was stopped"):
@@ -211,7 +213,7 @@ def test_an_import_that_has_ended_takes_nothing(store: LocalStore) -> None:
     assert temporary(store) == []
 
 
-def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
+def test_the_import_waits_for_threads_that_are_still_writing(store: LocalStore) -> None:
     begun, stop = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
@@ -237,7 +239,7 @@ def test_leaving_waits_for_threads_that_still_write(store: LocalStore) -> None:
 
 
 def break_sync(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]) -> None:
-    """Let fsync fail, as a bad disk does, for files whose mode ``is_broken``."""
+    """Make fsync fail, as on a bad disk, for files whose mode satisfies ``is_broken``."""
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -248,7 +250,7 @@ def break_sync(monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[int], bool]
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-def test_no_blob_gets_a_name_where_one_cannot_be_synced(
+def test_no_blob_gets_a_name_if_one_cannot_be_synced(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StoreError, match="failed: Input/output error"), store.ingest() as ingest:
@@ -260,7 +262,7 @@ def test_no_blob_gets_a_name_where_one_cannot_be_synced(
     assert blobs(store) == {}
 
 
-def test_a_present_blob_that_cannot_be_synced_fails_the_import(
+def test_the_import_fails_if_an_existing_blob_cannot_be_synced(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, b"abc")
@@ -270,7 +272,7 @@ def test_a_present_blob_that_cannot_be_synced_fails_the_import(
     assert blobs(store) == {Digest.of(b"abc").file_name: b"abc"}
 
 
-def test_names_that_cannot_be_synced_fail_the_import(
+def test_the_import_fails_if_names_cannot_be_synced(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StoreError, match="failed: Input/output error"), store.ingest() as ingest:
@@ -280,13 +282,13 @@ def test_names_that_cannot_be_synced_fail_the_import(
     assert temporary(store) == []
 
 
-def test_a_slow_disk_takes_few_descriptors(
+def test_a_slow_disk_needs_few_descriptors(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caught_up = threading.Event()
 
     def slow_sync(_: int) -> None:
-        caught_up.wait(1)  # in which blobs would come in by hundreds
+        caught_up.wait(1)  # enough time to add hundreds of blobs
         caught_up.set()
 
     def put_many() -> str:
@@ -315,7 +317,7 @@ with LocalStore(sys.argv[1]).ingest() as ingest:
 """
 
 
-def test_processes_may_put_the_same_blobs_at_once(store: LocalStore) -> None:
+def test_processes_can_add_the_same_blobs_concurrently(store: LocalStore) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(sandbox.start(PUT_MANY, store.root)) for _ in range(2)]
         for child in children:
@@ -354,7 +356,7 @@ def test_an_import_adopts_and_publishes_the_blobs_of_a_worker(store: LocalStore)
         item = worker.add(3, lambda: [b"abc"])
         assert item.written
         assert [path.name for path in temporary(store)] == [item.file]
-        assert item.file.rpartition("-")[0] == ingest.name  # by which gc knows that it is in use
+        assert item.file.rpartition("-")[0] == ingest.name  # so gc knows that it is in use
         assert item.digest in store.read_leases().digests
         assert blobs(store) == {}
         ingest.adopt(item)
@@ -398,7 +400,7 @@ def test_a_worker_leaves_no_file_once_the_import_has_ended(store: LocalStore) ->
     assert temporary(store) == []
 
 
-def test_a_worker_is_an_error_if_its_blob_cannot_be_synced(
+def test_a_worker_fails_if_its_blob_cannot_be_synced(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store.ingest() as ingest, contextlib.closing(store.join_ingest(ingest.name)) as worker:

@@ -12,7 +12,7 @@ LAYOUT = Layout(Path("/s"))
 DIGEST = Digest.of(b"")
 
 
-def test_lies_as_ollama_s_folder_does() -> None:
+def test_blobs_and_manifests_are_where_ollama_has_them() -> None:
     assert LAYOUT.blob(DIGEST) == f"/s/blobs/sha256-{DIGEST.hex}"
     assert LAYOUT.manifest(Reference.parse("n/m:t")) == Path(
         "/s/manifests/registry.ollama.ai/n/m/t"
@@ -27,7 +27,7 @@ def test_private_folders_are_separate_from_ollama_s() -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "n/m:t", "h:5/n/m.x:8b"])
-def test_a_manifest_s_path_spells_its_name(name: str) -> None:
+def test_a_reference_is_recovered_from_the_path_of_its_manifest(name: str) -> None:
     reference = Reference.parse(name)
     assert LAYOUT.reference(LAYOUT.manifest(reference)) == reference
 
@@ -40,5 +40,5 @@ def test_a_manifest_s_path_spells_its_name(name: str) -> None:
         *("/s/manifests/h/n/m/t~", "/s/manifests/h/n/m/a b", "/elsewhere/h/n/m/t"),
     ],
 )
-def test_other_paths_spell_no_name(path: str) -> None:
+def test_other_paths_have_no_reference(path: str) -> None:
     assert LAYOUT.reference(Path(path)) is None

@@ -55,10 +55,10 @@ def write(store: LocalStore, data: bytes) -> Path:
     return path
 
 
-# Where it is
+# The root
 
 
-def test_the_root_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_default_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", "/some/where")
     assert LocalStore().root == Path("/some/where")
     monkeypatch.setenv("BLOBSTORE_HOME", "")
@@ -72,7 +72,7 @@ def test_the_root_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def proven(store: LocalStore) -> Manifest:
-    """Publish a manifest whose config knows its layers."""
+    """Publish a manifest whose config has the digest of its layers."""
     layer = put(store, b"{}")._replace(media_type=media_types.JSON, name="a.json")
     config = put(store, ModelConfig(layers_digest=layers_digest([layer])).to_bytes())
     manifest = Manifest(config=config, layers=(layer,))
@@ -106,7 +106,7 @@ def test_without_its_config_a_manifest_is_not_proven(store: LocalStore) -> None:
     assert store.resolve(NAME) == manifest
 
 
-def test_another_size_of_the_config_is_a_change(store: LocalStore) -> None:
+def test_a_changed_size_of_the_config_is_detected(store: LocalStore) -> None:
     manifest = proven(store)
     size = manifest.config.size
     wrong = replace(manifest, config=manifest.config._replace(size=size + 1))
@@ -129,7 +129,7 @@ def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
     assert list(store.folder("temporary").iterdir()) == []
 
 
-def test_a_placed_name_has_the_bytes_as_they_are(store: LocalStore) -> None:
+def test_a_manifest_is_placed_byte_for_byte(store: LocalStore) -> None:
     manifest = publish(store, "other")
     data = b"  " + manifest.to_bytes()
     store.folder("temporary").rmdir()  # as in a store of Ollama's
@@ -137,7 +137,7 @@ def test_a_placed_name_has_the_bytes_as_they_are(store: LocalStore) -> None:
     assert store.read_manifest(NAME) == data
 
 
-def test_a_removed_name_is_gone_with_its_empty_folders(store: LocalStore) -> None:
+def test_removing_a_name_removes_its_empty_folders(store: LocalStore) -> None:
     for name in ("host/n/m", "n/m:t", "n/m:u"):
         publish(store, name)
     for name in ("host/n/m", "n/m:t"):
@@ -165,14 +165,14 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_a_manifest_is_for_its_owner_to_write(tmp_path: Path, umask: int) -> None:
+def test_only_the_owner_can_write_a_manifest(tmp_path: Path, umask: int) -> None:
     store = LocalStore(tmp_path / "store")
     assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"
     mode = store.manifest_path(NAME).stat().st_mode
     assert stat.S_IMODE(mode) == 0o644 & ~umask
 
 
-def test_ollama_s_folders_hold_nothing_of_ours(store: LocalStore) -> None:
+def test_the_folders_of_ollama_contain_no_files_of_ours(store: LocalStore) -> None:
     publish(store)
     assert sorted(path.name for path in store.root.iterdir()) == [
         ".blobstore",
@@ -202,7 +202,7 @@ def test_a_manifest_with_missing_or_damaged_blobs_gets_no_name(store: LocalStore
     ("first", "second"),
     [("m", "M"), ("n/m", "N/m"), ("m:t", "m:T"), ("h/n/m", "H/n/m"), ("n/m", "N/other")],
 )
-def test_names_that_differ_in_case_only_are_refused(
+def test_names_that_differ_only_in_case_are_rejected(
     store: LocalStore, first: str, second: str
 ) -> None:
     manifest = publish(store, first)
@@ -216,7 +216,7 @@ def test_names_that_differ_in_case_only_are_refused(
     assert len(list(store.references())) == 1
 
 
-def test_names_that_differ_in_more_are_fine(store: LocalStore) -> None:
+def test_names_that_differ_in_more_than_case_are_accepted(store: LocalStore) -> None:
     for name in ("m", "m2", "n/M", "m:x"):
         publish(store, name)
     assert len(list(store.references())) == 4
@@ -234,7 +234,7 @@ def test_an_unknown_name_is_not_found(store: LocalStore, tmp_path: Path) -> None
 # Damaged manifests
 
 
-def test_a_broken_manifest_is_named(store: LocalStore) -> None:
+def test_a_malformed_manifest_is_reported(store: LocalStore) -> None:
     path = write(store, b'{"schemaVersion":2}')
     with pytest.raises(InvalidManifest, match=rf"^'{path}': \$\.mediaType: expected a text"):
         store.resolve(NAME)
@@ -284,7 +284,7 @@ def test_a_folder_that_vanishes_while_it_is_listed_is_skipped(
     assert list(store.references()) == [NAME]
 
 
-def test_files_that_spell_no_name_are_skipped(store: LocalStore) -> None:
+def test_files_whose_paths_are_not_names_are_skipped(store: LocalStore) -> None:
     publish(store)
     folder = store.manifest_path(NAME).parent
     (folder / ".DS_Store").touch()
@@ -312,7 +312,7 @@ def test_an_absent_store_has_no_names(store: LocalStore) -> None:
     assert not store.root.exists()
 
 
-def test_a_file_in_the_store_s_place_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"precious")
     store = LocalStore(tmp_path / "file")
     uses: list[Callable[[], object]] = [
@@ -333,14 +333,14 @@ def test_a_store_below_a_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["blobs", "manifests", ".blobstore"])
-def test_a_file_in_a_folder_s_place_is_named(store: LocalStore, name: str) -> None:
+def test_a_file_in_place_of_a_folder_is_reported(store: LocalStore, name: str) -> None:
     store.root.mkdir()
     (store.root / name).touch()
     with pytest.raises(StoreError, match=f"writing to the store .* failed: .*{name}"):
         put(store)
 
 
-def test_a_read_only_store_can_be_read_and_says_why_not_written() -> None:
+def test_a_read_only_store_can_be_read_and_reports_why_it_cannot_be_written() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
         publish(store)
@@ -404,7 +404,7 @@ def test_an_index_that_is_not_a_regular_file_is_ignored(
     make(store.folder("headers") / key.hex)
     assert store.read_index(key) is None
     if make is Path.mkdir:
-        store.write_index(key, b"value")  # cannot be, and is no error
+        store.write_index(key, b"value")  # impossible, but not an error
         assert store.read_index(key) is None
         assert len(list(store.folder("headers").iterdir())) == 1
 
@@ -418,7 +418,7 @@ def test_an_index_that_cannot_be_written_is_not_an_error() -> None:
         assert list(folder.iterdir()) == []
 
 
-# Stores on disks that take nothing
+# Read-only and full disks
 
 
 def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
@@ -435,12 +435,12 @@ def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
             for use in (lambda: put(store, b"new"), lambda: publish_again(store)):
                 with pytest.raises(StoreError, match=read_only):
                     use()
-            store.write_index(Digest.of(b"key"), b"value")  # cannot be, and is no error
+            store.write_index(Digest.of(b"key"), b"value")  # impossible, but not an error
             assert store.read_index(Digest.of(b"key")) is None
             assert sorted(store.root.rglob("*")) == before
 
 
-def test_a_full_disk_takes_no_name_and_keeps_the_old_one(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_manifest(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
         store = LocalStore(disk / "store")
         old = publish(store)
@@ -488,7 +488,7 @@ def test_a_manifest_that_cannot_be_synced_gets_no_name(
     assert store.resolve(NAME) == old
 
 
-# Stores behind closed folders
+# Stores below folders without permission
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])

@@ -38,7 +38,7 @@ with getattr(store._locks, sys.argv[2])() as lease:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    gc.collect()  # what other tests have left
+    gc.collect()  # objects of earlier tests
     descriptors = len(os.listdir("/dev/fd"))
     yield LocalStore(tmp_path / "store", lock_timeout=0.05)
     until = time.monotonic() + 10
@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 
 @pytest.fixture
 def others() -> Iterator[list[subprocess.Popen[str]]]:
-    """Give a list for the other processes, which are killed in the end."""
+    """Give a list for the other processes, which are killed at the end."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
     for process in processes:
@@ -94,7 +94,7 @@ def test_exclusive_locks_exclude_all_others(
             getattr(store._locks, ours)().__enter__()
     process.kill()
     process.wait()
-    with getattr(store._locks, ours)():  # the lock of a dead process is nobody's
+    with getattr(store._locks, ours)():  # a process that has died holds no lock
         pass
 
 
@@ -174,7 +174,7 @@ def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> No
         store.read_leases()
 
 
-def test_readers_need_no_lock_where_they_may_not_write(tmp_path: Path) -> None:
+def test_readers_need_no_lock_if_there_is_no_store(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "absent")
     with store.reading_lock():
         pass
@@ -219,7 +219,7 @@ def test_a_file_system_without_locks_is_an_error(
     assert not any(store.folder("leases").iterdir())
 
 
-def test_locks_travel_with_their_store(store: LocalStore) -> None:
+def test_a_pickled_store_has_the_same_locks(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
     with again.exclusive_lock(), pytest.raises(StoreBusy):
         store.shared_lock().__enter__()
@@ -267,7 +267,7 @@ def test_a_forked_process_does_not_keep_the_lease_of_an_import_alive(store: Loca
     reader, writer = os.pipe()
     started, starting = os.pipe()
     child = os.fork()
-    if child == 0:  # waits until the end of the test, as a worker process does that lost its parent
+    if child == 0:  # a worker process that lost its parent; it waits until the end of the test
         os.close(writer)
         os.write(starting, b"x")
         os.read(reader, 1)

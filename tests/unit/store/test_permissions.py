@@ -21,24 +21,24 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def test_a_store_of_one_s_own_is_of_no_concern(store: LocalStore) -> None:
+def test_a_store_of_the_same_user_causes_no_warning(store: LocalStore) -> None:
     assert list(folder_warnings(store)) == []
     assert list(name_concerns(store, [A, Reference.parse("absent")])) == []
 
 
-def test_an_absent_store_is_of_no_concern(tmp_path: Path) -> None:
+def test_an_absent_store_causes_no_warning(tmp_path: Path) -> None:
     assert list(folder_warnings(LocalStore(tmp_path / "absent"))) == []
 
 
 @pytest.mark.parametrize("folder", ["", "blobs", "manifests"])
-def test_warns_of_a_folder_that_every_user_may_write_to(store: LocalStore, folder: str) -> None:
+def test_warns_of_a_folder_that_every_user_can_write_to(store: LocalStore, folder: str) -> None:
     path = store.root / folder
     path.chmod(0o1777)
     (found,) = folder_warnings(store)
     assert found == f"every user may write to '{path}'; remove that permission with chmod o-w"
 
 
-def test_a_folder_of_a_group_is_of_no_concern(store: LocalStore) -> None:
+def test_a_folder_that_a_group_can_write_to_causes_no_warning(store: LocalStore) -> None:
     store.root.chmod(0o2775)
     assert list(folder_warnings(store)) == []
 

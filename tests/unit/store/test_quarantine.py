@@ -38,35 +38,43 @@ def ready(layout: Layout) -> Path:
     return path
 
 
+def replace(layout: Layout, new: Path | None = None) -> Path | None:
+    return put_in_place(LocalStore(layout.root), DIGEST, new or ready(layout))
+
+
 def test_a_quarantined_file_keeps_its_inode(layout: Layout) -> None:
     blob(layout).write_bytes(b"wrong")
     inode = blob(layout).stat().st_ino
-    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-    assert aside is not None
-    assert aside.parent == layout.quarantine
-    assert aside.name.startswith(f"sha256-{DIGEST.hex}.2")
-    assert aside.stat().st_ino == inode
-    assert aside.read_bytes() == b"wrong"
+    quarantined = replace(layout)
+    assert quarantined is not None
+    assert quarantined.parent == layout.quarantine
+    assert quarantined.name.startswith(f"sha256-{DIGEST.hex}.2")
+    assert quarantined.stat().st_ino == inode
+    assert quarantined.read_bytes() == b"wrong"
     assert blob(layout).read_bytes() == RIGHT
     assert not list(layout.temporary.iterdir())
 
 
-def test_a_missing_file_leaves_nothing_aside(layout: Layout) -> None:
-    assert put_in_place(LocalStore(layout.root), DIGEST, ready(layout)) is None
+def test_a_missing_file_is_not_quarantined(layout: Layout) -> None:
+    assert replace(layout) is None
     assert blob(layout).read_bytes() == RIGHT
     assert not layout.quarantine.exists()
 
 
 def test_a_second_copy_gets_another_name(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101T000000Z")
-    asides = []
+    paths = []
     for content in (b"1", b"2", b"3"):
         blob(layout).unlink(missing_ok=True)
         blob(layout).write_bytes(content)
-        asides.append(put_in_place(LocalStore(layout.root), DIGEST, ready(layout)))
-    names = [aside.name.partition(".")[2] for aside in asides if aside is not None]
+        paths.append(replace(layout))
+    names = [quarantined.name.partition(".")[2] for quarantined in paths if quarantined is not None]
     assert names == ["20260101T000000Z", "20260101T000000Z-2", "20260101T000000Z-3"]
-    assert [aside.read_bytes() for aside in asides if aside is not None] == [b"1", b"2", b"3"]
+    assert [quarantined.read_bytes() for quarantined in paths if quarantined is not None] == [
+        b"1",
+        b"2",
+        b"3",
+    ]
 
 
 def test_a_file_that_an_interrupted_repair_quarantined_is_not_quarantined_twice(
@@ -76,7 +84,7 @@ def test_a_file_that_an_interrupted_repair_quarantined_is_not_quarantined_twice(
     layout.quarantine.mkdir()
     before = layout.quarantine / f"{DIGEST.file_name}.20260101T000000Z"
     os.link(blob(layout), before)
-    assert put_in_place(LocalStore(layout.root), DIGEST, ready(layout)) == before
+    assert replace(layout) == before
     assert list(layout.quarantine.iterdir()) == [before]
 
 
@@ -97,13 +105,13 @@ def test_links_and_folders_are_quarantined_unchanged(
 ) -> None:
     make(blob(layout))
     kind = blob(layout).lstat().st_mode
-    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-    assert aside is not None
-    assert aside.lstat().st_mode == kind
+    quarantined = replace(layout)
+    assert quarantined is not None
+    assert quarantined.lstat().st_mode == kind
     assert blob(layout).read_bytes() == RIGHT
 
 
-def test_works_where_there_are_no_hard_links(
+def test_quarantines_files_without_hard_links(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -111,13 +119,13 @@ def test_works_where_there_are_no_hard_links(
 
     monkeypatch.setattr(os, "link", refuse)
     blob(layout).write_bytes(b"wrong")
-    aside = put_in_place(LocalStore(layout.root), DIGEST, ready(layout))
-    assert aside is not None
-    assert aside.read_bytes() == b"wrong"
+    quarantined = replace(layout)
+    assert quarantined is not None
+    assert quarantined.read_bytes() == b"wrong"
     assert blob(layout).read_bytes() == RIGHT
 
 
-def test_a_refused_rename_leaves_the_blob_as_it_was(
+def test_a_rename_that_fails_leaves_the_blob_unchanged(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob(layout).write_bytes(b"wrong")
@@ -128,15 +136,15 @@ def test_a_refused_rename_leaves_the_blob_as_it_was(
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="Input/output"):
-        put_in_place(LocalStore(layout.root), DIGEST, new)
+        replace(layout, new)
     assert blob(layout).read_bytes() == b"wrong"
 
 
-def test_everything_is_durable_before_it_is_relied_on(
+def test_each_step_is_durable_before_the_next(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    link, replace, sync = os.link, Path.replace, sync_folder
+    link, rename, sync = os.link, Path.replace, sync_folder
 
     def noting_link(*arguments: object, **options: object) -> None:
         steps.append("link")
@@ -144,7 +152,7 @@ def test_everything_is_durable_before_it_is_relied_on(
 
     def noting_replace(path: Path, target: object) -> Path:
         steps.append("replace")
-        return replace(path, target)  # type: ignore[arg-type]
+        return rename(path, target)  # type: ignore[arg-type]
 
     def noting_sync(folder: Path) -> None:
         steps.append(f"sync {folder.name}")
@@ -155,5 +163,5 @@ def test_everything_is_durable_before_it_is_relied_on(
     monkeypatch.setattr(os, "link", noting_link)
     monkeypatch.setattr(Path, "replace", noting_replace)
     monkeypatch.setattr("blobstore.store.quarantine.sync_folder", noting_sync)
-    put_in_place(LocalStore(layout.root), DIGEST, new)
+    replace(layout, new)
     assert steps == ["link", "sync quarantine", "replace", "sync blobs"]

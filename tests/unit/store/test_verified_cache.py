@@ -24,7 +24,7 @@ OTHER = Digest.of(b"another")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
-    """Return a store with one blob, which counts as unchanged for long."""
+    """Return a store with one blob, which is old enough to be recorded."""
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     store = LocalStore(tmp_path / "store")
     store.folder("blobs").mkdir(parents=True)
@@ -60,14 +60,16 @@ def test_remembers_intact_blobs(store: LocalStore) -> None:
     assert not has(store, size=SIZE + 1)
 
 
-def test_keeps_nothing_that_is_not_saved(store: LocalStore) -> None:
+def test_keeps_only_what_was_saved(store: LocalStore) -> None:
     with VerifiedBlobs(store).noting(DIGEST):
         pass
     assert not has(store)
     assert not cache_of(store).exists()
 
 
-def test_lies_in_the_store_s_own_folder_and_leaves_nothing_else(store: LocalStore) -> None:
+def test_the_cache_is_the_only_new_file_and_lies_outside_the_folders_of_ollama(
+    store: LocalStore,
+) -> None:
     note(store)
     assert [path.name for path in store.folder("blobs").iterdir()] == [DIGEST.file_name]
     assert {path.name for path in store.root.iterdir()} == {"blobs", ".blobstore"}
@@ -75,7 +77,7 @@ def test_lies_in_the_store_s_own_folder_and_leaves_nothing_else(store: LocalStor
     assert cache_of(store).stat().st_mode & 0o777 == 0o600
 
 
-# What happens to the blob afterwards
+# Changes of the blob
 
 
 def rewrite(path: Path) -> None:
@@ -99,9 +101,7 @@ def make_a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace, make_a_link, Path.unlink])
-def test_a_blob_that_was_changed_is_not_believed(
-    store: LocalStore, change: Callable[[Path], None]
-) -> None:
+def test_a_changed_blob_is_not_trusted(store: LocalStore, change: Callable[[Path], None]) -> None:
     note(store)
     change(path_of(store))
     assert not has(store)
@@ -155,7 +155,7 @@ def test_only_damage_makes_the_cache_forget_a_blob(
     assert has(store) is is_kept
 
 
-# The file
+# The cache file
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_malformed_lines_with_a_correct_checksum_are_ignored(store: LocalStore, 
     assert cache_of(store).read_bytes() == whole
 
 
-def test_a_cache_that_others_may_write_is_ignored(store: LocalStore) -> None:
-    for mode, believed in [(0o600, True), (0o644, True), (0o620, False), (0o602, False)]:
+def test_a_cache_that_others_can_write_is_ignored(store: LocalStore) -> None:
+    for mode, trusted in [(0o600, True), (0o644, True), (0o620, False), (0o602, False)]:
         note(store)
         cache_of(store).chmod(mode)
-        assert has(store) is believed, oct(mode)
+        assert has(store) is trusted, oct(mode)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -226,7 +226,9 @@ def test_links_and_pipes_are_not_followed(store: LocalStore) -> None:
     assert has(store)
 
 
-def test_a_file_of_any_size_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_over_the_size_limit_is_not_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note(store)
     size = cache_of(store).stat().st_size
     monkeypatch.setattr(verified, "_MAX_BYTES", size)
@@ -235,7 +237,9 @@ def test_a_file_of_any_size_is_not_read(store: LocalStore, monkeypatch: pytest.M
     assert not has(store)
 
 
-def test_the_oldest_entries_go_first(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_entries_are_removed_first(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verified, "_MAX_ENTRIES", 2)
     found = [Digest.of(bytes([number])) for number in range(4)]
     for digest in found:

@@ -31,8 +31,8 @@ def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:
 
 
 @pytest.mark.parametrize("jobs", [None, 1, 8])
-def test_finds_every_blob_that_is_not_whole(store: LocalStore, jobs: int | None) -> None:
-    blobs = put(store, b"whole", b"gone", b"short", b"changed", b"")
+def test_finds_every_missing_and_damaged_blob(store: LocalStore, jobs: int | None) -> None:
+    blobs = put(store, b"intact", b"gone", b"short", b"changed", b"")
     paths = {blob.name: Path(store.blob_path(blob.digest)) for blob in blobs}
     paths["gone"].unlink()
     os.truncate(paths["short"], 2)
@@ -41,7 +41,7 @@ def test_finds_every_blob_that_is_not_whole(store: LocalStore, jobs: int | None)
     assert found == {"gone": BlobMissing, "short": BlobDamaged, "changed": BlobDamaged}
 
 
-def test_reports_the_bytes_of_whole_blobs(store: LocalStore) -> None:
+def test_reports_the_bytes_of_intact_blobs(store: LocalStore) -> None:
     calls: list[tuple[str, int, int]] = []
     blobs = put(store, b"ab", b"cde")
     assert list(damaged_blobs(store, blobs, progress=lambda *call: calls.append(call))) == []
@@ -51,10 +51,10 @@ def test_reports_the_bytes_of_whole_blobs(store: LocalStore) -> None:
 
 
 def test_the_largest_blobs_come_first(store: LocalStore) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     blobs = put(store, b"ab", b"abcd", b"a", b"abc")
-    list(damaged_blobs(store, blobs, jobs=1, progress=lambda what, *_: told.append(what)))
-    assert told == ["abcd", "abc", "ab", "a"]
+    list(damaged_blobs(store, blobs, jobs=1, progress=lambda what, *_: reported.append(what)))
+    assert reported == ["abcd", "abc", "ab", "a"]
 
 
 def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
@@ -65,7 +65,7 @@ def test_other_errors_are_not_swallowed(store: LocalStore) -> None:
         list(damaged_blobs(store, put(store, b"ab"), progress=fail))
 
 
-def test_no_thread_is_left_where_nobody_asks_on(store: LocalStore) -> None:
+def test_closing_the_iterator_ends_all_threads(store: LocalStore) -> None:
     before = threading.active_count()
     missing = [
         Descriptor(media_type="x", digest=Digest.of(bytes([number])), size=1)
@@ -107,7 +107,7 @@ def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: Lo
 
 def test_results_are_recorded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
-    blobs = put(store, b"whole", b"changed")
+    blobs = put(store, b"intact", b"changed")
     list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store)))
     Path(store.blob_path(blobs[1].digest)).write_bytes(b"Changed")
     noted = VerifiedBlobs(store)
