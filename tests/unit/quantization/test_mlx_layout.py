@@ -46,10 +46,9 @@ def test_experts_are_joined_by_number() -> None:
 
 
 def test_companions_of_experts_are_joined_too() -> None:
-    names = [f"{EXPERTS}.0.up_proj.{kind}" for kind in ("weight", "scales", "biases")]
-    assert list(joined_experts(specs(*names))) == [
-        f"model.layers.0.mlp.switch_mlp.up_proj.{kind}" for kind in ("weight", "scales", "biases")
-    ]
+    kinds = ("weight", "scales", "biases")
+    found = joined_experts(specs(*(f"{EXPERTS}.0.up_proj.{kind}" for kind in kinds)))
+    assert list(found) == [f"model.layers.0.mlp.switch_mlp.up_proj.{kind}" for kind in kinds]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("w1", "gate"), ("w2", "down"), ("w3", "up")])
@@ -79,12 +78,8 @@ def test_other_tensors_are_not_experts(name: str) -> None:
 def test_the_config_has_the_type_of_most_weights_and_the_exceptions() -> None:
     types = {"a.weight": (INT4, 64), "b.weight": (INT8, 64), "c.weight": (INT4, 64)}
     config = exported_config({"model_type": "m"}, types)
-    described = {
-        "group_size": 64,
-        "bits": 4,
-        "mode": "affine",
-        "b": {"group_size": 64, "bits": 8, "mode": "affine"},
-    }
+    usual = {"group_size": 64, "bits": 4, "mode": "affine"}
+    described = {**usual, "b": {**usual, "bits": 8}}
     both = {"quantization": described, "quantization_config": described}
     assert config == {"model_type": "m", **both}
 

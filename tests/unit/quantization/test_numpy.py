@@ -157,14 +157,9 @@ def compare_dequantized(packed: reference.Quantized, item: QuantFormat, group_si
     arrays = [to_mlx(array) for array in packed if array is not None]
     for name in FLOATS:
         ours = reference.dequantize(*packed, item, group_size, name)
+        options = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
         with mx.stream(mx.cpu):
-            theirs = mx.dequantize(
-                *arrays,
-                group_size=group_size,
-                bits=item.bits,
-                mode=item.mode,
-                dtype=getattr(mx, name),
-            )
+            theirs = mx.dequantize(*arrays, **options, dtype=getattr(mx, name))
             mx.eval(theirs)
         assert_same(ours, to_numpy(theirs))
 
@@ -173,12 +168,10 @@ def any_packed(item: QuantFormat, group_size: int, dtype: str) -> reference.Quan
     """Return a weight of random words and random finite scales."""
     random = np.random.default_rng(group_size)
     words = random.integers(0, 2**32, (16, item.words(512)), np.uint32)
-    if not item.has_bias:
-        return reference.Quantized(
-            words, random.integers(0, 256, (16, 512 // group_size), np.uint8), None
-        )
-    word = WORDS[FLOATS[dtype].itemsize]
     shape = (16, 512 // group_size)
+    if not item.has_bias:
+        return reference.Quantized(words, random.integers(0, 256, shape, np.uint8), None)
+    word = WORDS[FLOATS[dtype].itemsize]
     scale, bias = (random.integers(0, np.iinfo(word).max, shape, dtype=word) for _ in range(2))
     return reference.Quantized(words, finite(scale, dtype), finite(bias, dtype))
 

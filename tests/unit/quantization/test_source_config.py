@@ -37,16 +37,11 @@ def test_omitted_values_are_the_defaults_of_mlx(section: Any, typed: tuple[str, 
     assert isinstance(typed[1], int)
 
 
+GPTQ = {"bits": 4, "group_size": 128, "quant_method": "gptq"}
+
+
 @pytest.mark.parametrize(
-    "section",
-    [
-        None,
-        "4",
-        {},
-        {"bits": 0, "mode": "affine"},
-        {"group_size": 64},
-        {"bits": 4, "group_size": 128, "quant_method": "gptq"},
-    ],
+    "section", [None, "4", {}, {"bits": 0, "mode": "affine"}, {"group_size": 64}, GPTQ]
 )
 def test_sections_of_other_tools_have_no_mlx_type(section: Any) -> None:
     assert mlx_type(section) is None
@@ -193,11 +188,6 @@ def test_rejects_groups_without_a_size() -> None:
 
 def test_reads_the_group_sizes_of_4_bit_floats() -> None:
     small = {"num_bits": 4, "type": "float"}
-    config = groups(
-        {**small, "group_size": 16},
-        {**small, "group_size": None},
-        {**small, "group_size": "32"},
-        FLOAT8,
-    )
+    config = groups(*({**small, "group_size": size} for size in (16, None, "32")), FLOAT8)
     assert SourceQuantConfig(config).group_sizes(4) == {16}
     assert SourceQuantConfig({}).group_sizes(4) == set()

@@ -70,9 +70,14 @@ def test_stacks_a_single_expert() -> None:
     assert plans[0].tensors[0].spec.name in stacked_sources(plans)
 
 
-def test_groups_shared_experts_only_in_packed_form() -> None:
-    names = [f"{SHARED}.up.weight", f"{SHARED}.down.weight"]
-    assert blobs(plan_blobs(specs(*names))) == {SHARED: sorted(names)}
+@pytest.mark.parametrize(
+    ("prefix", "parts"),
+    [(SHARED, ("up", "down")), ("model.layers.0.block_sparse_moe.experts", ("0.w1",))],
+    ids=["shared experts", "Mixtral"],
+)
+def test_some_experts_are_grouped_only_in_packed_form(prefix: str, parts: tuple[str, ...]) -> None:
+    names = [f"{prefix}.{part}.weight" for part in parts]
+    assert blobs(plan_blobs(specs(*names))) == {prefix: sorted(names)}
     assert blobs(plan_blobs(specs(*names), experts="stacked")) == {
         name: [name] for name in sorted(names)
     }
@@ -93,13 +98,6 @@ def test_recognizes_the_prefixes_of_experts(prefix: str, block: str, experts: Ex
     name = f"{prefix}.{block}.experts.3.up_proj.weight"
     (blob,) = plan_blobs(specs(name), experts=experts)
     assert blob.name == f"{prefix}.{block}.experts"
-
-
-def test_groups_the_experts_of_mixtral_only_in_packed_form() -> None:
-    prefix = "model.layers.0.block_sparse_moe.experts"
-    assert blobs(plan_blobs(specs(f"{prefix}.0.w1.weight"))) == {prefix: [f"{prefix}.0.w1.weight"]}
-    stacked = plan_blobs(specs(f"{prefix}.0.w1.weight"), experts="stacked")
-    assert blobs(stacked) == {f"{prefix}.0.w1.weight": [f"{prefix}.0.w1.weight"]}
 
 
 @pytest.mark.parametrize(
