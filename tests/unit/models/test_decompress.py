@@ -117,8 +117,7 @@ def test_a_single_blob_is_decoded_in_the_calling_thread(
     assert region.present == {0}
 
 
-def test_returns_the_slots_of_thawed_blobs(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_returns_the_slots_of_thawed_blobs(store: LocalStore) -> None:
     add_blobs(store, "m", {name: BLOBS[name] for name in ("whole", "small", "tiny")})
     freeze_models(["m"], store=store)
     names = ["whole", "small", "tiny"]
@@ -131,8 +130,9 @@ def test_returns_the_slots_of_thawed_blobs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["small", "whole", "large"])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_damage_is_reported_and_ends_the_work(tmp_path: Path, name: str, is_cached: bool) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_damage_is_reported_and_ends_the_work(
+    store: LocalStore, name: str, is_cached: bool
+) -> None:
     names = ["small", "whole", "large"]
     add_blobs(store, "m", {name: BLOBS[name] for name in names})
     freeze_models(["m"], store=store)
@@ -156,13 +156,12 @@ def test_no_file_stays_open(frozen: LocalStore) -> None:
 
 
 def test_more_blobs_than_buffers_are_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "_REQUESTS", 2)
     monkeypatch.setattr(decoding, "_BUFFERS", 4)
     monkeypatch.setattr(decoding, "_SMALL", 20_000)
     monkeypatch.setattr(decoding, "_BATCH", 3)
-    store = LocalStore(tmp_path / "store")
     add_blobs(
         store,
         "m",
@@ -182,9 +181,8 @@ def test_more_blobs_than_buffers_are_decoded(
 @pytest.mark.parametrize("count", [20_000, 2 << 20])
 @pytest.mark.parametrize("is_frozen_again", [False, True])
 def test_a_base_may_be_removed_while_its_blob_is_decoded(
-    tmp_path: Path, count: int, is_frozen_again: bool
+    store: LocalStore, count: int, is_frozen_again: bool
 ) -> None:
-    store = LocalStore(tmp_path / "store")
     add_blobs(store, "base", {"fine": layer("fine", weights(5, count))})
     add_blobs(store, "m", {"fine": layer("fine", tuned(4, of=5, count=count))})
     freeze_models(["m"], store=store, base="base")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -179,19 +178,6 @@ def test_an_error_names_tensor_or_layer(
     add_blobs(store, "tiny", blobs)
     with pytest.raises(BlobDamaged, match=f"^{message}"):
         load_index(store, manifest(store))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_state_of_the_garbage_collector_is_restored(
-    store: LocalStore, *, enabled: bool
-) -> None:
-    was_enabled = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        load_index(store, manifest(store))
-        assert gc.isenabled() is enabled
-    finally:
-        (gc.enable if was_enabled else gc.disable)()
 
 
 # Shards

@@ -218,8 +218,7 @@ def test_rejects_unknown_ways_of_reading(
         memory_of(store, blobs, read=read, prefetch=prefetch)
 
 
-def test_cold_blobs_are_decompressed_next_to_mapped_ones(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_cold_blobs_are_decompressed_next_to_mapped_ones(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2, "z": 3})
     freeze_models(["a"], store=store)
     put(store, "b", {"y": 2})

@@ -165,8 +165,7 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_only_the_owner_can_write_a_manifest(tmp_path: Path, umask: int) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_only_the_owner_can_write_a_manifest(store: LocalStore, umask: int) -> None:
     assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"
     mode = store.manifest_path(NAME).stat().st_mode
     assert stat.S_IMODE(mode) == 0o644 & ~umask

@@ -81,8 +81,7 @@ def test_plain_experts_are_left_to_mlx_lm(tmp_path: Path) -> None:
     assert not any(".experts." in name for name in stacked.single)
 
 
-def test_experts_of_mixed_types_are_not_joined(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_experts_of_mixed_types_are_not_joined(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(
         write_folder(tmp_path / "source", quantizable_tensors()),
         "m",
@@ -97,8 +96,7 @@ def test_experts_of_mixed_types_are_not_joined(tmp_path: Path) -> None:
     assert f"{SWITCH}.down_proj.weight" in naming.joined
 
 
-def test_rejects_a_global_scale(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_rejects_a_global_scale(store: LocalStore) -> None:
     data = blob(
         ("w", "U32", (2, 4), bytes(32)),
         ("w.scale", "U8", (2, 2), bytes(4)),
