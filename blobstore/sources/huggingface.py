@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.escape import join_some, quote
-from blobstore.core.files import FileState, read_regular
+from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_part
 from blobstore.sources.base import DEFAULT_OPTIONS
@@ -31,7 +31,6 @@ from blobstore.sources.small_files import files_of, unusable_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceFile, SourceOptions
 
 _T = TypeVar("_T")
@@ -49,7 +48,7 @@ _TRAINING_STATE = re.compile(
 _OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(ShardSet):
     """A :class:`TensorSource` over a folder, or over a single weight file."""
 
     def __init__(self, path: Path, options: SourceOptions = DEFAULT_OPTIONS) -> None:
@@ -61,37 +60,18 @@ class HuggingFaceFolder:
             SourceError: there are no weights, or several sets and ``weights`` chooses none.
             UsageError: there is no such subtree.
         """
+        super().__init__(options.subtree)
         self.reopen = functools.partial(HuggingFaceFolder, path.absolute(), options)
-        self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
-        self._shards = ShardSet(options.subtree)
         try:
             if path.is_dir():
                 self._open_folder(path, options)
             else:
-                self._shards.add(path)
-            self.notices.extend(self._shards.notices)
+                self.add(path)
         except BaseException:
-            self._shards.close()
+            self.close()
             raise
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """See :class:`TensorSource`."""
-        return self._shards.specs
-
-    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """See :class:`TensorSource`."""
-        return self._shards.read(name, buffer)
-
-    def states(self) -> Sequence[FileState]:
-        """See :class:`TensorSource`."""
-        return self._shards.states()
-
-    def close(self) -> None:
-        """See :class:`TensorSource`."""
-        self._shards.close()
 
     def _open_folder(self, folder: Path, options: SourceOptions) -> None:
         self.config = _read_json(folder / "config.json", dict)
@@ -124,13 +104,12 @@ class HuggingFaceFolder:
         if index is not None:
             weight_map = read_weight_map(index)
             ignore = options.ignore_unindexed
-            self.notices.extend(
-                add_indexed(self._shards, index, weight_map, prefix=prefix, ignore=ignore)
-            )
+            # Adding shards adds notices too.
+            self.notices += [*add_indexed(self, index, weight_map, prefix=prefix, ignore=ignore)]
             chosen = sorted(set(weight_map.values()))
         else:
             for name in chosen:
-                self._shards.add(folder / name, prefix=prefix)
+                self.add(folder / name, prefix=prefix)
         self.notices.extend(
             f"left out: {quote(folder / name)}; choose other weights with --weights"
             for name in names

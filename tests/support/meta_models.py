@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,7 +53,8 @@ class MemoryShard:
             name: TensorSpec(name, DTYPES[CODES[tensor.dtype]], tuple(tensor.shape))
             for name, tensor in tensors.items()
         }
-        self.notices = ["a notice"]
+        self.path = Path("memory")
+        self.notices: Sequence[str] = ["a notice"]
         self.is_open = False
         self.longest_read = 0
         self._data = {name: raw(tensor) for name, tensor in tensors.items()}

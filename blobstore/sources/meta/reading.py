@@ -14,12 +14,11 @@ import numpy as np
 
 from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource
+from blobstore.sources import base
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from blobstore.core.files import FileState
-    from blobstore.core.tensor import TensorSpec
     from blobstore.sources.meta.layout import Joined
 
     Array = np.ndarray[Any, Any]
@@ -29,30 +28,13 @@ _BLOCK_SIZE = 1 << 22
 _COMPARED_SIZE = 1 << 16
 
 
-class Shard(Protocol):
-    """One file of a checkpoint. Reading is safe from any number of threads."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors, in the order of the file."""
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """Remarks for users, one line each."""
-
-    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in pieces, each valid until the next one."""
+class Shard(base.Shard, Protocol):
+    """A shard of which parts of tensors can be read, too."""
 
     def read_range(
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:
         """Yield bytes ``begin`` to ``end`` of a tensor, as :meth:`read` does."""
-
-    def state(self) -> FileState:
-        """Return the state of the open file."""
-
-    def close(self) -> None:
-        """Close the file."""
 
 
 class _Range(NamedTuple):

@@ -65,7 +65,7 @@ class MetaFolder:
         self._shards: list[Shard] = []
         self._joined: Mapping[str, Joined] | None = None
         """The parts of each tensor; None if a single shard is read unchanged."""
-        self._specs: Mapping[str, TensorSpec] = {}
+        self.specs: Mapping[str, TensorSpec] = {}
         try:
             for path in self._paths:
                 shard = open_shard(path)
@@ -73,17 +73,12 @@ class MetaFolder:
                 self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
             self._list_files(folder, keep_names=keep_names)
             if keep_names and len(self._shards) == 1:
-                self._specs = self._shards[0].specs
+                self.specs = self._shards[0].specs
             else:
                 self._join(folder, keep_names=keep_names)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """See :class:`TensorSource`."""
-        return self._specs
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :class:`TensorSource`."""
@@ -111,7 +106,7 @@ class MetaFolder:
         params = Params.read(folder)
         layout = lay_out(shards, params, keep_names=keep_names)
         self._joined = layout.tensors
-        self._specs = {name: joined.spec for name, joined in layout.tensors.items()}
+        self.specs = {name: joined.spec for name, joined in layout.tensors.items()}
         if layout.left_out:
             left_out = join_some([*map(quote, layout.left_out)], 1)
             self.notices.append(f"left out: tensor {left_out}, which runtimes compute")
