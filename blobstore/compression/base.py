@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,18 +38,18 @@ class BaseBlob(NamedTuple):
             digest: the digest that the caller has verified; by default the bytes are hashed.
         """
         view = memoryview(data).cast("B")
-        return cls(BlobId(digest or Digest.of(view), len(view)), partial(_copy, view))
+
+        def read_into(out: Buffer, begin: int) -> None:
+            target = memoryview(out).cast("B")
+            target[:] = view[begin : begin + len(target)]
+
+        return cls(BlobId(digest or Digest.of(view), len(view)), read_into)
 
     def read(self, begin: int, size: int) -> Bytes:
         """Return a range of its bytes, aligned, valid until this thread's next call."""
         out = scratch("base", size)
         self.read_into(out.data, begin)
         return out
-
-
-def _copy(data: memoryview, out: Buffer, begin: int) -> None:
-    target = memoryview(out).cast("B")
-    target[:] = data[begin : begin + len(target)]
 
 
 class Prediction:

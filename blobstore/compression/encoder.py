@@ -32,7 +32,7 @@ from blobstore.core.digest import Digester
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Final
 
     from typing_extensions import Buffer
@@ -93,7 +93,7 @@ def encode(
     if has_base and base is None:
         raise UsageError("spans with an offset in a base need a base")
     digester = Digester()
-    source = _Source(pieces if digest is not None else _hashed(pieces, digester))
+    source = _Source(pieces, None if digest is not None else digester)
     chunks: list[Chunk] = []
     write(PREFIX)
     for span, part in zip(spans, parts, strict=True):
@@ -134,9 +134,7 @@ def _part(span: Span) -> Part:
     count = max((span.size + wanted // 2) // wanted, -(-span.size // MAX_CHUNK))
     grain = _GRAIN if count > 1 else width
     chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK)
-    factors = None
-    if span.factors:
-        factors = StoredFactors(crc32(span.factors), len(span.factors))
+    factors = StoredFactors(crc32(span.factors), len(span.factors)) if span.factors else None
     return Part(span.size, width, chunk_size, None, span.base_begin, factors)
 
 
@@ -161,17 +159,12 @@ def _aligned(chunk: memoryview, width: int) -> Bytes:
     return copy
 
 
-def _hashed(pieces: Iterable[Buffer], digester: Digester) -> Iterator[Buffer]:
-    for piece in pieces:
-        digester.update(piece)
-        yield piece
-
-
 class _Source:
-    """Regroups the pieces of a blob into buffers of any size."""
+    """Regroups the pieces of a blob into buffers of any size, and hashes them if asked to."""
 
-    def __init__(self, pieces: Iterable[Buffer]) -> None:
+    def __init__(self, pieces: Iterable[Buffer], digester: Digester | None) -> None:
         self._pieces = iter(pieces)
+        self._digester = digester
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> memoryview:
@@ -182,6 +175,8 @@ class _Source:
                 piece = next(self._pieces, None)
                 if piece is None:
                     raise UsageError("the pieces have fewer bytes than the spans")
+                if self._digester is not None:
+                    self._digester.update(piece)
                 view = memoryview(piece).cast("B")
                 taken = size - len(joined)
                 joined += view[:taken]

@@ -30,6 +30,15 @@ _MIN_GAIN: Final = 1 << 7
 """A coder must save one byte in so many, because raw planes cost nothing to decode."""
 _OVERHEAD: Final = 12
 """Size of the smallest frame in bytes: shorter planes stay raw."""
+_LITERALS_ONLY: Final = {
+    "strategy": zstandard.STRATEGY_FAST,
+    "min_match": 7,
+    "hash_log": 6,
+    "chain_log": 6,
+    "search_log": 1,
+    "target_length": 0,  # above 0, this strategy leaves literals uncompressed
+    "window_log": 17,
+}
 
 
 class Method(enum.IntEnum):
@@ -100,7 +109,13 @@ def _bits(view: memoryview) -> bytes | None:
 def _compress(coder: Coder, view: memoryview, block_starts: Sequence[int]) -> bytes:
     compressor = _local.compressors.get(coder)
     if compressor is None:
-        compressor = zstandard.ZstdCompressor(compression_params=_parameters(coder))
+        frame_options = {"write_content_size": 1, "write_checksum": 0, "write_dict_id": 0}
+        parameters = zstandard.ZstdCompressionParameters
+        compressor = zstandard.ZstdCompressor(
+            compression_params=parameters(**_LITERALS_ONLY, **frame_options)
+            if coder is Coder.HUFFMAN
+            else parameters.from_level(coder.value, **frame_options)
+        )
         _local.compressors[coder] = compressor
     if not block_starts:
         return compressor.compress(view)
@@ -176,19 +191,3 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-def _parameters(coder: Coder) -> zstandard.ZstdCompressionParameters:
-    frame = {"write_content_size": 1, "write_checksum": 0, "write_dict_id": 0}
-    if coder is not Coder.HUFFMAN:
-        return zstandard.ZstdCompressionParameters.from_level(coder.value, **frame)
-    return zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST,
-        min_match=7,
-        hash_log=6,
-        chain_log=6,
-        search_log=1,
-        target_length=0,  # above 0, this strategy leaves literals uncompressed
-        window_log=17,
-        **frame,
-    )

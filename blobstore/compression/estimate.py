@@ -42,7 +42,7 @@ _MIN_COLUMNS: Final = 32
 _SAMPLED_SPANS: Final = 16
 """Spans of one type and shape, such as experts, that represent all of them."""
 _STACK_DIMENSIONS: Final = 3
-_SAMPLED_SLICES: Final = 4
+_SAMPLED_MATRICES: Final = 4
 """Matrices of a stack that are tried before all of them are."""
 _MIN_GAIN: Final[dict[Level, float]] = {"fast": 0.15, "small": 0.01}
 """The fraction of a span that factors must save, because they slow decoding down."""
@@ -98,33 +98,26 @@ def fit_low_rank(
     for span, begin in zip(spans, begins, strict=False):
         if begin in known:
             yield span._replace(factors=known[begin])
+        elif span.base_begin is None or span.dtype is None:
+            yield span
+        elif not _is_stack(span):
+            yield _with_factors(data[begin : begin + span.size], span, base, level)
         else:
-            yield from _fitted(data[begin : begin + span.size], span, base, level)
-
-
-def _fitted(data: memoryview, span: Span, base: BaseBlob, level: Level) -> Sequence[Span]:
-    if span.base_begin is None or span.dtype is None:
-        return [span]
-    slices = split_rows(span) if _is_stack(span) else [span]
-    step = -(-len(slices) // _SAMPLED_SLICES)
-    size = slices[0].size
-    for number in range(0, len(slices), step):
-        tried = _with_factors(
-            data[number * size : (number + 1) * size], slices[number], base, level
-        )
-        if tried.factors is not None:
-            break
-    else:
-        return [span]
-    if len(slices) == 1:
-        return [tried]
-    return [
-        _with_factors(data[number * size : (number + 1) * size], one, base, level)
-        for number, one in enumerate(slices)
-    ]
+            rows = split_rows(span)
+            size = rows[0].size
+            matrices = [
+                (data[at : at + size], row)
+                for at, row in zip(range(begin, begin + span.size, size), rows, strict=True)
+            ]
+            sample = matrices[:: -(-len(rows) // _SAMPLED_MATRICES)]
+            if any(_with_factors(*item, base, level).factors for item in sample):
+                yield from (_with_factors(*item, base, level) for item in matrices)
+            else:
+                yield span
 
 
 def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) -> Span:
+    """Return a span with factors if those save space."""
     columns = _columns(span)
     if span.dtype is None or not can_fit(span.size // width_of(span.dtype), span.dtype, columns):
         return span
@@ -187,7 +180,12 @@ class _Sample(NamedTuple):
     def of(cls, data: memoryview, begin: int, span: Span, base: BaseBlob | None) -> _Sample:
         columns = max(_columns(span), 1)
         width = columns * width_of(span.dtype)
-        slices = list(_slices(span.size, width if span.size % width == 0 else 1))
+        slices = [(0, span.size)]
+        if span.size > 2 * _SLICES * _SLICE:
+            grain = width if span.size % width == 0 else 1
+            length = max(_SLICE // grain, 1) * grain
+            steps = (span.size - length) * np.arange(_SLICES) // (_SLICES - 1) // grain * grain
+            slices = [(begin, begin + length) for begin in steps.tolist()]
         taken = np.concatenate(
             [np.frombuffer(data[begin + one : begin + end], np.uint8) for one, end in slices]
         )
@@ -258,14 +256,3 @@ def _columns(span: Span) -> int:
         return 0
     is_wide = span.shape[-1] >= _MIN_COLUMNS
     return span.shape[-1] if is_wide else math.prod(span.shape[1:])
-
-
-def _slices(size: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a span to sample, in complete rows; a short span is one range."""
-    if size <= 2 * _SLICES * _SLICE:
-        yield 0, size
-        return
-    length = max(_SLICE // grain, 1) * grain
-    for number in range(_SLICES):
-        begin = (size - length) * number // (_SLICES - 1) // grain * grain
-        yield begin, begin + length

@@ -58,8 +58,14 @@ class FloatTransform(NamedTuple):
         """Return the planes, or None if the exponents do not suit pairs."""
         if self.paired and len(chunk) % (2 * self.width):
             return None
-        is_wide = self.width != _U2.itemsize
-        upper, lower = _split_halves(chunk) if is_wide else (chunk.view(_U2), None)
+        if self.width == _U2.itemsize:
+            upper, lower = chunk.view(_U2), None
+        else:
+            values, wide = chunk.view(_U4), scratch("wide", len(chunk)).view(_U4)
+            upper, lower = (scratch(name, len(chunk) // 2).view(_U2) for name in ("upper", "lower"))
+            np.copyto(lower, values, casting="unsafe")
+            np.right_shift(values, np.uint32(16), out=wide)
+            np.copyto(upper, wide, casting="unsafe")
         powers, noise = _split_words(upper)
         upper_planes: tuple[Bytes, ...] = (powers,)
         if self.paired:
@@ -82,7 +88,12 @@ class FloatTransform(NamedTuple):
             exponents.unpack(planes[0], planes[1], powers)
         _join_words(powers, rest[0], upper)
         if is_wide:
-            _join_halves(upper, _join_bytes(*rest[1:]) if self.split_low else rest[1], out)
+            lower = _join_bytes(*rest[1:]) if self.split_low else rest[1].view(_U2)
+            values, wide = out.view(_U4), scratch("wide", len(out)).view(_U4)
+            np.copyto(values, upper)
+            np.multiply(values, _SHIFT_16, out=values)
+            np.copyto(wide, lower)
+            np.bitwise_or(values, wide, out=values)
 
 
 def e4m3_sizes(elements: int) -> tuple[int, ...]:
@@ -166,32 +177,11 @@ def _split_bytes(words: Words) -> tuple[Bytes, Bytes]:
     return upper, lower
 
 
-def _join_bytes(upper: Bytes, lower: Bytes) -> Bytes:
-    """Return the words with these bytes, as an array of bytes."""
+def _join_bytes(upper: Bytes, lower: Bytes) -> Words:
     words = scratch("lower", len(upper) * 2).view(_U2)
     work = scratch("words", len(upper) * 2).view(_U2)
     np.copyto(words, upper)
     np.multiply(words, _SHIFT_8, out=words)
     np.copyto(work, lower)
     np.bitwise_or(words, work, out=words)
-    return words.view(np.uint8)
-
-
-def _split_halves(chunk: Bytes) -> tuple[Words, Words]:
-    """Return the upper and the lower halves of 32-bit values."""
-    values = chunk.view(_U4)
-    upper, lower = (scratch(name, len(chunk) // 2).view(_U2) for name in ("upper", "lower"))
-    wide = scratch("wide", len(chunk)).view(_U4)
-    np.copyto(lower, values, casting="unsafe")
-    np.right_shift(values, np.uint32(16), out=wide)
-    np.copyto(upper, wide, casting="unsafe")
-    return upper, lower
-
-
-def _join_halves(upper: Words, lower: Bytes, out: Bytes) -> None:
-    values = out.view(_U4)
-    wide = scratch("wide", len(out)).view(_U4)
-    np.copyto(values, upper)
-    np.multiply(values, _SHIFT_16, out=values)
-    np.copyto(wide, lower.view(_U2))
-    np.bitwise_or(values, wide, out=values)
+    return words

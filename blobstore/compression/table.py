@@ -164,11 +164,6 @@ def decode_table(data: FileBytes) -> Table:
     return Table(Digest(digest.hex()), size, base, parts, chunks)
 
 
-def chunk_elements(part: Part, number: int) -> int:
-    """Return the number of elements in a part's chunk; the last chunk may be shorter."""
-    return min(part.chunk_size, part.size - number * part.chunk_size) // part.width
-
-
 def _content(data: FileBytes) -> tuple[memoryview, int]:
     """Return the table without its footer, and its offset."""
     start = bytes(data[: len(PREFIX)])
@@ -241,24 +236,24 @@ def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:
         raise ColdDamaged(f"transform {code} of elements of {part.width} bytes is unknown")
     if transform.needs_base and part.base_begin is None:
         raise ColdDamaged(f"transform {code} needs a base, but its part has none")
-    sizes = transform.sizes(chunk_elements(part, number))
+    chunk_size = min(part.chunk_size, part.size - number * part.chunk_size)  # the last is shorter
+    sizes = transform.sizes(chunk_size // part.width)
     if count != len(sizes) or not sizes:
         raise ColdDamaged(f"a chunk of transform {code} cannot have {count} planes")
-    return Chunk(checksum, code, tuple(_decode_size(reader, size) for size in sizes))
-
-
-def _decode_size(reader: _Reader, limit: int) -> StoredPlane:
-    (value,) = reader.take(_SIZE)
-    size, method = value >> _METHOD_BITS, value & ((1 << _METHOD_BITS) - 1)
-    is_fixed = limit >= 0
-    fits = 0 < size < abs(limit)
-    if method == Method.RAW:
-        fits = size == limit if is_fixed else size <= -limit
-    elif method != Method.ZSTD and (method != Method.BITS or not is_fixed):
-        raise ColdDamaged(f"a plane has the unknown method {method}")
-    if not fits:
-        raise ColdDamaged(f"a plane of {abs(limit)} bytes cannot be stored in {size}")
-    return StoredPlane(method, size)
+    planes = []
+    for limit in sizes:
+        (value,) = reader.take(_SIZE)
+        size, method = value >> _METHOD_BITS, value & ((1 << _METHOD_BITS) - 1)
+        is_fixed = limit >= 0
+        fits = 0 < size < abs(limit)
+        if method == Method.RAW:
+            fits = size == limit if is_fixed else size <= -limit
+        elif method != Method.ZSTD and (method != Method.BITS or not is_fixed):
+            raise ColdDamaged(f"a plane has the unknown method {method}")
+        if not fits:
+            raise ColdDamaged(f"a plane of {abs(limit)} bytes cannot be stored in {size}")
+        planes.append(StoredPlane(method, size))
+    return Chunk(checksum, code, tuple(planes))
 
 
 class _Reader:

@@ -72,11 +72,6 @@ def has_classes(dtype: DType) -> bool:
     return dtype in _EXPONENTS
 
 
-def exponent_bits(dtype: DType) -> int:
-    """Return the number of bits in the exponents of a type."""
-    return _EXPONENTS[dtype][1].bit_length()
-
-
 def choose_classes(base: Array, dtype: DType, many: int) -> Classes:
     """Return classes that separate all values except the largest hundredth and the smallest ones."""
     exponents = _exponents(base[:: max(len(base) // _SAMPLE, 1)], dtype)
@@ -85,20 +80,19 @@ def choose_classes(base: Array, dtype: DType, many: int) -> Classes:
     return Classes(max(top - many + 1, 0), min(many, top + 1))
 
 
-def exponents_of(base: Array, dtype: DType) -> Array:
-    """Return the exponent of every element."""
-    return _exponents(base, dtype).copy()
-
-
 def classes_of(base: Array, dtype: DType, classes: Classes) -> Array:
-    """Return the class of every element."""
-    return _classes(base, dtype, classes).copy()
+    """Return the class of every element, valid until this thread's next call."""
+    exponents = _exponents(base, dtype)
+    # The bounds have the array's type, because numpy is many times slower with other types.
+    first, last = np.uint8(classes.first), np.uint8(classes.first + classes.many - 1)
+    exponents.clip(first, last, out=exponents)
+    return np.subtract(exponents, first, out=exponents)
 
 
 def group(base: Array, dtype: DType, classes: Classes) -> Groups:
     """Group an even number of elements by class."""
     # A key has the two classes of a pair, the first in the upper half.
-    pairs = _classes(base, dtype, classes).view("<u2")
+    pairs = classes_of(base, dtype, classes).view("<u2")
     np.multiply(pairs, 0x1001, out=pairs)
     np.right_shift(pairs, 8, out=pairs)
     keys = scratch("delta keys", len(pairs))
@@ -106,18 +100,7 @@ def group(base: Array, dtype: DType, classes: Classes) -> Groups:
     order = keys.argsort(kind="stable")
     bounds = keys.searchsorted(_probes(classes.many), sorter=order).tolist()
     bounds.append(len(keys))
-    return Groups(order, *_runs(bounds, classes.many))
-
-
-@cache
-def _probes(many: int) -> Array:
-    return np.array([one << 4 | two for one in range(many) for two in range(many)], np.uint8)
-
-
-def _runs(bounds: list[int], many: int) -> tuple[list[tuple[int, int]], list[int]]:
-    runs = []
-    sizes = []
-    half = bounds[-1]
+    runs, sizes, many = [], [], classes.many
     for number in range(many):
         start, end = bounds[number * many], bounds[(number + 1) * many]
         runs.append((start, end))
@@ -125,10 +108,15 @@ def _runs(bounds: list[int], many: int) -> tuple[list[tuple[int, int]], list[int
         for place in range(number, many * many, many):
             start, end = bounds[place], bounds[place + 1]
             if start != end:
-                runs.append((half + start, half + end))
+                runs.append((len(keys) + start, len(keys) + end))
                 size += end - start
         sizes.append(size)
-    return runs, sizes
+    return Groups(order, runs, sizes)
+
+
+@cache
+def _probes(many: int) -> Array:
+    return np.array([one << 4 | two for one in range(many) for two in range(many)], np.uint8)
 
 
 def gather(elements: Array, groups: Groups, out: Array) -> None:
@@ -165,14 +153,6 @@ def scatter(stream: Array, groups: Groups, out: Array) -> None:
     np.left_shift(pairs, 8 * stream.itemsize, out=pairs)
     np.bitwise_or(pairs, first, out=pairs)
     out.view(pair)[groups.order] = pairs
-
-
-def _classes(base: Array, dtype: DType, classes: Classes) -> Array:
-    exponents = _exponents(base, dtype)
-    # The bounds have the array's type, because numpy is many times slower with other types.
-    first, last = np.uint8(classes.first), np.uint8(classes.first + classes.many - 1)
-    exponents.clip(first, last, out=exponents)
-    return np.subtract(exponents, first, out=exponents)
 
 
 def _exponents(base: Array, dtype: DType) -> Array:

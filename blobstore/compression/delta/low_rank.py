@@ -1,12 +1,11 @@
-"""A tensor predicted from its base and a product of two narrow matrices.
+"""Predicts a tensor from its base plus a product of two narrow matrices.
 
-What fine-tuning adds to a matrix is often nearly of low rank: of a merged adapter by construction,
-of the first some hundred steps of a whole model by what was measured. The factors are small
-integers times powers of two. Every partial sum of their product is a multiple of the least power
-and under 2**24 of it, so float32 has it exactly: in any order, with fused multiplication or without,
-on every machine. One addition to the base and one rounding follow, of which IEEE 754 leaves nothing
-open. Numbers that processors may treat in ways of their own (subnormal ones, infinities, what is
-no number) are predicted to stay as they are.
+Fine-tuning often changes a matrix by an update of nearly low rank. Merged adapters do so by construction;
+measurements show the same for the first few hundred steps of full fine-tuning. The factors are small
+integers times powers of two. Every partial sum of their product is a multiple of the smallest power, and
+less than 2**24 times it. So float32 represents it exactly on every machine, in any order, with or without
+fused multiplication. One addition to the base and one rounding follow, which IEEE 754 defines completely.
+Processors differ in subnormal numbers, infinities and NaN; these are predicted to stay as they are.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 
 MAX_RANK: Final = 64
 MAX_SIDE: Final = 1 << 20
-"""Rows or columns at most: a short file may declare sides of any length, and rows are made whole."""
-_LARGEST: Final = 127
+"""Maximum of rows or columns: a short file may declare any number, and complete rows are computed."""
 _EXPONENTS: Final = range(-100, 61)
-"""Powers of two of the factors: sums with them are neither subnormal nor infinite by themselves."""
+"""Powers of two of the factors: with these, sums are neither subnormal nor infinite."""
 _EXACT: Final = 1 << 24
 _SERIAL_PRODUCTS: Final = 1 << 18
-"""Multiplications that BLAS does in the thread that asks; for more it wakes others, which are busy."""
+"""Multiplications that BLAS does in the calling thread. For more it wakes others, which are busy."""
 _HEAD: Final = struct.Struct("<BII")
 _PLANE: Final = struct.Struct("<BI")
 _FIELDS: Final = {
@@ -51,9 +49,9 @@ class Factors(NamedTuple):
 
     exponents: tuple[int, ...]
     left: Array
-    """One row a term, int8."""
+    """int8, one row per term."""
     right: Array
-    """One row a term, int8."""
+    """int8, one row per term."""
 
     @property
     def rank(self) -> int:
@@ -84,7 +82,7 @@ def unpack(stored: memoryview, elements: int) -> Factors:
     try:
         rank, rows, columns = _HEAD.unpack_from(stored)
         fits = rows * columns == elements and max(rows, columns) <= MAX_SIDE
-        # Of no higher rank than a matrix can have: so they take no more memory than that does.
+        # Limit the rank to that of a matrix, so that factors need no more memory than the tensor.
         if not 1 <= rank <= min(MAX_RANK, rows, columns) or not fits:
             raise ColdDamaged(
                 f"factors of rank {rank}, {rows} by {columns}, for {elements} elements"
@@ -93,7 +91,7 @@ def unpack(stored: memoryview, elements: int) -> Factors:
         at = _HEAD.size + rank
         tables = [_PLANE.unpack_from(stored, at), _PLANE.unpack_from(stored, at + _PLANE.size)]
     except struct.error as error:
-        raise ColdDamaged(f"the head of factors is cut short: {error}") from None
+        raise ColdDamaged(f"the head of factors is truncated: {error}") from None
     at += 2 * _PLANE.size
     sides = []
     for size, (method, coded) in zip((rows, columns), tables, strict=True):
@@ -152,18 +150,15 @@ class LowRankPredictor:
         predicted = scratch("delta predicted", base.nbytes).view(base.dtype)
         with np.errstate(all="ignore"):
             _ADD[self._dtype](base, added[skipped : skipped + len(base)], predicted)
-        _keep_odd_ones(base, predicted, self._dtype)
+        # Elements that are 0, subnormal or not finite are predicted to stay as they are.
+        mask, unit = _FIELDS[self._dtype]
+        exponents = scratch("delta shifted", base.nbytes).view(base.dtype)
+        np.bitwise_and(base, mask, out=exponents)
+        np.subtract(exponents, unit, out=exponents)
+        odd = exponents >= mask - unit
+        if odd.any():
+            np.copyto(predicted, base, where=odd)
         return predicted
-
-
-def _keep_odd_ones(base: Array, predicted: Array, dtype: DType) -> None:
-    mask, unit = _FIELDS[dtype]
-    exponents = scratch("delta shifted", base.nbytes).view(base.dtype)
-    np.bitwise_and(base, mask, out=exponents)
-    np.subtract(exponents, unit, out=exponents)
-    odd = exponents >= mask - unit
-    if odd.any():
-        np.copyto(predicted, base, where=odd)
 
 
 def _add_bf16(base: Array, added: Array, out: Array) -> None:
@@ -194,9 +189,9 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
     """Return integer factors that approximate ``left @ right``, or None if there are none.
 
     Args:
-        left: rows by terms.
-        right: terms by columns.
-        limit: the largest integer, of 127 at most.
+        left: array of rows by terms.
+        right: array of terms by columns.
+        limit: the largest integer, at most 127.
     """
     if not len(right):
         return None
@@ -209,7 +204,7 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
             return None
         exponent = math.ceil(math.log2(reach / limit))
         terms.append((exponent, scaled, np.rint(row * (limit / largest)).astype(np.int8)))
-    # Those far below the first are coarser, so that sums with it are exact.
+    # Terms far below the largest are coarser, so that their sums with it are exact.
     distance = ((_EXACT - 1) // (len(terms) * limit * limit)).bit_length() - 1
     least = max(term[0] for term in terms) - distance
     exponents = tuple(max(term[0], least) for term in terms)

@@ -159,7 +159,14 @@ def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence
     if form == Form.ZERO:
         return Segment(form, [], b"")
     if form >= Form.BYTES:
-        planes = [_coded(plane, _block_starts(sizes, 8), coders) for plane in _split(differences)]
+        planes, starts, rest = [], _block_starts(sizes, 8), differences
+        for number in range(differences.itemsize):
+            low = rest.astype(np.int8)
+            planes.append(_coded(low.view(np.uint8), starts, coders))
+            if number + 1 < differences.itemsize:
+                rest = (rest - low) >> 8
+                if not rest.any():
+                    break
         return Segment(Form.BYTES + len(planes) - 1, planes, b"")
     bits = _BITS[form]
     half = (1 << (bits - 1)) - 1
@@ -255,17 +262,3 @@ def _unpack(codes: Array, bits: int, out: Array) -> None:
         np.multiply(codes, factor, out=shifted)  # shifts of bytes to the left are slow in numpy
         np.right_shift(signed, 8 - bits, out=signed)
         np.copyto(part, signed[: len(part)])
-
-
-def _split(differences: Array) -> list[Array]:
-    planes = []
-    rest = differences
-    for number in range(differences.itemsize):
-        low = rest.astype(np.int8)
-        planes.append(low.view(np.uint8))
-        if number + 1 == differences.itemsize:
-            break
-        rest = (rest - low) >> 8
-        if not rest.any():
-            break
-    return planes

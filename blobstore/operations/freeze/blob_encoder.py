@@ -18,7 +18,7 @@ from blobstore.operations.freeze.fingerprints import (
     slices_of,
     whole_of,
 )
-from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from blobstore.compression.spans import Span
     from blobstore.core.digest import BlobId
     from blobstore.operations.freeze.fingerprints import Piece
+    from blobstore.safetensors.header import Header
     from blobstore.store.local import LocalStore
 
 MIN_GAIN: Final = 0.05
@@ -68,9 +69,8 @@ class SizeEstimator:
         """
         key = blob, base, level or self._level
         if key not in self._estimates:
-            self._estimates[key] = BlobEncoder(
-                self._store, blob, key[2], base, self._estimates
-            ).estimate()
+            encoder = BlobEncoder(self._store, blob, key[2], base, self._estimates)
+            self._estimates[key] = encoder.estimate()
         return self._estimates[key]
 
     def choose_encoder(self, blob: BlobId, base: BlobId | None = None) -> BlobEncoder:
@@ -112,15 +112,16 @@ class BlobEncoder:
         self._aligned: Sequence[Span] = self._spans
         """The spans, with their offsets in the base."""
         self._base: BaseBlob | None = None
-        header = None if base is None else _header(self._data)
-        if base is None or header is None:
+        if base is None:
             return
         try:
+            end = PREFIX_SIZE + header_size(self._data[:PREFIX_SIZE], blob.size)
+            header = parse_header(self._data[PREFIX_SIZE:end], blob.size)
             base_header, base_blob = store.read_blob_header(*base), store.base(*base)
             aligner = _BaseAligner(self._data, header, base_blob, base_header)
             aligned = list(aligner.align(self._spans))
-        except (Damaged, StoreError):
-            return  # a base that cannot be read is not used
+        except (InvalidHeader, Damaged, StoreError):
+            return  # no tensors, or the base cannot be read
         if any(span.base_begin is not None for span in aligned):
             self._aligned, self._base = aligned, base_blob
 
@@ -160,14 +161,8 @@ class BlobEncoder:
             span if span.same_as is None else span._replace(base_begin=None, factors=None)
             for span in mark_duplicates(spans, self._data)
         ]
-        encode(
-            chunks_of(self._data, report),
-            spans,
-            write,
-            level=self._level,
-            digest=self._blob.digest,
-            base=self._base,
-        )
+        chunks, digest = chunks_of(self._data, report), self._blob.digest
+        encode(chunks, spans, write, level=self._level, digest=digest, base=self._base)
 
     @property
     def _key(self) -> _Key:
@@ -182,14 +177,6 @@ def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memor
         report(len(chunk))
 
 
-def _header(data: memoryview) -> Header | None:
-    try:
-        end = PREFIX_SIZE + header_size(data[:PREFIX_SIZE], len(data))
-        return parse_header(data[PREFIX_SIZE:end], len(data))
-    except InvalidHeader:
-        return None
-
-
 class _BaseAligner:
     """Finds the bytes of a base that each tensor of a blob is compared with.
 
@@ -201,7 +188,10 @@ class _BaseAligner:
     def __init__(
         self, data: memoryview, header: Header, base: BaseBlob, base_header: Header
     ) -> None:
-        self._data = data
+        def read_into(out: memoryview, begin: int) -> None:
+            out[:] = data[begin : begin + len(out)]
+
+        self._read_into = read_into
         self._header = header
         self._base = base
         self._base_header = base_header
@@ -237,12 +227,9 @@ class _BaseAligner:
         """Return the offset of equal data in the base, ``preferred`` if it is there too."""
         if piece.size < MIN_PIECE:
             return None
-        fingerprint = fingerprint_of(piece, self._read)
+        fingerprint = fingerprint_of(piece, self._read_into)
         if preferred is not None and fingerprint is not None:
             there = piece._replace(begin=preferred)
             if fingerprint_of(there, self._base.read_into) == fingerprint:
                 return preferred
         return self._pieces.find(fingerprint)
-
-    def _read(self, out: memoryview, begin: int) -> None:
-        out[:] = self._data[begin : begin + len(out)]

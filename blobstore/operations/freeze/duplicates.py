@@ -59,10 +59,6 @@ class _TensorPrints(NamedTuple):
         count = sum(item in fingerprints for item in self.slices)
         return count * (self.size // max(len(self.slices), 1))
 
-    def all(self) -> Iterator[Fingerprint]:
-        """Yield the fingerprints."""
-        yield from (item for item in (self.whole, *self.slices) if item is not None)
-
 
 class _Duplicate(NamedTuple):
     """A blob that has bytes of another."""
@@ -166,7 +162,7 @@ class DuplicateFinder:
     def _all_of(self, digests: Iterable[Digest]) -> Iterator[Fingerprint]:
         for digest in digests:
             for tensor in self._tensors.get(digest, ()):
-                yield from tensor.all()
+                yield from filter(None, (tensor.whole, *tensor.slices))
 
     # Bases
 

@@ -27,7 +27,7 @@ def test_brings_each_class_together(dtype: DType, classes: Classes) -> None:
     groups = group(base, dtype, classes)
     stream = np.empty_like(base)
     gather(base, groups, stream)
-    found = classes_of(stream, dtype, classes)
+    found = classes_of(stream, dtype, classes).copy()
     assert groups.sizes == np.bincount(found, minlength=classes.many).tolist()
     assert np.array_equal(found, np.sort(classes_of(base, dtype, classes)))
     assert np.array_equal(np.sort(stream), np.sort(base))
