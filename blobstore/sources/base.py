@@ -42,6 +42,10 @@ class SourceOptions:
     default it is the model, found by the keys that training programs use."""
     keep_names: bool = False
     """Keep the tensor names and the row order of Meta's Llamas."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files to treat as if they did not exist, by their names relative to the folder."""
+    keep: tuple[str, ...] = ()
+    """Patterns of files to store as they are, besides those in :data:`KEPT_FILES`."""
 
 
 DEFAULT_OPTIONS = SourceOptions()

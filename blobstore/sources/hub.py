@@ -3,40 +3,53 @@
 Tokens, cache, offline mode and endpoint are those of the client, as its users know them. The client
 does not verify what it receives: it accepts a damaged body of the right length, and caches it under
 the digest that it should have. So each file is compared here with the listing of the exact commit:
-sha256 for large files, git's sha1 for small ones.
+sha256 for large files, git's sha1 for small ones. Which files are needed is decided from the listing and
+a few small files, before anything else is downloaded.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import hashlib
 import os
 import re
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from blobstore.core.escape import escape, quote
+from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
-from blobstore.manifests.file_names import MAX_DEPTH
-from blobstore.sources.base import KEPT_FILES
+from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.file_tree import FileTree
+from blobstore.sources.hub_listing import (
+    COMMIT,
+    Listing,
+    cached_listing,
+    cached_snapshot,
+    files_in_snapshot,
+    list_repository,
+    retry_after,
+)
+from blobstore.sources.selection import select_files
+from blobstore.sources.small_files import is_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.sources.base import SourceOptions
+    from blobstore.sources.hub_listing import ListedFile
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 # The references that git allows, so that a revision cannot lead out of the client's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
-_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
-_DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": _COMMIT}
-_WANTED = ("*.safetensors", *KEPT_FILES)
+_CACHED = "models--"
+"""Start of the name of a repository's folder in the cache."""
 _MAX_REPO = 96
 """The client's own limit."""
 _DOWNLOADS = 4
@@ -50,8 +63,8 @@ _TEXTS = {
     "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or "
     "set HF_TOKEN",
     "RevisionNotFoundError": "{name}: no such revision on the Hub",
-    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached, and the cache has not all of its "
-    "files; check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
+    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached, and not all files are in the cache; "
+    "check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
     "HfHubHTTPError": "{name}: the Hub answered with status {status}; {advice}",
     "HFValidationError": "not a Hub id: {name}",
     "Exception": "{name}: the download failed: {reason}; check the network and try again",
@@ -71,17 +84,11 @@ class HubSnapshot:
     repo: str
     revision: str
     """The commit's hash."""
+    tree: FileTree
+    """The files of the repository. Those that the options select are in ``folder``, and verified."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """The SHA-256 of large files by name, in hexadecimal digits."""
     notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A file as the Hub lists it. ``algorithm`` is ``sha256``, or ``sha1`` of a git blob."""
-
-    name: str
-    size: int
-    algorithm: str
-    digest: str
 
 
 def is_hub_id(text: str) -> bool:
@@ -109,139 +116,221 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def download(text: str, *, progress: Progress | None = None) -> HubSnapshot:
-    """Download the files of a repository that a store keeps, and verify them against its listing.
+def download(
+    text: str, options: SourceOptions = DEFAULT_OPTIONS, *, progress: Progress | None = None
+) -> HubSnapshot:
+    """Download the files of a repository that ``options`` select, and verify them.
 
-    Files in the client's cache are verified, but not downloaded again. Without the Hub (offline mode,
-    no network) the cached snapshot is used and compared with the listing that the client cached; if
-    there is none, a notice says so.
+    Files in the client's cache are verified, but not downloaded again. If the Hub cannot be asked, the
+    cache is used only if the client is offline on purpose or ``text`` names a commit.
 
     Raises:
         UsageError: ``text`` is not a Hub id.
         SourceNotFound: the repository or the revision does not exist.
-        SourceError: access is denied, or the Hub cannot be reached and the cache is incomplete.
+        SourceError: access is denied, the Hub cannot be reached, or there is nothing to select.
         DamagedSource: a file does not match the listing.
     """
     repo, revision = parse_hub_id(text)
-    from huggingface_hub import get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    listed: list[_Listed] | None = None
-    with _client_errors(repo, revision):
-        if (found := _list(repo, revision)) is not None:
-            commit, listed = found
-            folder = _fetch(repo, revision, commit, listed, progress)
-        else:
-            # The check finds missing files; that of the client would expect files that we do not need.
-            folder = Path(
-                snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
-            )
-            # The cached listing may be missing or unreadable.
-            with suppress(
-                CachedRepoTreeNotFoundError, AttributeError, KeyError, TypeError, ValueError
-            ):
-                listed = _wanted(get_cached_repo_tree(repo, revision=folder.name))
-    if listed is not None:
-        _check(folder, repo, listed, progress)
-        return HubSnapshot(folder=folder, repo=repo, revision=folder.name)
-    notice = (
-        f"the Hub cannot be reached: {_name(repo, revision)} is read from the cache, without "
-        "comparing its files with the Hub's listing"
-    )
-    return HubSnapshot(folder=folder, repo=repo, revision=folder.name, notices=(notice,))
-
-
-def _list(repo: str, revision: str | None) -> tuple[str, list[_Listed]] | None:
-    """Return the commit and its wanted files; None if the Hub cannot be reached."""
     import httpx2
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.file_download import repo_folder_name
 
-    api = HfApi()
-    # Without a timeout, the client waits forever for a Hub that accepts connections and is silent.
-    wait = constants.HF_HUB_ETAG_TIMEOUT
-    try:
-        commit = api.model_info(repo, revision=revision, timeout=wait).sha
-        if commit is None or not _COMMIT.fullmatch(commit):
-            raise SourceError(f"the Hub names no commit for {_name(repo, revision)}")
-        tree = api.list_repo_tree(repo, recursive=True, revision=commit)
-        return commit, _wanted(tree)
-    except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException):
-        return None
-    except HfHubHTTPError:
-        raise  # some are ValueErrors, but their own message is better
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise SourceError(
-            f"{_name(repo, revision)}: the server is not the Hub, or its listing is malformed; "
-            "check HF_ENDPOINT, HF_TOKEN and the network"
-        ) from error
-
-
-def _wanted(tree: Iterable[Any]) -> list[_Listed]:
-    """Return the files that a store keeps, with checkpoints only in folders without safetensors.
-
-    Raises ValueError if the listing is malformed.
-    """
-    from huggingface_hub import RepoFile
-
-    files = [item for item in tree if isinstance(item, RepoFile)]
-    safe = {it.path.rpartition("/")[0] for it in files if it.path.endswith(".safetensors")}
-    wanted = []
-    for item in files:
-        folder, _, name = item.path.rpartition("/")
-        parts = item.path.split("/")
-        if len(parts) > MAX_DEPTH or not {"", ".", ".."}.isdisjoint(parts):
-            continue
-        patterns = _WANTED if folder in safe else (*_WANTED, "*pytorch_model*.bin")
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            continue
-        large = item.lfs
-        size, algorithm, digest = (
-            (large.size, "sha256", large.sha256) if large else (item.size, "sha1", item.blob_id)
-        )
-        # The client accepts any JSON as size and digest.
-        if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
-            raise ValueError(f"no size or digest of {quote(item.path)}")
-        wanted.append(_Listed(item.path, size, algorithm, digest))
-    return wanted
-
-
-def _fetch(
-    repo: str,
-    revision: str | None,
-    commit: str,
-    listed: Sequence[_Listed],
-    progress: Progress | None,
-) -> Path:
-    """Download the listed files to the client's cache; return the folder of the snapshot."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub import try_to_load_from_cache as cached
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    if not listed:
-        raise SourceError(f"{_name(repo, revision)} has no files that a store keeps")
-    missing = [it for it in listed if not isinstance(cached(repo, it.name, revision=commit), str)]
-    pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
-
-    def fetch(file: _Listed) -> None:
-        count = _FileCount(pool, file)
+    storage = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type="model"))
+    with _client_errors(repo, revision):
         try:
-            hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
-        except RemoteEntryNotFoundError as error:
-            raise DamagedSource(
-                f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
-                "serve it; choose another revision"
-            ) from error
-        count.add(file.size)
+            commit, listing = list_repository(repo, revision)
+        except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException) as error:
+            is_offline = isinstance(error, OfflineModeIsEnabled)
+            cached = cached_snapshot(storage, revision)
+            if cached is None or not (is_offline or COMMIT.fullmatch(revision or "")):
+                raise _unreachable(text, cached, is_offline=is_offline) from error
+            reason = "offline" if is_offline else "the Hub cannot be reached"
+            commit = f"commit {cached.name} of the cache"
+            notices = [f"{reason}: {_name(repo, revision)} is {commit}"]
+            listed = cached_listing(cached)
+            if listed is None:
+                listed = files_in_snapshot(cached)
+                notices.append("the Hub's listing is not in the cache, so files may be missing")
+            return _Repository(repo, cached, listed, options).take(options, progress, notices)
+        folder = storage / "snapshots" / commit
+        taken = _Repository(repo, folder, listing, options, is_online=True).take(options, progress)
+        _note_commit(revision, taken)
+        return taken
 
-    pool.run(missing, fetch)
-    # All files are cached now. This caches the commit and the listing of the branch as well.
-    first, quiet = listed[0].name, _bar_class(None)
-    snapshot_download(
-        repo, revision=revision, allow_patterns=[glob.escape(first)], tqdm_class=quiet
-    )
-    path = hf_hub_download(repo, first, revision=commit, tqdm_class=quiet)
-    return Path(path).parents[first.count("/")]
+
+def open_cached(
+    path: Path, options: SourceOptions = DEFAULT_OPTIONS, *, progress: Progress | None = None
+) -> HubSnapshot | None:
+    """Return the snapshot of a repository's folder in a cache; None if ``path`` is no such folder.
+
+    ``path`` is ``models--org--name``, or the folder of a commit in its ``snapshots``. Only files that
+    are there are selected. They are verified by the digests in their names.
+
+    Raises:
+        SourceError: there are several snapshots and none belongs to ``main``; or as :func:`download`.
+        DamagedSource: a file does not have its digest; or as :func:`download`.
+    """
+    path = path.absolute()
+    is_snapshot = COMMIT.fullmatch(path.name) is not None
+    storage = path.parent.parent if is_snapshot else path
+    snapshots = storage / "snapshots"
+    if not storage.name.startswith(_CACHED) or not snapshots.is_dir():
+        return None
+    there = [it for it in snapshots.iterdir() if COMMIT.fullmatch(it.name)]
+    folder = path if is_snapshot else cached_snapshot(storage, None)
+    if folder is None and len(there) != 1:
+        names = ", ".join(sorted(map(quote, there))) or "there are none"
+        raise SourceError(
+            f"{quote(path)} has no snapshot of the branch main; choose one of its snapshots: {names}"
+        )
+    folder = folder or there[0]
+    repo = storage.name.removeprefix(_CACHED).replace("--", "/", 1)
+    found = files_in_snapshot(folder)
+    listed = cached_listing(folder) or {}
+    missing = [quote(name) for name in sorted(listed.keys() - found.keys()) if is_kept(name)]
+    notices = []
+    if missing:
+        notices.append(f"left out: {join_some(missing, 5)} of {repo}, not in the cache")
+    repository = _Repository(repo, folder, found, options, boundary=storage)
+    return repository.take(options, progress, notices)
+
+
+def _unreachable(text: str, cached: Path | None, *, is_offline: bool) -> SourceError:
+    repo, revision = parse_hub_id(text)
+    name = _name(repo, revision)
+    if not text.startswith(SCHEME):
+        name = f"there is no folder {quote(text)}, and as a Hub id {name}"
+    if is_offline:
+        return SourceError(f"{name}: it is not in the cache; unset HF_HUB_OFFLINE to download it")
+    advice = "check the network and HF_ENDPOINT"
+    if cached is not None:
+        advice += f", or set HF_HUB_OFFLINE=1 to use commit {cached.name} of the cache"
+    return SourceError(f"{name}: the Hub cannot be reached; {advice}")
+
+
+class _Repository(FileTree):
+    """The files of a repository at one commit. A file is fetched and verified before it is read."""
+
+    def __init__(
+        self,
+        repo: str,
+        folder: Path,
+        listing: Listing,
+        options: SourceOptions,
+        *,
+        is_online: bool = False,
+        boundary: Path | None = None,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            repo: the repository.
+            folder: its snapshot in the cache, which need not exist yet.
+            listing: its files.
+            options: what to select.
+            is_online: whether to download files that are not in the cache.
+            boundary: the folder that links must not leave; by default the client's cache.
+        """
+        from huggingface_hub import constants
+
+        listed = {file.name: file.size for file in listing.values()}
+        label = f"{SCHEME}{repo}"
+        super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
+        self._tree = FileTree(folder, exclude=options.exclude, listed=listed, label=label)
+        self._repo = repo
+        self._listing = listing
+        self._is_online = is_online
+        self._boundary = os.path.realpath(boundary or constants.HF_HUB_CACHE)
+        self._ready: set[str] = set()
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file, which is fetched and verified first."""
+        self._get([name], None)
+        return super().path(name)
+
+    def take(
+        self, options: SourceOptions, progress: Progress | None, notices: Sequence[str] = ()
+    ) -> HubSnapshot:
+        """Select files, fetch and verify them."""
+        selection = select_files(self, options)
+        names = [*selection.files, *sorted(selection.weight_names())]
+        self._get(names, progress)
+        files = [self._listing[name] for name in names]
+        return HubSnapshot(
+            folder=self.root,
+            repo=self._repo,
+            revision=self.root.name,
+            tree=self._tree,
+            digests={file.name: file.digest for file in files if file.algorithm == "sha256"},
+            notices=tuple(notices),
+        )
+
+    def _get(self, names: Sequence[str], progress: Progress | None) -> None:
+        files = [self._listing[name] for name in names if name not in self._ready]
+        if self._is_online:
+            self._fetch(files, progress)
+        pool = WorkerPool(_CHECKS, progress, sum(file.size for file in files))
+        pool.run(files, partial(self._check, pool))
+        self._ready.update(names)
+
+    def _fetch(self, files: Sequence[ListedFile], progress: Progress | None) -> None:
+        """Download files to the client's cache."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub import try_to_load_from_cache as cached
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        repo, commit = self._repo, self.root.name
+        missing = [
+            it for it in files if not isinstance(cached(repo, it.name, revision=commit), str)
+        ]
+        pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
+
+        def fetch(file: ListedFile) -> None:
+            count = _FileCount(pool, file)
+            try:
+                hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
+            except RemoteEntryNotFoundError as error:
+                raise DamagedSource(
+                    f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
+                    "serve it; choose another revision"
+                ) from error
+            count.add(file.size)
+
+        pool.run(missing, fetch)
+
+    def _check(self, pool: WorkerPool, file: ListedFile) -> None:
+        """Compare a file with the listing: a job of ``pool``."""
+        what = f"checking {escape(file.name)}"
+        link = self.root / file.name
+        try:
+            fault = _fault_of(link, file, self._boundary, lambda count: pool.report(count, what))
+        except (OSError, ValueError) as error:
+            fault = f"it cannot be read: {_reason(error)}; check {quote(link)}"
+        if fault is not None:
+            raise DamagedSource(
+                f"file {quote(file.name)} of {_name(self._repo, self.root.name)} does not match the "
+                f"Hub's listing: {fault}"
+            )
+
+
+def _note_commit(revision: str | None, taken: HubSnapshot) -> None:
+    """Let the client's cache know the commit of the branch and its listing, for offline use."""
+    import httpx2
+    from huggingface_hub import snapshot_download
+
+    storage = taken.folder.parents[1]
+    if cached_snapshot(storage, revision) == taken.folder and cached_listing(taken.folder):
+        return
+    here = next(name for name in taken.tree.files_below() if (taken.folder / name).exists())
+    # The model is complete without this.
+    with suppress(httpx2.HTTPError, OSError, RuntimeError, ValueError):
+        snapshot_download(
+            taken.repo,
+            revision=revision,
+            allow_patterns=[glob.escape(here)],
+            tqdm_class=_bar_class(None),
+        )
 
 
 class _FileCount:
@@ -251,7 +340,7 @@ class _FileCount:
     a retry.
     """
 
-    def __init__(self, pool: WorkerPool, file: _Listed) -> None:
+    def __init__(self, pool: WorkerPool, file: ListedFile) -> None:
         self._pool = pool
         self._size = file.size
         self._what = f"fetching {escape(file.name)}"
@@ -292,30 +381,9 @@ def _bar_class(count: _FileCount | None) -> Any:
     return Bar
 
 
-def _check(folder: Path, repo: str, listed: Sequence[_Listed], progress: Progress | None) -> None:
-    """Compare every file with the listing."""
-    from huggingface_hub import constants
-
-    pool = WorkerPool(_CHECKS, progress, sum(file.size for file in listed))
-    cache = os.path.realpath(constants.HF_HUB_CACHE)
-
-    def check(file: _Listed) -> None:
-        what = f"checking {escape(file.name)}"
-        link = folder / file.name
-        try:
-            fault = _fault_of(link, file, cache, lambda count: pool.report(count, what))
-        except (OSError, ValueError) as error:
-            fault = f"it cannot be read: {_reason(error)}; check {quote(link)}"
-        if fault is not None:
-            raise DamagedSource(
-                f"file {quote(file.name)} of {_name(repo, folder.name)} does not match the Hub's "
-                f"listing: {fault}"
-            )
-
-    pool.run(listed, check)
-
-
-def _fault_of(link: Path, file: _Listed, cache: str, report: Callable[[int], None]) -> str | None:
+def _fault_of(
+    link: Path, file: ListedFile, cache: str, report: Callable[[int], None]
+) -> str | None:
     """Return the fault of a cached file and what to do about it; None if there is none."""
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
     if not path.is_relative_to(cache):
@@ -355,6 +423,8 @@ def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
         found = next(base for kind in type(error).__mro__ if (base := kind.__name__) in _TEXTS)
         status = getattr(getattr(error, "response", None), "status_code", 0)
         advice = "log in, or set HF_TOKEN" if status in (401, 403) else "try again later"
+        if seconds := retry_after(getattr(getattr(error, "response", None), "headers", {})):
+            advice = f"try again in {seconds:.0f} seconds"
         name, reason = _name(repo, revision), _reason(error)
         raise _KINDS.get(found, SourceError)(
             _TEXTS[found].format(name=name, status=status, advice=advice, reason=reason)

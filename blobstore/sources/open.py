@@ -54,23 +54,30 @@ def open_source(
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
             )
-        snapshot = hub.download(name, progress=progress)
-        source = HuggingFaceFolder(snapshot.folder, options)
-        source.notices.extend(snapshot.notices)
-        return source
+        return _open_snapshot(hub.download(name, options, progress=progress), options)
     try:
         if path.is_dir() and options.weights is None and is_meta_folder(path):
             if options.subtree is not None:
                 raise UsageError(
                     f"{quote(path)} is a Meta Llama folder, which has no parts for --subtree"
                 )
-            return MetaFolder(path, open_checkpoint, keep_names=options.keep_names)
+            return MetaFolder(path, open_checkpoint, options)
         if options.keep_names:
             raise UsageError(
                 f"{quote(path)} is not a Meta Llama folder; --keep-names applies only to those"
             )
+        if (snapshot := hub.open_cached(path, options, progress=progress)) is not None:
+            return _open_snapshot(snapshot, options)
         return HuggingFaceFolder(path, options)
     except OSError as error:
         raise SourceError(
             f"cannot read {quote(error.filename or path)}: {error.strerror}"
         ) from error
+
+
+def _open_snapshot(snapshot: hub.HubSnapshot, options: SourceOptions) -> HuggingFaceFolder:
+    source = HuggingFaceFolder(snapshot.folder, options, snapshot.tree)
+    source.repository, source.commit = snapshot.repo, snapshot.revision
+    source.digests = snapshot.digests
+    source.notices.extend(snapshot.notices)
+    return source

@@ -137,11 +137,6 @@ def add_indexed(
         by_file.setdefault(file, set()).add(name)
     for file, names in sorted(by_file.items()):
         path = index.parent / file
-        if not path.exists():
-            raise DamagedSource(
-                f"shard {quote(path)} is missing; {quote(index)} places {len(names)} tensors "
-                "in it. Download the complete model"
-            )
         shards.add(path, prefix=prefix, names=names)
         found = shards.names_in(path)
         if lacking := sorted(names - found):

@@ -1,52 +1,67 @@
-"""Lists the small files of a folder that a store keeps."""
+"""Lists the files of a folder, besides its weights, that a store keeps."""
 
 from __future__ import annotations
 
 import fnmatch
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
-from blobstore.errors import DamagedSource, SourceError
-from blobstore.manifests.file_names import is_valid_part
-from blobstore.sources.base import KEPT_FILES, SourceFile
+from blobstore.errors import SourceError
+from blobstore.manifests.file_names import is_valid_name, is_valid_part
+from blobstore.sources.base import KEPT_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Collection, Iterable, Iterator
 
-_MAX_FILE_SIZE = 64 * 2**20
+    from blobstore.sources.file_tree import FileTree
+
+MAX_SMALL_FILE = 64 * 2**20
 _WEIGHT_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 
 
 def is_kept(name: str) -> bool:
-    """Return whether files of this name are kept."""
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHT_INDEXES):
-        return False
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT_FILES)
+    """Return whether files of this name are kept, whatever folder they are in."""
+    return _matches(name, KEPT_FILES) and not _matches(name, _WEIGHT_INDEXES)
 
 
-def files_of(folder: Path, prefix: str = "") -> Iterator[SourceFile]:
-    """Yield the files to keep of a folder itself, with ``prefix`` in front of their names.
+def small_files(tree: FileTree, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of ``names`` that are files to keep.
 
     Raises:
         DamagedSource: a file is a broken link.
         SourceError: a file is too large.
     """
-    for path in folder.iterdir():
-        if not is_valid_part(path.name) or not is_kept(path.name):
+    for name in names:
+        if not is_kept(name.rpartition("/")[2]) or not is_valid_name(name):
             continue
-        if path.is_symlink() and not path.exists():  # pruned caches have such links
-            raise DamagedSource(f"{quote(path)} is a broken link; download the complete model")
-        if path.is_file():
-            if path.stat().st_size > _MAX_FILE_SIZE:
-                raise SourceError(
-                    f"{quote(path)} is over {_MAX_FILE_SIZE} bytes, too large to keep"
-                )
-            yield SourceFile(prefix + path.name, path)
+        size = tree.size(name)
+        if size is not None and size > MAX_SMALL_FILE:
+            raise SourceError(
+                f"{tree.label(name)} is over {MAX_SMALL_FILE} bytes, too large to keep"
+            )
+        if size is not None:
+            yield name
 
 
-def unusable_name(path: Path) -> str | None:
+def matching_files(tree: FileTree, keep: Collection[str], used: Collection[str]) -> set[str]:
+    """Return the names of the files that match a pattern of ``keep``, except those in ``used``.
+
+    Raises:
+        DamagedSource: a file is a broken link.
+    """
+    return {
+        name
+        for name in (tree.files_below() if keep else ())
+        if name not in used and is_valid_name(name) and _matches(name, keep)
+        if tree.size(name) is not None
+    }
+
+
+def unusable_name(tree: FileTree, name: str, keep: Collection[str] = ()) -> str | None:
     """Return a notice if a file would be kept, but a store cannot hold its name."""
-    if not is_kept(path.name) or is_valid_part(path.name):
+    if is_valid_part(name) or not (is_kept(name) or _matches(name, keep)):
         return None
-    return f"left out: {quote(path)}; names in a store have only letters, digits, '_', '.' and '-'"
+    return f"left out: {tree.label(name)}; names in a store have only letters, digits, '_', '.' and '-'"
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -45,6 +45,8 @@ class Repo:
     """What every request is answered with, if not 0."""
     statuses: dict[str, list[int]] = field(default_factory=dict)
     """What the next requests for ``info``, ``tree`` or a file are answered with."""
+    retry_after: str = ""
+    """What failed requests are answered with as ``Retry-After``."""
     raw: dict[str, bytes] = field(default_factory=dict)
     """What ``info`` or ``tree`` is answered with, whatever the client makes of it."""
     stall: float = 0
@@ -84,6 +86,8 @@ class Repo:
         if len(data) >= LARGE:
             sha256 = hashlib.sha256(data).hexdigest()
             entry["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 130}
+            # The blob of git is a pointer, as on the Hub.
+            entry["oid"] = hashlib.sha1(f"pointer to {sha256}".encode()).hexdigest()
         return entry
 
 
@@ -179,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif repo is None:
             self._error(HTTPStatus.NOT_FOUND, "RevisionNotFound")
         elif failure := self._misbehaviour(repo, parts):
-            self._error(HTTPStatus(failure), "")
+            self._error(HTTPStatus(failure), "", repo.retry_after)
         elif name := parts["file"]:
             self._file(repo, name, is_store=parts["store"] != "", body=body)
         else:
@@ -257,5 +261,6 @@ class _Handler(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(data)
 
-    def _error(self, status: HTTPStatus, code: str) -> None:
-        self._send(status, {"X-Error-Code": code} if code else {})
+    def _error(self, status: HTTPStatus, code: str, retry_after: str = "") -> None:
+        headers = {"X-Error-Code": code, "Retry-After": retry_after}
+        self._send(status, {name: value for name, value in headers.items() if value})

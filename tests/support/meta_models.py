@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blobstore.core.files import FileState
 from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.meta.source import MetaFolder
 
 Tensors = dict[str, torch.Tensor]
@@ -178,7 +179,7 @@ class Maker:
         return self
 
     def open(self, *, keep_names: bool = False) -> MetaFolder:
-        return MetaFolder(self.folder, self.open_shard, keep_names=keep_names)
+        return MetaFolder(self.folder, self.open_shard, SourceOptions(keep_names=keep_names))
 
     def open_shard(self, path: Path) -> MemoryShard:
         shard = self.shards[path.name]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import DamagedSource
-from blobstore.sources.base import SourceFile
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
+from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
-from blobstore.sources.small_files import files_of, unusable_name
+from blobstore.sources.small_files import matching_files, small_files, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileState
     from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.base import SourceOptions
     from blobstore.sources.meta.layout import Joined
     from blobstore.sources.meta.reading import Shard
 
@@ -44,20 +46,22 @@ class MetaFolder:
     """A :class:`TensorSource` over a folder of shards and their ``params.json``."""
 
     def __init__(
-        self, folder: Path, open_shard: Callable[[Path], Shard], *, keep_names: bool = False
+        self,
+        folder: Path,
+        open_shard: Callable[[Path], Shard],
+        options: SourceOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Open all shards and check that they form a model.
 
-        With ``keep_names``, tensors keep Meta's names and row order, and no ``config.json`` is
+        With ``options.keep_names``, tensors keep Meta's names and row order, and no ``config.json`` is
         generated. A single shard may then have any tensors.
 
         Raises:
             DamagedSource: a shard is missing, or shards and ``params.json`` contradict each other.
             UnsupportedSource: the model is not a plain Llama.
         """
-        self.reopen = functools.partial(
-            MetaFolder, folder.absolute(), open_shard, keep_names=keep_names
-        )
+        self.reopen = functools.partial(MetaFolder, folder.absolute(), open_shard, options)
+        keep_names = options.keep_names
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
@@ -71,7 +75,7 @@ class MetaFolder:
                 shard = open_shard(path)
                 self._shards.append(shard)
                 self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
-            self._list_files(folder, keep_names=keep_names)
+            self._list_files(FileTree(folder, exclude=options.exclude), options)
             if keep_names and len(self._shards) == 1:
                 self.specs = self._shards[0].specs
             else:
@@ -117,20 +121,21 @@ class MetaFolder:
             made = SourceFile(_CONFIG, folder / PARAMS_FILE, content)
             self.files = sorted([*self.files, made], key=lambda file: file.name)
 
-    def _list_files(self, folder: Path, *, keep_names: bool) -> None:
-        kept = sorted(files_of(folder), key=lambda file: file.name)
-        if not keep_names and any(file.name == _CONFIG for file in kept):
-            kept = [file for file in kept if file.name != _CONFIG]
+    def _list_files(self, tree: FileTree, options: SourceOptions) -> None:
+        weights = {path.name for path in self._paths}
+        kept = {*small_files(tree, tree.entries()), *matching_files(tree, options.keep, weights)}
+        if not options.keep_names and _CONFIG in kept:
+            kept.remove(_CONFIG)
             self.notices.append(
-                f"left out: {quote(folder / _CONFIG)}; one generated from {PARAMS_FILE} replaces it"
+                f"left out: {tree.label(_CONFIG)}; one generated from {PARAMS_FILE} replaces it"
             )
-        self.files = kept
-        for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
-                self.notices.append(f"left out: folder {quote(path)}")
-            elif path.suffix in _WEIGHTS and path not in self._paths:
-                self.notices.append(f"left out: {quote(path)}, not a shard of the model")
-            elif notice := unusable_name(path):
+        self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
+        for name in tree.entries():
+            if tree.is_folder(name) and not name.startswith("."):
+                self.notices.append(f"left out: folder {tree.label(name)}")
+            elif name.endswith(_WEIGHTS) and name not in weights | kept:
+                self.notices.append(f"left out: {tree.label(name)}, not a shard of the model")
+            elif notice := unusable_name(tree, name, options.keep):
                 self.notices.append(notice)
 
 

@@ -22,6 +22,7 @@ from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import UsageError
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
+from blobstore.sources.hub_listing import ListedFile
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
@@ -31,18 +32,20 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parents[3]
 _SHARD = "model-00002-of-00002.safetensors"
 _DOWNLOAD = """
-import json, sys
+import json, os, sys
 from blobstore.errors import BlobstoreError
 from blobstore.sources import hub
+from blobstore.sources.base import SourceOptions
+options = SourceOptions(**json.loads(os.environ.get("TEST_OPTIONS", "{}")))
 results = []
 for text in sys.argv[1:]:
     steps = []
     try:
-        found = hub.download(text, progress=lambda *step: steps.append(step))
+        found = hub.download(text, options, progress=lambda *step: steps.append(step))
         paths = (path for path in found.folder.rglob("*") if path.is_file())
         names = sorted(str(path.relative_to(found.folder)) for path in paths)
         result = {"folder": str(found.folder), "repo": found.repo, "revision": found.revision,
-                  "notices": found.notices, "files": names}
+                  "notices": found.notices, "files": names, "digests": found.digests}
     except BlobstoreError as error:
         result = {"error": type(error).__name__, "message": str(error), "exit": error.exit_code,
                   "has_cause": error.__cause__ is not None}
@@ -55,8 +58,9 @@ from types import SimpleNamespace
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from blobstore.core.workers import WorkerPool
 from blobstore.sources import hub
+from blobstore.sources.hub_listing import ListedFile
 steps = []
-file = hub._Listed("model.safetensors", 100, "sha1", "0" * 40)
+file = ListedFile("model.safetensors", 100, "sha1", "0" * 40)
 count = hub._FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file)
 bar = hub._bar_class(count)
 with XetDownloadProgressReporter(
@@ -123,7 +127,7 @@ def _write(folder: Path) -> Path:
         "tokenizer.json": b"{}" * 1000,
         "same.json": b"{}" * 1000,  # the client fetches equal bytes once
         "LICENSE": b"free",
-        "1_Pooling/config.json": b"{}",
+        "1_Pooling/config.json": b"never fetched",
         "pytorch_model.bin": b"never fetched",
         "onnx/model.onnx": b"never fetched",
         "a/b/c/config.json": b"too deep",
@@ -168,7 +172,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         server.add("org/nothing", nothing)
         server.add("org/teapot", folder, status=418)
         server.add("org/denied", folder, status=403)
-        server.add("org/busy", folder, statuses={"info": [429]})
+        server.add("org/busy", folder, status=429, retry_after="7000")
+        server.add(
+            "org/busy-once", folder, statuses={"info": [429], "tree": [503, 503]}, retry_after="0"
+        )
         server.add("org/html", folder, raw={"info": b"<html>log in to the hotel</html>"})
         server.add("org/nameless", folder, raw={"info": b'{"id": "org/nameless", "sha": "../x"}'})
         server.add("org/keyless", folder, raw={"tree": b'[{"type": "file", "path": "a.json"}]'})
@@ -220,7 +227,6 @@ def test_fetches_the_files_that_a_store_keeps_and_no_others(client: Client, fold
     assert found["revision"] == repo.commit
     assert found["notices"] == []
     assert found["files"] == [
-        "1_Pooling/config.json",
         "LICENSE",
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -233,12 +239,65 @@ def test_fetches_the_files_that_a_store_keeps_and_no_others(client: Client, fold
         assert (Path(found["folder"]) / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_fetches_the_weights_that_are_used_and_no_others(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("consolidated", "model.fp16", "transformer/unlisted"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / _SHARD, folder / f"{name}.safetensors")
+    (folder / "transformer" / "model.safetensors.index.json").write_text("never fetched")
+    client.server.add("org/model", folder)
+    found = client.download("org/model")
+    weights = {name for name in found["files"] if name.endswith(".safetensors")}
+    assert weights == {"model-00001-of-00002.safetensors", _SHARD}
+    client.home = tmp_path / "another"
+    for options, expected in (
+        ({"weights": "model.fp16*"}, {"model.fp16.safetensors"}),
+        ({"weights": "con*", "exclude": ["*.index.json"]}, {"consolidated.safetensors"}),
+    ):
+        shutil.rmtree(client.home, ignore_errors=True)
+        found = client.download("org/model", TEST_OPTIONS=json.dumps(options))
+        names = set(found["files"])
+        assert {name for name in names if name.endswith(".safetensors")} == expected
+        assert "transformer/model.safetensors.index.json" not in names
+        assert set(found["digests"]) >= expected
+    found = client.download("org/model", TEST_OPTIONS=json.dumps({"keep": ["onnx/*"]}))
+    assert "onnx/model.onnx" in found["files"]
+
+
+def test_fetches_the_components_of_a_pipeline_and_no_single_file(
+    client: Client, tmp_path: Path
+) -> None:
+    repo = tmp_path / "pipeline"
+    parts = {"unet": ["diffusers", "U"], "vae": ["diffusers", "V"], "none": [None, None]}
+    files = {"model_index.json": json.dumps(parts).encode(), "README.md": b"x"}
+    write_folder(repo, dense_tensors(), files=files)
+    (repo / "model.safetensors").rename(repo / "everything.safetensors")
+    for part in ("unet", "vae", "safety"):
+        write_folder(repo / part, moe_tensors())
+        weights = repo / part / "diffusion_pytorch_model.safetensors"
+        (repo / part / "model.safetensors").rename(weights)
+        shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
+    client.server.add("org/pipeline", repo)
+    assert client.download("org/pipeline")["files"] == [
+        "README.md",
+        "config.json",
+        "model_index.json",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
+
+
 def test_reports_progress_of_fetching_and_of_checking_up_to_the_total(
     client: Client, folder: Path
 ) -> None:
     client.server.add("org/model", folder)
     found = client.download("org/model")
-    total = sum((folder / name).stat().st_size for name in found["files"])
+    # The index comes first, because it decides which files follow.
+    names = [name for name in found["files"] if not name.endswith(".index.json")]
+    total = sum((folder / name).stat().st_size for name in names)
     for what in ("fetching", "checking"):
         steps = [step for step in found["steps"] if step[0].startswith(what)]
         assert [step[1] for step in steps] == sorted(step[1] for step in steps)
@@ -259,10 +318,10 @@ def test_a_second_download_checks_but_fetches_nothing(client: Client, folder: Pa
     [
         ("org/missing", "SourceNotFound", ["no Hub repository", "HF_TOKEN"]),
         ("org/branched@v9", "SourceNotFound", ["no such revision"]),
-        ("org/nothing", "SourceError", ["no files"]),
+        ("org/nothing", "UnsupportedSource", ["'model.onnx'"]),
         ("org/teapot", "SourceError", ["418", "try again later"]),
         ("org/denied", "SourceError", ["403", "HF_TOKEN"]),
-        ("org/busy", "SourceError", ["429", "try again later"]),
+        ("org/busy", "SourceError", ["429", "try again in 7000 seconds"]),
         ("org/html", "SourceError", ["not the Hub", "HF_ENDPOINT"]),
         ("org/nameless", "SourceError", ["no commit"]),
         ("org/keyless", "SourceError", ["malformed"]),
@@ -281,7 +340,12 @@ def test_rejects_with_one_line_that_names_the_repository_and_what_to_do(
 ) -> None:
     found = outcome.results[text]
     assert found["error"] == error
-    assert found["exit"] == {"SourceError": 1, "SourceNotFound": 3, "DamagedSource": 4}[error]
+    assert (
+        found["exit"]
+        == {"SourceError": 1, "UnsupportedSource": 1, "SourceNotFound": 3, "DamagedSource": 4}[
+            error
+        ]
+    )
     assert found["message"].isprintable()
     for word in [text.partition("@")[0], *words]:
         assert word in found["message"]
@@ -324,7 +388,7 @@ def test_fetches_checkpoints_only_where_no_safetensors_are(outcome: Outcome) -> 
     assert {path.rpartition("/")[2] for path in asked} == {shard}
 
 
-@pytest.mark.parametrize("text", ["org/cut", "org/flaky"])
+@pytest.mark.parametrize("text", ["org/cut", "org/flaky", "org/busy-once"])
 def test_goes_on_after_a_failure_that_passes(outcome: Outcome, text: str) -> None:
     assert outcome.results[text]["files"] == outcome.results["hf://old"]["files"]
     steps = outcome.results[text]["steps"]
@@ -351,7 +415,7 @@ def test_bytes_that_come_by_xet_are_counted_once(client: Client) -> None:
 
 def test_a_download_ends_when_another_one_failed() -> None:
     pool = WorkerPool(1, None, 10)
-    count = hub._FileCount(pool, hub._Listed("name", 10, "sha1", "0" * 40))
+    count = hub._FileCount(pool, ListedFile("name", 10, "sha1", "0" * 40))
     count.add(5)
     pool.stopping.set()
     with pytest.raises(Cancelled):
@@ -440,7 +504,8 @@ def test_offline_the_cache_is_used_and_checked(client: Client, folder: Path) -> 
     assert not client.server.requests
     assert found["revision"] == repo.commit
     assert found["files"] == online["files"]
-    assert found["notices"] == []
+    assert found["digests"] == online["digests"]
+    assert found["notices"] == [f"offline: 'org/model' is commit {repo.commit} of the cache"]
     assert found["steps"][-1][0].startswith("checking")
 
 
@@ -453,21 +518,45 @@ def test_offline_a_damaged_cache_is_refused(client: Client, folder: Path) -> Non
     assert client.download("org/model", HF_HUB_OFFLINE="1")["error"] == "DamagedSource"
 
 
-def test_offline_without_a_cached_listing_says_that_nothing_was_compared(
+def test_offline_without_a_cached_listing_says_that_files_may_be_missing(
     client: Client, folder: Path
 ) -> None:
     client.server.add("org/model", folder)
     snapshot = Path(client.download("org/model")["folder"])
     shutil.rmtree(snapshot.parents[1] / "trees")
     found = client.download("org/model", HF_HUB_OFFLINE="1")
-    assert "without comparing" in found["notices"][0]
+    assert "files may be missing" in found["notices"][1]
+    path = (snapshot / "tokenizer.json").resolve()
+    path.write_bytes(b"{}" * 999 + b"[]")
+    assert client.download("org/model", HF_HUB_OFFLINE="1")["error"] == "DamagedSource"
 
 
-def test_without_a_network_the_cache_is_used(client: Client, folder: Path) -> None:
-    client.server.add("org/model", folder)
-    online = client.download("org/model")
+def test_without_a_network_an_older_commit_is_not_used_silently(
+    client: Client, folder: Path
+) -> None:
+    repo = client.server.add("org/model", folder)
+    client.download("org/model")
     found = client.download("org/model", HF_ENDPOINT="http://127.0.0.1:9")
+    assert found["error"] == "SourceError"
+    assert found["message"] == (
+        "there is no folder 'org/model', and as a Hub id 'org/model': the Hub cannot be reached; "
+        "check the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use commit "
+        f"{repo.commit} of the cache"
+    )
+
+
+def test_without_a_network_a_commit_is_read_from_the_cache(client: Client, folder: Path) -> None:
+    repo = client.server.add("org/model", folder)
+    online = client.download("org/model")
+    text = f"org/model@{repo.commit}"
+    found = client.download(text, HF_ENDPOINT="http://127.0.0.1:9")
     assert found["folder"] == online["folder"]
+    assert found["notices"] == [
+        f"the Hub cannot be reached: '{text}' is commit {repo.commit} of the cache"
+    ]
+    absent = client.download(f"org/model@{'0' * 40}", HF_ENDPOINT="http://127.0.0.1:9")
+    assert absent["error"] == "SourceError"
+    assert "the Hub cannot be reached" in absent["message"]
 
 
 def test_offline_without_a_cache_is_an_error_that_says_so(client: Client) -> None:

@@ -111,6 +111,15 @@ def test_shards_without_an_index_need_all_numbers_of_one_set(tmp_path: Path, oth
         Found(tmp_path)
 
 
+def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE | TWO, shards=2)
+    (tmp_path / SHARDS[1]).unlink()
+    with pytest.raises(
+        DamagedSource, match=f"shard '.*{SHARDS[1]}' is missing; .*{INDEX}' places 1 tensors in it"
+    ):
+        Found(tmp_path)
+
+
 def test_an_empty_index_counts_for_nothing(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / INDEX).write_text('{"weight_map":{}}')

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import DamagedSource, SourceError
-from blobstore.sources.small_files import files_of, is_kept, unusable_name
+from blobstore.sources.file_tree import FileTree
+from blobstore.sources.small_files import is_kept, small_files
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "LICENSE.txt", "x.py"])
@@ -21,30 +22,22 @@ def test_does_not_keep_weights_nor_their_index(name: str) -> None:
     assert not is_kept(name)
 
 
-def test_reports_files_whose_names_a_store_cannot_hold() -> None:
-    assert unusable_name(Path("x/a b.json")) is not None
-    assert unusable_name(Path("x/a b.safetensors")) is None
-    assert unusable_name(Path("x/a.json")) is None
-
-
-def test_lists_files_with_their_prefix_and_no_folders(tmp_path: Path) -> None:
+def test_lists_files_and_no_folders(tmp_path: Path) -> None:
     for name in ("config.json", "weights.bin", "sp ace.json"):
         (tmp_path / name).touch()
     (tmp_path / "folder.json").mkdir()
-    found = list(files_of(tmp_path, "vae/"))
-    assert [(file.name, file.path, file.content) for file in found] == [
-        ("vae/config.json", tmp_path / "config.json", None)
-    ]
+    tree = FileTree(tmp_path)
+    assert list(small_files(tree, tree.entries())) == ["config.json"]
 
 
 def test_rejects_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("nowhere")
     with pytest.raises(DamagedSource, match="broken link"):
-        list(files_of(tmp_path))
+        list(small_files(FileTree(tmp_path), ["config.json"]))
 
 
 def test_rejects_a_file_too_large_to_keep(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 64 * 2**20 + 1)
     with pytest.raises(SourceError, match="too large"):
-        list(files_of(tmp_path))
+        list(small_files(FileTree(tmp_path), ["config.json"]))

@@ -1,0 +1,116 @@
+"""The files of a model folder: those on disk, or those that a listing of the Hub names.
+
+What is read of a folder is decided from a tree, so that it can be decided before anything is downloaded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import quote
+from blobstore.errors import DamagedSource
+from blobstore.manifests.file_names import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+
+class FileTree:
+    """Files by their names relative to a folder, with ``/`` between the parts.
+
+    Each folder is listed once, so that all decisions see the same files.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        exclude: Sequence[str] = (),
+        listed: Mapping[str, int] | None = None,
+        label: str = "",
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            root: the folder.
+            exclude: patterns of names that are treated as if they did not exist.
+            listed: the sizes of all files by name; None to look at the disk.
+            label: what messages call the folder; its path by default.
+        """
+        self.root = root
+        self._label = label or str(root)
+        self._exclude = exclude
+        self._listed = listed
+        self._entries: dict[str, set[str]] = {}
+        for file in listed or ():
+            name = file
+            while name and not self._is_excluded(name):
+                folder, _, last = name.rpartition("/")
+                self._entries.setdefault(folder, set()).add(last)
+                name = folder
+
+    def label(self, name: str = "") -> str:
+        """Return the quoted name of a file, or of the folder itself, for messages."""
+        return quote(f"{self._label}/{name}".removesuffix("/"))
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Return the names of the files and folders in a folder, sorted; none if it does not exist.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        if self._listed is None and folder not in self._entries:
+            path = self.root / folder
+            there = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+            self._entries[folder] = {
+                name for name in there if not self._is_excluded(joined(folder, name))
+            }
+        return sorted(self._entries.get(folder, ()))
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file or folder of this name."""
+        folder, _, last = name.rpartition("/")
+        return last in self.entries(folder)
+
+    def is_folder(self, name: str) -> bool:
+        """Return whether there is a folder of this name."""
+        if self._listed is not None:
+            return name in self._entries
+        return (self.root / name).is_dir()
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file; None for a folder, a pipe or a device.
+
+        Raises:
+            DamagedSource: it is a broken link.
+        """
+        if self._listed is not None:
+            return self._listed.get(name)
+        path = self.root / name
+        if path.is_symlink() and not path.exists():  # pruned caches have such links
+            raise DamagedSource(f"{self.label(name)} is a broken link; download the complete model")
+        return path.stat().st_size if path.is_file() else None
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file that is about to be read."""
+        return self.root / name
+
+    def files_below(self, folder: str = "") -> Iterator[str]:
+        """Yield the names of all files in a folder and its folders, to the depth of a store's names."""
+        depth = len(folder.split("/")) if folder else 0
+        for entry in self.entries(folder) if depth < MAX_DEPTH else ():
+            name = joined(folder, entry)
+            if not self.is_folder(name):
+                yield name
+            elif not entry.startswith("."):  # .git and .cache
+                yield from self.files_below(name)
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude)
+
+
+def joined(folder: str, name: str) -> str:
+    """Return the name of an entry of a folder; the root is the empty name."""
+    return f"{folder}/{name}" if folder else name

@@ -1,0 +1,190 @@
+"""Lists the files of a Hub repository at one commit, with sizes and digests.
+
+The listing comes from the Hub's API, from the copy of it in the client's cache, or from the cached files:
+the client names each one by its digest. The API is asked directly, because the client waits for as long as
+a busy server asks it to, without a limit.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import re
+import time
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote as url_quote
+
+from blobstore.core.escape import quote
+from blobstore.core.files import read_regular
+from blobstore.errors import BlobstoreError, SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
+_BUSY = (429, 503)
+_MAX_TRIES = 5
+_MAX_WAIT = 120
+"""Seconds to wait for a busy Hub, over all requests of a listing."""
+_MAX_CACHED_LISTING = 256 * 2**20
+
+
+class ListedFile(NamedTuple):
+    """A file as the Hub lists it. ``algorithm`` is ``sha256``, or ``sha1`` of a git blob."""
+
+    name: str
+    size: int
+    algorithm: str
+    digest: str
+
+
+Listing = dict[str, ListedFile]
+"""Files by name."""
+
+
+def list_repository(repo: str, revision: str | None) -> tuple[str, Listing]:
+    """Ask the Hub for a commit and its files.
+
+    Raises:
+        SourceError: the answer is not that of a Hub.
+        httpx2.HTTPError, OfflineModeIsEnabled: the Hub cannot be reached, or refuses. A busy Hub is
+            asked again a few times.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    pages = _Pages()
+    at = f"/revision/{url_quote(revision, safe='')}" if revision else ""
+    try:
+        (info,) = pages.get(f"{repo}{at}")
+        commit = info["sha"]
+        if not COMMIT.fullmatch(commit):
+            raise SourceError(f"the Hub names no commit for {quote(repo)}")
+        entries = chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true"))
+        return commit, _listing(
+            (entry["path"], entry["size"], entry["oid"], (entry.get("lfs") or {}).get("oid"))
+            for entry in entries
+            if entry["type"] == "file"
+        )
+    except HfHubHTTPError:
+        raise  # some are ValueErrors, but their own message is better
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"{quote(repo)}: the server is not the Hub, or its listing is malformed; "
+            "check HF_ENDPOINT, HF_TOKEN and the network"
+        ) from error
+
+
+class _Pages:
+    """Asks the Hub's API, and waits for a busy Hub, but only so long in total."""
+
+    def __init__(self) -> None:
+        self._left = float(_MAX_WAIT)
+
+    def get(self, path: str) -> Iterator[Any]:
+        """Yield the decoded pages of an answer."""
+        from huggingface_hub import constants
+
+        # The client documents these, but marks nothing in this module as exported.
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        url: str | None = f"{constants.ENDPOINT}/api/models/{path}"
+        tries = 0
+        while url:
+            tries += 1
+            # Without a timeout, it would wait forever for a Hub that is silent.
+            response = get_session().get(
+                url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+            if response.status_code in _BUSY and tries < _MAX_TRIES:
+                seconds = retry_after(response.headers, default=2 ** (tries - 1))
+                if seconds <= self._left:
+                    self._left -= seconds
+                    time.sleep(seconds)
+                    continue
+            hf_raise_for_status(response)
+            yield response.json()
+            url, tries = response.links.get("next", {}).get("url"), 0
+
+
+def retry_after(headers: Any, default: float = 0) -> float:
+    """Return for how many seconds a server asks its client to wait."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds
+    text = headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:  # noqa: PLR2004
+        return int(text)
+    try:
+        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0)
+    except (ValueError, OverflowError):
+        return default
+
+
+def cached_snapshot(storage: Path, revision: str | None) -> Path | None:
+    """Return the snapshot that a repository's folder in the cache has of a revision."""
+    commit = revision or "main"
+    if not COMMIT.fullmatch(commit):
+        try:
+            commit = read_regular(storage / "refs" / commit, 100).decode().strip()
+        except (OSError, ValueError, BlobstoreError):
+            return None
+    folder = storage / "snapshots" / commit
+    return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def cached_listing(snapshot: Path) -> Listing | None:
+    """Return the listing that the client cached for a snapshot; None if there is none."""
+    path = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
+    try:
+        value = json.loads(read_regular(path, _MAX_CACHED_LISTING))
+        if value["format_version"] != 1:
+            return None
+        return _listing(
+            (name, entry["size"], entry["blob_id"], entry.get("lfs_sha256"))
+            for name, entry in value["files"].items()
+        )
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return None
+    except BlobstoreError:
+        return None
+
+
+def files_in_snapshot(snapshot: Path) -> Listing:
+    """Return the files of a snapshot with the digests by which the client named them.
+
+    Files that are not links to files of such a name are left out.
+    """
+    found = {}
+    for path in sorted(snapshot.rglob("*")):
+        target = Path(os.path.realpath(path))
+        digest = target.name
+        algorithm = next((a for a, form in _DIGESTS.items() if form.fullmatch(digest)), None)
+        if algorithm is not None and path.is_symlink() and target.is_file():
+            name = path.relative_to(snapshot).as_posix()
+            found[name] = ListedFile(name, target.stat().st_size, algorithm, digest)
+    return found
+
+
+def _listing(files: Iterable[tuple[str, int, str, str | None]]) -> Listing:
+    """Return the listing of files with a name, a size, a git blob id, and a sha256 or None.
+
+    Raises ValueError if one is malformed.
+    """
+    listing = {}
+    for name, size, blob_id, sha256 in files:
+        algorithm, digest = ("sha256", sha256) if sha256 else ("sha1", blob_id)
+        if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
+            raise ValueError(f"no size or digest of {quote(name)}")
+        if "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/")):
+            listing[name] = ListedFile(name, size, algorithm, digest)
+    return listing

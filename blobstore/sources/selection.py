@@ -1,0 +1,287 @@
+"""Decides which files of a model folder are read, from the names of its files and a few small ones.
+
+A folder has components: the model itself, the parts of a diffusers pipeline listed in
+``model_index.json``, and the modules of a sentence-transformers model listed in ``modules.json``. The
+same decision holds for a folder and for the listing of a Hub repository that is not downloaded yet.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from blobstore.core.escape import join_some, quote
+from blobstore.core.files import read_regular
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
+from blobstore.manifests.file_names import is_valid_part
+from blobstore.sources.file_tree import joined
+from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, read_weight_map
+from blobstore.sources.small_files import (
+    MAX_SMALL_FILE,
+    matching_files,
+    small_files,
+    unusable_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.sources.base import SourceOptions
+    from blobstore.sources.file_tree import FileTree
+
+_T = TypeVar("_T")
+_STEMS = {
+    SAFETENSORS: ("model", "diffusion_pytorch_model"),
+    ".bin": ("pytorch_model", "diffusion_pytorch_model"),
+}
+"""Names of weight files by ending, without ending and shard number."""
+_EXTRA_FOLDERS = ("additional_chat_templates",)
+_TRAINING_STATE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*\.(bin|pt|pth|ckpt)"
+)
+"""Checkpoints next to the weights that have no model."""
+_OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+class ComponentWeights(NamedTuple):
+    """The weights of one component: the files of an index, or files by themselves."""
+
+    folder: str
+    """The folder of the component; empty for the model itself."""
+    index_name: str | None
+    """The index that is followed."""
+    files: Sequence[str]
+    """The names of the weight files."""
+
+
+@dataclass(slots=True)
+class Selection:
+    """The files of a folder that are read. All names are relative to the folder."""
+
+    weights: list[ComponentWeights] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """The files that are stored as they are, sorted."""
+    notices: list[str] = field(default_factory=list)
+
+    def weight_names(self) -> set[str]:
+        """Return the names of all weight files and indexes."""
+        indexes = {part.index_name for part in self.weights if part.index_name is not None}
+        return indexes.union(*(part.files for part in self.weights))
+
+
+def select_files(tree: FileTree, options: SourceOptions) -> Selection:
+    """Return the weights and small files to read.
+
+    Raises:
+        DamagedSource: a file is missing or malformed, or files and index contradict each other.
+        SourceError: there are no weights, or several sets and ``options.weights`` chooses none.
+    """
+    selection = Selection()
+    components = _components(tree)
+    for folder in ("", *components):
+        _select_weights(tree, folder, options.weights, selection)
+    used = selection.weight_names()
+    folders = (*components, *_EXTRA_FOLDERS)
+    small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
+    files = set(small_files(tree, small))
+    kept = matching_files(tree, options.keep, used)
+    if not any(part.files for part in selection.weights) and not kept:
+        raise _no_weights(tree, options.weights)
+    selection.files = sorted(files | kept)
+    selection.notices.extend(_left_out(tree, folders, used | kept, options))
+    return selection
+
+
+def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
+    """Return the decoded file; an empty ``kind`` if it is missing, malformed or of another kind."""
+    if not tree.has(name):
+        return kind()
+    try:
+        value = json.loads(read_regular(tree.path(name), MAX_SMALL_FILE))
+    except (OSError, ValueError, RecursionError, BlobstoreError):
+        return kind()
+    return value if isinstance(value, kind) else kind()
+
+
+def _components(tree: FileTree) -> list[str]:
+    """Return the names of the component folders, checked and sorted."""
+    # A component is [library, class], or [null, null] if the pipeline does not have it.
+    parts = [
+        name
+        for name, value in read_json(tree, "model_index.json", dict).items()
+        if isinstance(value, list) and len(value) == 2 and value[1] is not None  # noqa: PLR2004
+    ]
+    modules = [
+        path
+        for module in read_json(tree, "modules.json", list)
+        if isinstance(module, dict) and isinstance(path := module.get("path"), str) and path
+    ]
+    for name in (*parts, *modules):
+        if not is_valid_part(name):
+            raise DamagedSource(
+                f"{tree.label()} lists a component {quote(name)}, which is not a folder name"
+            )
+        if name in parts and not tree.is_folder(name):
+            raise DamagedSource(
+                f"model_index.json of {tree.label()} lists component {quote(name)}, but "
+                "there is no such folder; download the complete model"
+            )
+    return sorted(name for name in {*parts, *modules} if tree.is_folder(name))
+
+
+def _select_weights(tree: FileTree, folder: str, weights: str | None, selection: Selection) -> None:
+    """Add the weights of one component, and notices of the weight files that are left out."""
+    names = _weight_files(tree, folder, weights)
+    index, chosen = _choose(tree, folder, names, weights)
+    if index is not None:
+        weight_map = read_weight_map(tree.path(joined(folder, index)))
+        chosen = sorted(set(weight_map.values()))
+        for name in chosen:
+            if not tree.has(joined(folder, name)):
+                raise DamagedSource(
+                    f"shard {tree.label(joined(folder, name))} is missing; "
+                    f"{tree.label(joined(folder, index))} places "
+                    f"{list(weight_map.values()).count(name)} tensors in it. "
+                    "Download the complete model"
+                )
+    selection.weights.append(
+        ComponentWeights(
+            folder,
+            index and joined(folder, index),
+            [joined(folder, name) for name in chosen],
+        )
+    )
+    selection.notices.extend(
+        f"left out: {tree.label(joined(folder, name))}; choose other weights with --weights"
+        for name in names
+        if name not in chosen
+    )
+
+
+def _weight_files(tree: FileTree, folder: str, weights: str | None) -> list[str]:
+    """Return the names of the safetensors files, or else of checkpoints; for a pattern, of both."""
+    every = tree.entries(folder)
+    names = [name for name in every if name.endswith(SAFETENSORS)]
+    if names and weights is None:
+        return names
+    return names + [
+        name
+        for name in every
+        if name.endswith(CHECKPOINTS)
+        and (weights is not None or not _TRAINING_STATE.fullmatch(name))
+    ]
+
+
+def _choose(
+    tree: FileTree, folder: str, names: Sequence[str], weights: str | None
+) -> tuple[str | None, Sequence[str]]:
+    """Return the index to follow, or the files to read, of one component."""
+    indexes = {
+        ending: fnmatch.filter(tree.entries(folder), f"*{ending}.index*.json")
+        for ending in (SAFETENSORS, ".bin")
+    }
+    if weights is not None:
+        every = [*indexes[SAFETENSORS], *indexes[".bin"]]
+        return _choose_by(tree, folder, weights, every, names)
+    is_safetensors = indexes[SAFETENSORS] or any(name.endswith(SAFETENSORS) for name in names)
+    ending = SAFETENSORS if is_safetensors else ".bin"
+    if read_json(tree, joined(folder, "model_index.json"), dict):
+        # The folder of a pipeline often has all components once more in a single file.
+        names = [name for name in names if name.startswith(("model", "pytorch_model"))]
+    for stem in _STEMS[ending]:
+        single = f"{stem}{ending}"
+        index = f"{single}.index.json"
+        if index in indexes[ending] and (mapped := _mapped(tree, folder, index)):
+            if single in names and single not in mapped:
+                raise SourceError(
+                    f"{tree.label(folder)} has both {single} and the shards of {index}; "
+                    f"choose with --weights '{single}' or --weights '{stem}-*{ending}'"
+                )
+            return index, ()
+        if single in names:
+            return None, [single]
+        shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+\{ending}", name)]
+        if shards:
+            _check_numbers(tree, folder, shards)
+            return None, shards
+    if len(names) > 1:
+        raise SourceError(
+            f"{tree.label(folder)} has several weight files "
+            f"({join_some([*map(quote, names)], 5)}) and none is named "
+            f"{_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
+        )
+    return None, names
+
+
+def _choose_by(
+    tree: FileTree, folder: str, weights: str, indexes: Sequence[str], names: Sequence[str]
+) -> tuple[str | None, Sequence[str]]:
+    """Return the index or the files that ``--weights`` chooses."""
+    # A pattern such as '*.bin' means the model. Training state has to be named exactly.
+    chosen = {
+        name
+        for name in fnmatch.filter(names, weights)
+        if name == weights or not _TRAINING_STATE.fullmatch(name)
+    }
+    for index in indexes:
+        mapped = _mapped(tree, folder, index)
+        if not mapped & chosen:
+            continue
+        if chosen <= mapped:
+            return index, ()
+        raise SourceError(
+            f"pattern {quote(weights)} chooses files of {tree.label(joined(folder, index))} and "
+            "others; give a narrower --weights"
+        )
+    return None, sorted(chosen)
+
+
+def _mapped(tree: FileTree, folder: str, index: str) -> set[str]:
+    """Return the names of the files that an index names."""
+    return set(read_weight_map(tree.path(joined(folder, index))).values())
+
+
+def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:
+    """Check that shards without an index are complete, by the numbers in their names."""
+    totals = {name.rpartition("-")[2] for name in shards}
+    numbers = {int(re.findall(r"-(\d+)-of-", name)[-1]) for name in shards}
+    total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
+    if len(numbers) != total or numbers != set(range(1, total + 1)):
+        raise DamagedSource(
+            f"the weight files of {tree.label(folder)} are not a complete set of shards, and there is "
+            f"no index: {len(shards)} found, such as {quote(shards[0])}; download the complete model"
+        )
+
+
+def _left_out(
+    tree: FileTree, known: Sequence[str], used: set[str], options: SourceOptions
+) -> Iterator[str]:
+    """Yield a notice for each folder, weight file and unusable name of the folder that is left out."""
+    weights = {*used, *_weight_files(tree, "", options.weights)}
+    for name in tree.entries():
+        if tree.is_folder(name):
+            below = any(file.startswith(f"{name}/") for file in used)
+            if name not in known and not name.startswith("."):
+                yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
+        elif name.endswith(_OTHER_WEIGHTS) and name not in weights:
+            yield f"left out: {tree.label(name)}, not part of the model's weights"
+        elif notice := unusable_name(tree, name, options.keep):
+            yield notice
+
+
+def _no_weights(tree: FileTree, weights: str | None) -> SourceError:
+    if weights is not None:
+        return SourceError(f"no file in {tree.label()} matches --weights {quote(weights)}")
+    names = tree.entries()
+    other = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+    if other:
+        return UnsupportedSource(
+            f"{tree.label()} has weights only in files like {quote(other[0])}, which have no model or "
+            "cannot be read; use a version of the model in safetensors files"
+        )
+    what = "has no weight files" if names else "is empty"
+    return SourceError(f"{tree.label()} {what}; expected a Hugging Face model folder")
