@@ -12,6 +12,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blobstore.core.escape import join_some, quote
@@ -19,6 +20,7 @@ from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_valid_part
 from blobstore.sources.file_tree import joined
+from blobstore.sources.formats import format_of_name
 from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
@@ -44,7 +46,6 @@ _TRAINING_STATE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*\.(bin|pt|pth|ckpt)"
 )
 """Checkpoints next to the weights that have no model."""
-_OTHER_WEIGHTS = (*CHECKPOINTS, ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class ComponentWeights(NamedTuple):
@@ -267,7 +268,7 @@ def _left_out(
             below = any(file.startswith(f"{name}/") for file in used)
             if name not in known and not name.startswith("."):
                 yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
-        elif name.endswith(_OTHER_WEIGHTS) and name not in weights:
+        elif (name.endswith(CHECKPOINTS) or format_of_name(name)) and name not in weights:
             yield f"left out: {tree.label(name)}, not part of the model's weights"
         elif notice := unusable_name(tree, name, options.keep):
             yield notice
@@ -276,12 +277,18 @@ def _left_out(
 def _no_weights(tree: FileTree, weights: str | None) -> SourceError:
     if weights is not None:
         return SourceError(f"no file in {tree.label()} matches --weights {quote(weights)}")
-    names = tree.entries()
-    other = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
-    if other:
+    names = [*tree.files_below()]
+    for name in names:
+        if what := format_of_name(name):
+            return UnsupportedSource(
+                f"{tree.label()} has no weights that can be read, but {quote(name)}, {what}; use a "
+                "version of the model in safetensors files, or store the file as it is with "
+                f"--keep '*{PurePath(name).suffix}'"
+            )
+    if other := next((name for name in names if name.endswith(CHECKPOINTS)), None):
         return UnsupportedSource(
-            f"{tree.label()} has weights only in files like {quote(other[0])}, which have no model or "
-            "cannot be read; use a version of the model in safetensors files"
+            f"{tree.label()} has weights only in files like {quote(other)}, which have no model; use a "
+            "version of the model in safetensors files"
         )
-    what = "has no weight files" if names else "is empty"
+    what = "has no weight files" if tree.entries() else "is empty"
     return SourceError(f"{tree.label()} {what}; expected a Hugging Face model folder")

@@ -8,8 +8,16 @@ from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileState, read_regular
 from blobstore.core.tensor import TensorSpec
-from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    DamagedSource,
+    SourceNotFound,
+    UnsupportedSource,
+    UsageError,
+)
+from blobstore.sources.formats import format_of_name
 from blobstore.sources.pytorch.checkpoint import Checkpoint
+from blobstore.sources.pytorch.container import UnknownFormat
 from blobstore.sources.safetensors import SafetensorsShard
 
 if TYPE_CHECKING:
@@ -55,6 +63,10 @@ class ShardSet:
                 shard = checkpoint = Checkpoint(path, subtree=self._subtree)
             except SourceNotFound:
                 raise DamagedSource(f"weight file {quote(path)} is missing") from None
+            except UnknownFormat:
+                if (what := format_of_name(path.name)) is None:
+                    raise
+                raise UnsupportedSource(f"{quote(path)}: this is {what}") from None
             self._shards[path] = shard
             checkpoint.check_readable()
         elif self._subtree is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blobstore.core.tensor import TensorSpec
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointRefused, UnsupportedSource
 from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
@@ -49,7 +49,7 @@ def _read(path: str, subtree: str | None) -> dict[str, Any]:
                 "tensors": {spec.name: _tensor(checkpoint, spec) for spec in specs},
                 "unreadable": list(checkpoint.unreadable),
             }
-    except CheckpointRefused as error:
+    except (CheckpointRefused, UnsupportedSource) as error:
         return {"refusal": str(error)}
 
 

@@ -20,6 +20,7 @@ from blobstore.errors import (
     SourceError,
     SourceNotFound,
     TensorNotFound,
+    UnsupportedSource,
 )
 from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.state_dict import find_state_dict, find_tensors, subtrees_of
@@ -240,7 +241,8 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
     Raises:
         SourceNotFound: the file does not exist.
         SourceError: it cannot be opened.
-        CheckpointRefused: it is damaged, needs code to be executed, or has an unsupported format.
+        CheckpointRefused: it is damaged, or needs code to be executed.
+        UnsupportedSource: it is of a format that is not read.
         UsageError: there is no such subtree.
     """
     return Checkpoint(Path(path), subtree=subtree)
@@ -266,7 +268,7 @@ def errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     where = quote(path) if name is None else f"{quote(path)}, tensor {quote(name)}"
     try:
         yield
-    except CheckpointRefused as error:
+    except (CheckpointRefused, UnsupportedSource) as error:
         raise error.at(where) from None
     except DamagedSource as error:
         raise CheckpointRefused(f"{where}: {error}") from None

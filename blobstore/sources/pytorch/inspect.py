@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.files import open_regular, read_exactly
-from blobstore.errors import CheckpointRefused, DamagedSource, SourceError
+from blobstore.errors import CheckpointRefused, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.pytorch.checkpoint import Checkpoint, errors_of
 from blobstore.sources.pytorch.container import ZIP_STARTS, other_kind
 from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, is_legacy
@@ -88,7 +88,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
                 subtrees=checkpoint.subtrees,
                 notices=checkpoint.notices,
             )
-    except CheckpointRefused as error:
+    except (CheckpointRefused, UnsupportedSource) as error:
         return Inspection(
             path=path,
             size=size,

@@ -211,11 +211,30 @@ def test_a_file_is_a_source(tmp_path: Path) -> None:
     assert (found.names, found.files, found.notices, found.config) == ({"a"}, [], [], {})
 
 
-@pytest.mark.parametrize("name", ["x.gguf", "x.h5", "optimizer.pt", "training_args.bin"])
-def test_only_other_formats_are_not_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin"])
+def test_training_state_alone_is_not_a_model(tmp_path: Path, name: str) -> None:
     touch(tmp_path, "config.json", name)
     with pytest.raises(UnsupportedSource, match=f"only in files like '{name}', which"):
         Found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("x.gguf", "a GGUF file"),
+        ("tf_model.h5", "an HDF5 file"),
+        ("flax_model.msgpack", "a msgpack file of Flax"),
+        ("onnx/model.onnx", "an ONNX file"),
+        ("weights.npz", "a NumPy archive"),
+        ("x.tflite", "a TensorFlow Lite file"),
+        ("x.mlmodel", "a Core ML file"),
+    ],
+)
+def test_formats_that_are_not_read_are_named(tmp_path: Path, name: str, what: str) -> None:
+    touch(tmp_path, "config.json", name)
+    with pytest.raises(UnsupportedSource, match=f"but '{name}', {what}; use .* --keep") as caught:
+        Found(tmp_path)
+    assert caught.value.exit_code == 1
 
 
 def test_other_formats_are_left_out_with_a_notice(tmp_path: Path) -> None:

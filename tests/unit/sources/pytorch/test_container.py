@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save as to_safetensors
 
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointRefused, UnsupportedSource
 from blobstore.sources.pytorch.container import open_container, other_kind
 from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
 from tests.support.zip_files import Member, make_zip, opened
@@ -31,7 +31,7 @@ def container_of(data: bytes) -> Container:
 
 
 def refusal(data: bytes) -> str:
-    with pytest.raises(CheckpointRefused) as caught:
+    with pytest.raises((CheckpointRefused, UnsupportedSource)) as caught:
         container_of(data)
     return str(caught.value)
 
@@ -49,12 +49,22 @@ def numpy_file() -> bytes:
     return file.getvalue()
 
 
+def numpy_archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(3))
+    return file.getvalue()
+
+
 OTHERS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "an empty file"),
     "gguf": (b"GGUF\3\0\0\0", "a GGUF file; import it with Ollama"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
     "hdf5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
     "numpy": (numpy_file(), "a numpy array"),
+    "npz": (numpy_archive(), "a NumPy archive"),
+    "onnx": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0", "an ONNX file"),
+    "tflite": (b"\x1c\0\0\0TFL3\x14\0", "a TensorFlow Lite file"),
+    "executorch": (b"\x1c\0\0\0ET12\x14\0", "an ExecuTorch program"),
     "gzip": (gzip.compress(PICKLE), "compressed with gzip; decompress it first"),
     "bzip2": (bz2.compress(PICKLE), "compressed with bzip2; decompress it first"),
     "xz": (lzma.compress(PICKLE), "compressed with xz; decompress it first"),
