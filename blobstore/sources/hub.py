@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote, urlsplit
 
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.workers import WorkerPool
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
+_URL = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 # The references that git allows, so that a revision cannot lead out of the client's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
 _CACHED = "models--"
@@ -92,14 +94,19 @@ class HubSnapshot:
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``.
+    """Return whether ``text`` is ``org/name`` or ``hf://org/name``, either with ``@revision``, or a URL.
 
     The Hub's oldest repositories have a name of one part. They need ``hf://``: a bare word is a path.
     """
-    name = text.partition("@")[0]
+    name = _without_url(text).partition("@")[0]
     repo = name.removeprefix(SCHEME)
     is_sound = ".." not in repo and "--" not in repo and not repo.endswith(".git")
     return is_sound and len(repo) <= _MAX_REPO and _ID.fullmatch(name) is not None
+
+
+def is_hub_url(text: str) -> bool:
+    """Return whether ``text`` is a URL of the Hub."""
+    return _URL.match(text) is not None
 
 
 def parse_hub_id(text: str) -> tuple[str, str | None]:
@@ -108,12 +115,24 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
     Raises:
         UsageError: ``text`` is not a Hub id.
     """
-    repo, at, revision = text.removeprefix(SCHEME).partition("@")
+    repo, at, revision = _without_url(text).removeprefix(SCHEME).partition("@")
     if not is_hub_id(text) or (at and not _REVISION.fullmatch(revision)):
         raise UsageError(
-            f"not a Hub id: {quote(text)}; expected hf://org/name or hf://org/name@revision"
+            f"not a Hub id: {quote(text)}; expected hf://org/name, hf://org/name@revision or the URL "
+            "of a model's page"
         )
     return repo, revision or None
+
+
+def _without_url(text: str) -> str:
+    """Return the Hub id of a URL, and other text unchanged."""
+    url = _URL.match(text)
+    if url is None:
+        return text
+    page = urlsplit(text[url.end() :]).path.strip("/")
+    repo, tree, revision = page.partition("/tree/")
+    # The slashes of a revision are quoted; others would lead to a folder of the repository.
+    return f"{SCHEME}{repo}@{unquote(revision.replace('/', ' '))}" if tree else f"{SCHEME}{repo}"
 
 
 def download(
@@ -188,7 +207,12 @@ def open_cached(
     repo = storage.name.removeprefix(_CACHED).replace("--", "/", 1)
     found = files_in_snapshot(folder)
     listed = cached_listing(folder) or {}
-    missing = [quote(name) for name in sorted(listed.keys() - found.keys()) if is_kept(name)]
+    folders = {name.rpartition("/")[0] for name in found}
+    missing = [
+        quote(name)
+        for name in sorted(listed.keys() - found.keys())
+        if is_kept(name) and name.rpartition("/")[0] in folders
+    ]
     notices = []
     if missing:
         notices.append(f"left out: {join_some(missing, 5)} of {repo}, not in the cache")
@@ -199,7 +223,7 @@ def open_cached(
 def _unreachable(text: str, cached: Path | None, *, is_offline: bool) -> SourceError:
     repo, revision = parse_hub_id(text)
     name = _name(repo, revision)
-    if not text.startswith(SCHEME):
+    if not text.startswith(SCHEME) and not is_hub_url(text):
         name = f"there is no folder {quote(text)}, and as a Hub id {name}"
     if is_offline:
         return SourceError(f"{name}: it is not in the cache; unset HF_HUB_OFFLINE to download it")

@@ -25,12 +25,12 @@ def open_source(
     *,
     progress: Progress | None = None,
 ) -> TensorSource:
-    """Open a model folder, a weight file, or a Hub repository by its id.
+    """Open a model folder, a weight file, or a Hub repository by its id or the URL of its page.
 
     An existing path wins over a Hub id of the same spelling; ``hf://`` forces the Hub.
 
     Args:
-        text: the path or the Hub id.
+        text: the path, the Hub id or the URL.
         options: the part to read.
         progress: called with the current step, bytes done and total bytes while a repository is
             downloaded.
@@ -44,12 +44,17 @@ def open_source(
     path = Path(name)
     try:
         # Path("") would be the working folder.
-        exists = bool(name) and not name.startswith(hub.SCHEME) and path.exists()
+        is_url = name.startswith(hub.SCHEME) or hub.is_hub_url(name)
+        exists = bool(name) and not is_url and path.exists()
     except (OSError, ValueError) as error:  # a name that is too long, a NUL byte, no permission
         raise SourceNotFound(f"cannot access {quote(name)}: {error}") from None
     if not exists:
-        if not hub.is_hub_id(name):
-            raise SourceNotFound(f"no such folder or file: {quote(name)}")
+        if not hub.is_hub_id(name) and not hub.is_hub_url(name):
+            advice = f"for the Hub's repository, say {hub.SCHEME}{name}"
+            is_repo = hub.is_hub_id(f"{hub.SCHEME}{name}")
+            raise SourceNotFound(
+                f"no such folder or file: {quote(name)}", advice=advice if is_repo else ""
+            )
         if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"

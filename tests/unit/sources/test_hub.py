@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from blobstore.core.workers import Cancelled, WorkerPool
-from blobstore.errors import UsageError
+from blobstore.errors import DamagedSource, SourceError, UsageError
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
 from blobstore.sources.hub_listing import ListedFile
+from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.open import open_source
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
@@ -201,6 +203,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         ("org/Name-1.5_x@refs/pr/1", "org/Name-1.5_x", "refs/pr/1"),
         ("hf://gpt2", "gpt2", None),
         ("hf://gpt2@main", "gpt2", "main"),
+        ("https://huggingface.co/org/name", "org/name", None),
+        ("https://huggingface.co/org/name/?library=x#top", "org/name", None),
+        ("http://www.huggingface.co/org/name/tree/v1.0", "org/name", "v1.0"),
+        ("https://hf.co/gpt2/tree/refs%2Fpr%2F1/", "gpt2", "refs/pr/1"),
     ],
 )
 def test_reads_a_hub_id(text: str, repo: str, revision: str | None) -> None:
@@ -213,7 +219,9 @@ def test_reads_a_hub_id(text: str, repo: str, revision: str | None) -> None:
     ["", "name", "a/b/c", "/a", "a/", "../a", "a/..", "a/.b", "a/b--c", "a b/c", "hf://", "a/b\n",
      "a/" + "b" * 96, "hf://org/name@",
      "name@main", "org/name.git", "hf://-a", "hf://a--b", "hf://../a", "org/name@../../x",
-     "org/name@/x", "org/name@a b", "org/name@-x", "org/name@a\n"],
+     "org/name@/x", "org/name@a b", "org/name@-x", "org/name@a\n", "https://huggingface.co/",
+     "https://huggingface.co/datasets/org/name", "https://huggingface.co/org/name/tree/main/unet",
+     "https://huggingface.co/org/name/tree/..%2F..%2Fx", "https://example.org/org/name"],
 )  # fmt: skip
 def test_rejects_text_that_is_not_a_hub_id(text: str) -> None:
     with pytest.raises(UsageError, match="not a Hub id"):
@@ -557,6 +565,66 @@ def test_without_a_network_a_commit_is_read_from_the_cache(client: Client, folde
     absent = client.download(f"org/model@{'0' * 40}", HF_ENDPOINT="http://127.0.0.1:9")
     assert absent["error"] == "SourceError"
     assert "the Hub cannot be reached" in absent["message"]
+
+
+# Folders of a cache
+
+
+def test_a_folder_of_the_cache_is_a_source_with_its_repository_and_commit(
+    client: Client, folder: Path
+) -> None:
+    repo = client.server.add("org/model", folder)
+    snapshot = Path(client.download("org/model")["folder"])
+    storage = snapshot.parents[1]
+    for path in (storage, snapshot):
+        opened = open_source(path)
+        assert isinstance(opened, HuggingFaceFolder)
+        assert (opened.repository, opened.commit) == ("org/model", repo.commit)
+        assert set(opened.specs) == set(dense_tensors() | moe_tensors())
+        shard = hashlib.sha256((folder / _SHARD).read_bytes()).hexdigest()
+        assert opened.digests[_SHARD] == shard
+        assert opened.notices == []
+        opened.close()
+    (snapshot / "LICENSE").unlink()
+    opened = open_source(storage)
+    assert opened.notices == ["left out: 'LICENSE' of org/model, not in the cache"]
+    opened.close()
+    (snapshot / _SHARD).resolve().write_bytes(bytes((folder / _SHARD).stat().st_size))
+    with pytest.raises(DamagedSource, match="does not match the Hub's listing: its sha256"):
+        open_source(storage)
+
+
+def test_a_folder_of_the_cache_with_several_commits_needs_the_main_branch(
+    client: Client, folder: Path
+) -> None:
+    client.server.add("org/model", folder)
+    snapshot = Path(client.download("org/model")["folder"])
+    storage = snapshot.parents[1]
+    (storage / "refs" / "main").unlink()
+    open_source(storage).close()
+    other = snapshot.with_name("f" * 40)
+    other.mkdir()
+    with pytest.raises(SourceError, match=f"choose one of its snapshots: '{snapshot}', '{other}'"):
+        open_source(storage)
+    open_source(snapshot).close()
+    (storage / "refs" / "main").write_text("../../../elsewhere")
+    with pytest.raises(SourceError, match="choose one of its snapshots"):
+        open_source(storage)
+    (storage / "refs" / "main").write_text(snapshot.name)
+    open_source(storage).close()
+
+
+def test_a_folder_of_the_cache_must_not_link_elsewhere(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    client.server.add("org/model", folder)
+    snapshot = Path(client.download("org/model")["folder"])
+    outside = tmp_path / hashlib.sha1(b"blob 4\0free").hexdigest()
+    outside.write_bytes(b"free")
+    (snapshot / "LICENSE").unlink()
+    (snapshot / "LICENSE").symlink_to(outside)
+    with pytest.raises(DamagedSource, match="it is a link out of the cache"):
+        open_source(snapshot)
 
 
 def test_offline_without_a_cache_is_an_error_that_says_so(client: Client) -> None:

@@ -61,6 +61,11 @@ def test_a_missing_source_is_not_found(tmp_path: Path, name: str) -> None:
         open_source(f"{tmp_path}/{name}")
 
 
+def test_a_missing_folder_may_be_meant_as_a_repository() -> None:
+    with pytest.raises(SourceNotFound, match="'gpt2'; for the Hub's repository, say hf://gpt2"):
+        open_source("gpt2")
+
+
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/" + "x" * 300, "./a/b/c", "a b/c"])
 def test_an_impossible_path_is_not_found(name: str) -> None:
     with pytest.raises(SourceNotFound) as caught:
