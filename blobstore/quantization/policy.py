@@ -1,10 +1,10 @@
 """Decides which tensors are quantized to which type, from names, shapes, element types and the config.
 
 The tables are in :mod:`blobstore.quantization.rules`. A tensor is checked in this order: the user's
-overrides (the last match wins), the requirements on element type, dimensions and size, the rules of its
-architecture, and the generic rules. The types of a rule are tried in turn, each with its group size: the
-requested one for the requested type, the default for other types. A tensor is kept unchanged if no
-group size divides its last dimension.
+overrides (the last match wins), the requirements on element type, dimensions, size and orientation, the
+rules for towers, those of its architecture, and the generic ones. The types of a rule are tried in turn,
+each with its group size: the requested one for the requested type, the default for other types. A tensor
+is kept unchanged if no group size divides its last dimension.
 
 Schedules need numbers from the model's config. If one is missing or zero, the rules that need it do not
 apply. If one is not a number, that is an error.
@@ -21,11 +21,13 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
+from blobstore.quantization.model_facts import ModelFacts
 from blobstore.quantization.rules import (
     ARCHITECTURES,
     GENERIC,
     KEPT,
     MIN_ELEMENTS,
+    TOWERS,
     UNIFORM,
     Architecture,
     any_glob,
@@ -33,10 +35,11 @@ from blobstore.quantization.rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
+    from blobstore.quantization.model_facts import Role
     from blobstore.quantization.rules import Rule
 
 PolicyName = Literal["recommended", "uniform"]
@@ -75,6 +78,7 @@ class Policy:
         name: PolicyName = "recommended",
         overrides: Sequence[tuple[str, QuantFormat | None]] = (),
         config: Mapping[str, Any] = _NO_CONFIG,
+        specs: Iterable[TensorSpec] = (),
     ) -> None:
         """Choose the rules for a model.
 
@@ -84,6 +88,7 @@ class Policy:
             name: ``recommended``, or ``uniform`` for the requested type wherever possible.
             overrides: globs on tensor names, each with a type, or None to keep the tensor.
             config: the model's ``config.json``, which has the architecture and its dimensions.
+            specs: all tensors of the model, which tell its parts apart.
 
         Raises:
             UsageError: the type does not support the group size, or the policy is unknown.
@@ -103,8 +108,10 @@ class Policy:
             _Override(glob, None if item is None else targets[item]) for glob, item in overrides
         )
         self._used: set[str] = set()
+        self._facts = ModelFacts(config, specs)
+        self._transposed: set[str] = set()
         self._layers = _LayerNumbers()
-        self._rules = UNIFORM if name == "uniform" else self._recommended(config)
+        self._rules = (*TOWERS, *(UNIFORM if name == "uniform" else self._recommended(config)))
 
     def decide(self, spec: TensorSpec) -> Decision:
         """Return the decision for a tensor.
@@ -118,14 +125,18 @@ class Policy:
             self._used.update(item.glob for item in matching)
             return matching[-1].decide(spec)
         is_expert = is_expert_weight(name)
-        unmet = _requirement(spec, is_expert=is_expert)
+        role = self._facts.role(spec) if len(spec.shape) == _MATRIX and not is_expert else None
+        unmet = _requirement(spec, role, is_expert=is_expert)
         if unmet:
             return Decision(None, 0, unmet)
+        if self._facts.is_transposed(spec):
+            self._transposed.add(name)
+            return Decision(None, 0, "stored transposed")
         # There is always one, because the last rule applies to everything.
         rule = next(
             rule
             for rule in self._rules
-            if rule.applies_to(name, is_expert=is_expert)
+            if rule.applies_to(name, role, is_expert=is_expert)
             if self._layers.has_rule(rule, name)
         )
         if not rule.become:
@@ -142,6 +153,18 @@ class Policy:
     def unused_overrides(self) -> tuple[str, ...]:
         """Return the globs of overrides that have matched no tensor so far."""
         return tuple(item.glob for item in self._overrides if item.glob not in self._used)
+
+    def notices(self) -> tuple[str, ...]:
+        """Return what a user should know about the decisions so far."""
+        names = sorted(self._transposed)
+        if not names:
+            return ()
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        notice = (
+            f"kept {quote(names[0])}{others} unquantized: stored as [inputs, outputs], and types group "
+            "values along the inputs"
+        )
+        return (notice,)
 
     def _recommended(self, config: Mapping[str, Any]) -> tuple[Rule, ...]:
         names = _list_at(config, "architectures", _is_text, "a list of names")
@@ -248,7 +271,7 @@ class _LayerNumbers:
         return self.architecture.schedule.has(layer, self.layers)
 
 
-def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
+def _requirement(spec: TensorSpec, role: Role | None, *, is_expert: bool) -> str:
     """Return why a tensor's type or shape cannot be quantized, or an empty string."""
     if spec.dtype not in _QUANTIZABLE:
         return f"{spec.dtype.value} {_NOT_QUANTIZABLE}"
@@ -262,8 +285,10 @@ def _requirement(spec: TensorSpec, *, is_expert: bool) -> str:
     else:
         return ""
     # "norm" is more helpful than "1 dimension".
-    named = (rule.reason for rule in KEPT if rule.applies_to(spec.name, is_expert=is_expert))
-    return next(named, shape_reason)
+    rules = (
+        rule for rule in (*TOWERS, *KEPT) if rule.applies_to(spec.name, role, is_expert=is_expert)
+    )
+    return next((rule.reason for rule in rules), shape_reason)
 
 
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

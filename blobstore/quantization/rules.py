@@ -1,11 +1,11 @@
 """The tables of quantization rules, which :mod:`blobstore.quantization.policy` evaluates.
 
-A rule has globs for the names of tensors, conditions, and the types to quantize to. The first rule that
-applies decides. An architecture's rules precede the generic ones, so they only state deviations. Every
-table ends with a rule for all tensors. Rules only see float weights of suitable shape: matrices and stacks
-of experts' matrices that are not tiny.
+A rule has the role of a weight, globs for the names of tensors, conditions, and the types to quantize to.
+The first rule that applies decides. An architecture's rules precede the generic ones except those for
+towers, so they only state deviations. Every table ends with a rule for all tensors. Rules only see float
+weights of suitable shape: matrices and stacks of experts' matrices that are not tiny.
 
-The tables are those of Ollama 0.33, extended by the routers of a few more model families.
+The tables are those of Ollama 0.33, extended by the names that other model families use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import fnmatch
 import functools
 import re
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from blobstore.quantization.model_facts import Role
 
 
 @functools.lru_cache(maxsize=512)
@@ -35,6 +38,8 @@ class Rule:
     """One rule. Omitted conditions are always true."""
 
     reason: str
+    role: Role | None = None
+    """Applies to weights of this role; if a weight's role is unknown, those with matching names."""
     names: tuple[str, ...] = ("*",)
     """Globs; one must match the name."""
     unless: tuple[str, ...] = ()
@@ -51,13 +56,15 @@ class Rule:
     layers: Layers = "any"
     """If the number of layers is unknown, rules that need a schedule do not apply."""
 
-    def applies_to(self, name: str, *, is_expert: bool) -> bool:
-        """Return whether the rule applies to a tensor by its name alone."""
+    def applies_to(self, name: str, role: Role | None, *, is_expert: bool) -> bool:
+        """Return whether the rule applies to a tensor in some layer of a model."""
         if self.experts is not None and self.experts != is_expert:
             return False
         if self.unless and any_glob(self.unless).match(name):
             return False
-        return any_glob(self.names).match(name) is not None
+        if role is not None and self.role is not None:
+            return self.role == role
+        return bool(self.names) and any_glob(self.names).match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +141,93 @@ _FOUR_BITS: Final = _INT4 | _FLOAT4
 _MXFP8: Final = frozenset({"mxfp8"})
 _FLOATS: Final = _FLOAT4 | _MXFP8
 
-_TOWERS: Final = ("*vision*", "*visual*", "*audio_tower*")
 _PER_LAYER: Final = ("*per_layer*",)
 _SENSITIVE_NAMES: Final = ("*.v_proj*", "*.k_proj*", "*down_proj*")
 _SENSITIVE: Final = "sensitive projection"
 _SCHEDULED: Final = "sensitive projection of a scheduled layer"
 _UNSCHEDULED: Final = "sensitive projection, but its layer is not scheduled"
 
-_EMBEDDING = Rule(reason="embedding", names=("*embed*",), experts=False)
+TOWERS: Final = (
+    Rule(
+        reason="vision",
+        names=("*vision*", "*visual*", "*siglip*", "*image_tower*", "*vpm.*", "vit.*", "*.vit.*"),
+    ),
+    Rule(
+        reason="audio",
+        names=("*audio_tower*", "*audio_encoder*", "*speech_encoder*", "*sound_encoder.*"),
+    ),
+    Rule(
+        reason="projector",
+        names=(
+            "*multi_modal_projector*",
+            "*mm_projector*",
+            "*aligner.*",
+            "*connector.*",
+            "*resampler*",
+            "mlp1.*",
+            "sound_projection.*",
+        ),
+    ),
+    Rule(reason="outside the language model's layers", role="tower", names=()),
+)
+"""What both policies keep, whatever the architecture."""
+_EMBEDDING = Rule(
+    reason="embedding",
+    role="embedding",
+    names=(
+        "*embed*",
+        "*_emb.weight",
+        "*wte.weight",
+        "*wpe.weight",
+        "shared.weight",
+        "*.shared.weight",
+        "*relative_attention_bias.weight",
+    ),
+    experts=False,
+)
 _NORM = Rule(reason="norm", names=("*norm*", "*ln_*"), experts=False)
-_AUDIO = Rule(reason="audio", names=("*audio_tower*",), experts=False)
 _ROUTER = Rule(
     reason="router",
+    role="router",
     names=(
         "*.mlp.gate.weight",
         "*.mixer.gate.weight",
         "*.shared_expert_gate.weight",
         "*.router.proj.weight",
-        # Ollama's list ends here. These are the routers of Mixtral, LFM2, gpt-oss and Granite.
-        "*.block_sparse_moe.gate.weight",
+        # Ollama's list ends here.
         "*.feed_forward.gate.weight",
+        "*.ffn.gate.weight",
+        "*moe.gate.weight",
+        "*.gate.wg.weight",
+        "*.gate.gate.weight",
         "*.router.weight",
-        "*.router.layer.weight",
+        "*.router.*.weight",
+        "*moe_statics*",
     ),
 )
-_VISION = Rule(reason="vision", names=("*vision*", "*visual*"))
 _PROMOTED = Rule(reason=_SENSITIVE, names=_SENSITIVE_NAMES, become=("eight", "requested"))
+# Runtimes split these in two, and cannot split or must quantize again what is packed.
+_LATENT = Rule(reason="latent attention", names=("*.kv_b_proj.weight",))
 _REST = Rule(reason="requested type", become=("requested",))
 
+KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _ROUTER, _LATENT)
+"""The weights outside of towers that both policies keep."""
+
 GENERIC: Final[tuple[Rule, ...]] = (
-    _EMBEDDING,
-    _NORM,
-    _AUDIO,
-    _ROUTER,
-    Rule(reason="output head", names=("*lm_head.weight",), become=("eight",)),
-    _VISION,
+    *KEPT,
+    Rule(
+        reason="output head",
+        role="head",
+        names=(
+            "*lm_head.weight",
+            "*shared_head.head.weight",
+            "*output_layer.weight",
+            "output.weight",
+            "head.weight",
+            "score.weight",
+        ),
+        become=("eight",),
+    ),
     replace(_PROMOTED, requested=_INT4),
     # Experts keep one type: the kernels for these types take one mode for all experts of a call.
     replace(_PROMOTED, requested=_FLOAT4, experts=False),
@@ -176,16 +235,13 @@ GENERIC: Final[tuple[Rule, ...]] = (
 )
 """The recommended policy for every architecture."""
 
-UNIFORM: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION, _REST)
+UNIFORM: Final[tuple[Rule, ...]] = (*KEPT, _REST)
 """The uniform policy: one type, regardless of the architecture."""
-
-KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _AUDIO, _ROUTER, _VISION)
-"""The tensors that both policies keep because of their names."""
 
 
 def _by_schedule(*names: str, requested: frozenset[str] = _FOUR_BITS) -> tuple[Rule, Rule]:
     """Return rules that give projections more bits on scheduled layers only."""
-    rule = Rule(reason="", names=names, unless=_TOWERS, requested=requested)
+    rule = Rule(reason="", names=names, requested=requested)
     return (
         replace(rule, reason=_SCHEDULED, layers="scheduled", become=("eight", "requested")),
         replace(rule, reason=_UNSCHEDULED, layers="known", become=("requested",)),
@@ -212,7 +268,6 @@ _GEMMA4 = Architecture(
         replace(
             _PROMOTED,
             names=("*.v_proj*", "*.k_proj*"),
-            unless=_TOWERS,
             requested=_FOUR_BITS,
             num_experts=8,
         ),
@@ -220,7 +275,6 @@ _GEMMA4 = Architecture(
         Rule(
             reason="key projection",
             names=("*.k_proj*",),
-            unless=_TOWERS,
             requested=_FOUR_BITS,
             layers="known",
             become=("requested",),
@@ -248,12 +302,10 @@ _MUSE_GLIMMER = Architecture(
     names=("MuseGlimmer*",),
     layers_keys=("num_hidden_layers", "text_config.num_hidden_layers"),
     rules=(
-        _VISION,
         _embeddings("eight", "requested"),
         Rule(
             reason="attention",
             names=tuple(f"*.self_attn.{part}_proj*" for part in "qkvo"),
-            unless=_TOWERS,
             requested=_FOUR_BITS,
             become=("eight", "requested"),
         ),
@@ -268,8 +320,6 @@ _NEMOTRON_H = Architecture(
     layers_keys=("num_hidden_layers", "llm_config.num_hidden_layers"),
     unnumbered_scheduled=True,
     rules=(
-        Rule(reason="vision", names=("vision_model.*", "mlp1.*")),
-        Rule(reason="audio", names=("sound_encoder.*", "sound_projection.*")),
         Rule(reason="convolution", names=("*.conv1d.weight",)),
         Rule(reason="embedding", names=("*embeddings.weight",), become=("eight",)),
         # Few layers have attention, and with 4 bits it writes broken structured output.

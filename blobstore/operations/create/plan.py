@@ -17,9 +17,10 @@ from blobstore.quantization.recipes import Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.operations.create.blobs import ExpertForm
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
@@ -37,7 +38,7 @@ class QuantizeOptions:
     overrides: Sequence[str] = ()
     """``GLOB=TYPE``; the last one that matches a tensor's name decides; ``none`` keeps it."""
 
-    def to_policy(self, config: Mapping[str, Any]) -> Policy | None:
+    def to_policy(self, config: Mapping[str, Any], specs: Iterable[TensorSpec]) -> Policy | None:
         """Return the policy for a source with that ``config``; None to quantize nothing.
 
         Raises:
@@ -53,6 +54,7 @@ class QuantizeOptions:
             name=self.policy,
             overrides=tuple(map(parse_override, self.overrides)),
             config=config,
+            specs=specs,
         )
 
 
@@ -125,7 +127,7 @@ def plan_source(
     """
     recipes, notices, quant_type = detect_quantization(source.specs, source.config)
     options = quantize or QuantizeOptions()
-    policy = options.to_policy(source.config)
+    policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
         for recipe in recipes.values():
             if isinstance(recipe, Prequantized):
@@ -147,4 +149,5 @@ def plan_source(
         quant_type = parse_format(options.quant_type or "").name
     elif quant_type not in FORMATS:
         quant_type = ""  # 8-bit floats are decoded, so no stored tensor has their type
-    return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices))
+    kept = policy.notices() if policy is not None else ()
+    return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices, *kept))

@@ -70,8 +70,31 @@ def test_the_requested_type_has_its_default_group_size(to: str) -> None:
         ("model.layers.0.feed_forward.gate.weight", "router"),
         ("model.layers.0.mlp.router.weight", "router"),
         ("model.layers.0.block_sparse_moe.router.layer.weight", "router"),
+        ("model.layers.0.mlp.gate.wg.weight", "router"),
+        ("model.layers.0.mlp.gate.gate.weight", "router"),
+        ("model.layers.0.mlp.router.gate.weight", "router"),
+        ("model.layers.0.mlp.router.classifier.weight", "router"),
+        ("model.layers.0.moe.gate.weight", "router"),
+        ("model.layers.0.ffn.gate.weight", "router"),
+        ("model.layers.0.mlp.moe_statics.weight", "router"),
+        ("transformer.wte.weight", "embedding"),
+        ("transformer.wpe.weight", "embedding"),
+        ("shared.weight", "embedding"),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "embedding"),
+        ("model.layers.0.self_attn.kv_b_proj.weight", "latent attention"),
         ("vision_tower.blocks.0.fc1.weight", "vision"),
         ("model.visual.blocks.0.attn.v_proj.weight", "vision"),
+        ("vpm.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("model.siglip.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("model.vit.layers.0.mlp.fc1.weight", "vision"),
+        ("image_tower.layers.0.fc1.weight", "vision"),
+        ("audio_encoder.layers.0.fc1.weight", "audio"),
+        ("speech_encoder.layers.0.fc1.weight", "audio"),
+        ("sound_encoder.layers.0.fc1.weight", "audio"),
+        ("multi_modal_projector.linear_1.weight", "projector"),
+        ("model.mm_projector.0.weight", "projector"),
+        ("mlp1.1.weight", "projector"),
+        ("model.aligner.fc1.weight", "projector"),
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
@@ -150,7 +173,6 @@ def test_quantizes_only_16_and_32_bit_floats(dtype: DType, policy: PolicyName) -
         # Other words in the name do not matter.
         ("embed.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
         ("norm.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
-        ("audio_tower.layers.0.mlp.experts.7.up_proj.weight", (64, 128)),
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
@@ -169,7 +191,7 @@ HEAD_TYPES = {
 
 @pytest.mark.parametrize("to", TARGETS)
 def test_the_output_head_gets_8_bits_of_the_family(to: str) -> None:
-    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+    for name in ("lm_head.weight", "language_model.lm_head.weight", "output.weight", "head.weight"):
         decision = decide(name, to=to)
         assert kind(decision) == HEAD_TYPES[to]
         assert decision.reason == "output head, 8 bits"
@@ -220,10 +242,12 @@ def test_a_sensitive_projection_gets_the_requested_type_if_8_bits_do_not_fit(
     [
         # Each pair of neighbouring rules meets in one name; the earlier one decides.
         ("embed.lm_head.weight", "embedding"),
-        ("vision.lm_head.weight", "output head, 8 bits"),
+        ("vision.lm_head.weight", "vision"),
         ("vision.v_proj.weight", "vision"),
         ("a.v_proj.mlp.gate.weight", "router"),
-        ("vision.mlp.gate.weight", "router"),
+        ("vision.mlp.gate.weight", "vision"),
+        ("vision.embed.weight", "vision"),
+        ("audio_tower.layers.0.mlp.experts.7.up_proj.weight", "audio"),
         ("a.norm.mlp.gate.weight", "norm"),
         ("a.experts.norm.vision.weight", "vision"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
@@ -58,6 +59,19 @@ def test_decides_every_tensor_and_gives_the_reason(folder: Path) -> None:
     assert (kept.type, kept.group_size, kept.reason) == ("BF16", 0, "embedding")
     promoted = rows[f"{LAYER}.self_attn.v_proj.weight"]
     assert (promoted.type, promoted.group_size) == ("int8", 64)
+
+
+def test_keeps_weights_that_are_stored_transposed_with_a_notice(tmp_path: Path) -> None:
+    tensors = {
+        "h.0.mlp.c_fc.weight": np.zeros((64, 256), np.float32),
+        "h.0.mlp.c_proj.weight": np.zeros((256, 64), np.float32),
+    }
+    source = write_folder(tmp_path, tensors, files={"config.json": b'{"n_embd": 64}'})
+    found = planned(source, quant_type="int4")
+    assert {(row.type, row.reason) for row in found.decisions()} == {("F32", "stored transposed")}
+    assert found.quant_type == ""
+    assert [notice for notice in found.notices if "'h.0.mlp.c_fc.weight' and 1 more" in notice]
+    assert planned(source).notices == ()
 
 
 def test_decides_stacked_experts_as_one_tensor(folder: Path) -> None:
