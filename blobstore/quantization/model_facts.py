@@ -30,6 +30,8 @@ _EXPERTS: Final = re.compile(r"(?:moe_)?n(?:um)?_(?:local_|routed_)?experts")
 _WIDTHS: Final = ("hidden_size", "n_embd", "d_model", "embed_dim")
 _LAYER: Final = re.compile(r"(?P<stack>(?:[^.]+\.)*?)\d+\.[^.]+\..", re.ASCII)
 """A tensor in a module of a numbered layer. The weights of a numbered list of modules are not layers."""
+_ENDS: Final = re.compile(r"embed_|wte|.*head")
+"""Names of the first and last modules of a language model, which are outside its layers."""
 _EXPERT_PARENTS: Final = frozenset(
     {"mlp", "ffn", "feed_forward", "mixer", "moe", "block_sparse_moe", "moe_block"}
 )
@@ -91,7 +93,7 @@ class ModelFacts:
                 has_row_per_expert and not _EXPERT_PARENTS.isdisjoint(parents)
             ):
                 return "router"
-        if not self._language or spec.name.startswith(self._language) or "head" in module:
+        if not self._language or spec.name.startswith(self._language) or _ENDS.match(module):
             return None
         return "tower"
 

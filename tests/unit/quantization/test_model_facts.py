@@ -43,6 +43,10 @@ LLAMA4: Shapes = {
     f"{LAYER}.feed_forward.experts.gate_up_proj": (4, 128, 512),
     f"{LAYER}.feed_forward.experts.down_proj": (4, 256, 128),
 }
+QWEN3_VL_MOE: Shapes = {
+    "model.language_model.layers.0.mlp.experts.gate_up_proj": (4, 128, 192),
+    "model.language_model.layers.0.mlp.experts.down_proj": (4, 96, 128),
+}
 GPT_OSS: Shapes = {
     f"{LAYER}.mlp.experts.gate_up_proj": (4, 128, 256),
     f"{LAYER}.mlp.experts.gate_up_proj_bias": (4, 256),
@@ -66,11 +70,12 @@ UPRIGHT: Shapes = {
     ("config", "shapes"),
     [
         ({"text_config": {"hidden_size": 128}}, LLAMA4),
+        ({"text_config": {"hidden_size": 128}, "vision_config": {}}, QWEN3_VL_MOE),
         ({"hidden_size": 128}, GPT_OSS),
         ({"n_embd": 128}, GPT2),
         ({"decoder": {"n_embd": 128}}, GPT2),
     ],
-    ids=["llama4", "gpt-oss", "gpt2", "decoder"],
+    ids=["llama4", "qwen3-vl-moe", "gpt-oss", "gpt2", "decoder"],
 )
 def test_keeps_weights_that_are_stored_transposed(
     config: dict[str, Any], shapes: Shapes, policy: PolicyName
@@ -103,7 +108,7 @@ def test_quantizes_the_same_weights_if_nothing_says_that_they_are_transposed(
 
 def test_only_one_projection_of_dbrx_is_transposed() -> None:
     prefix = "transformer.blocks.0.ffn.experts.mlp"
-    shapes = {f"{prefix}.{part}": (1024, 128) for part in ("w1", "v1", "w2")}
+    shapes: Shapes = {f"{prefix}.{part}": (1024, 128) for part in ("w1", "v1", "w2")}
     assert list(decisions({"d_model": 128}, shapes).values()) == [
         "int4",
         "int4",
@@ -245,9 +250,15 @@ def test_keeps_what_is_outside_the_layers_of_a_multimodal_models_language_model(
     assert {found[name] for name in OTHERS} == {"outside the language model's layers"}
 
 
-def test_a_head_outside_the_layers_is_a_head_even_if_its_size_is_unknown() -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("lm_head.weight", "int8"), ("language_model.model.embed_tokens.weight", "embedding")],
+)
+def test_embeddings_and_heads_are_no_towers_even_if_their_size_is_unknown(
+    name: str, expected: str
+) -> None:
     config = {"hidden_size": 128, "vision_config": {}}
-    assert decisions(config, {**LANGUAGE, "lm_head.weight": (64, 128)})["lm_head.weight"] == "int8"
+    assert decisions(config, {**LANGUAGE, name: (64, 128)})[name] == expected
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 128}, {"vision_config": {}}])
