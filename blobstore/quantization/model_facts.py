@@ -35,7 +35,7 @@ _ENDS: Final = re.compile(r"embed_|wte|.*head")
 _EXPERT_PARENTS: Final = frozenset(
     {"mlp", "ffn", "feed_forward", "mixer", "moe", "block_sparse_moe", "moe_block"}
 )
-"""Modules that have experts, and a router beside them."""
+"""Modules that hold experts and their router."""
 _CONV1D: Final = re.compile(r".*\.(?:c_attn|q_attn|c_fc|c_proj)\.weight")
 """The projections of GPT-2 and its relatives, some of which store them transposed."""
 _DOWN: Final = re.compile(r".*(?:down|c_proj|w2|fc2)")
