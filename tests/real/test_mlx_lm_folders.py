@@ -121,8 +121,10 @@ def write_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     return folder
 
 
-def assert_as_transformers_computes(found: Any, folder: Path) -> None:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+def assert_as_transformers_computes(
+    found: Any, folder: Path, model_class: Any = transformers.AutoModelForCausalLM
+) -> None:
+    model: Any = model_class.from_pretrained(folder)
     with torch.no_grad():
         expected = model(torch.arange(1, 33)[None]).logits
     torch.testing.assert_close(torch.tensor(logits(found).tolist()), expected, rtol=0, atol=2e-4)
@@ -153,3 +155,66 @@ def test_a_plain_linked_folder_means_the_same_to_both_if_it_has_the_old_keys(
     )
     assert {key: both[key] for key in stated} == stated
     assert stated.keys() < both.keys()
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {
+        "vocab_size": 128,
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_ctx": 64,
+    },
+    "Llama4ForConditionalGeneration": {
+        "text_config": {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "pad_token_id": 0,
+            "attention_chunk_size": 32,
+        },
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+    },
+    "DeepseekV3ForCausalLM": {
+        **SHAPE,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("quant_type", ["int4", "nvfp4"])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_mlx_lm_loads_quantized_models_with_weights_that_it_transposes_or_splits(
+    kind: str, quant_type: str, store: LocalStore, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model_class: Any = getattr(transformers, kind)
+    model = model_class(model_class.config_class(**SPECIAL[kind]))
+    # mlx-lm expects the tensor names of the first repository of GPT-2.
+    getattr(model, "transformer", model).save_pretrained(tmp_path / "source")
+    blobstore.create(tmp_path / "source", "m", store=store, quantize=quant_type)
+    export_model("m", tmp_path / "out", store=store)
+    export_model("m", tmp_path / "plain", store=store, dequantize=True)
+    found, _ = mlx_lm.utils.load_model(tmp_path / "out")
+    assert_as_transformers_computes(found, tmp_path / "plain", model_class)
