@@ -33,7 +33,10 @@ _EXPERT = re.compile(
     r"(?P<kind>\.weight|\.scales|\.biases)",
     re.ASCII | re.DOTALL,
 )
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""MLX's names of the projections of Mixtral's experts."""
+_MIXER_PROJECTIONS = {"up_proj": "fc1", "down_proj": "fc2"}
+"""MLX's names of the projections of Nemotron-H's experts, which have no gates."""
 
 
 def mlx_name(name: str, suffix: str) -> str:
@@ -187,5 +190,6 @@ def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat,
 
 
 def _joined(match: re.Match[str]) -> str:
-    projection = _MIXTRAL.get(match["projection"], match["projection"])
-    return f"{match['place']}switch_mlp.{projection}"
+    place, projection = match["place"], match["projection"]
+    renamed = _MIXER_PROJECTIONS if place.endswith(".mixer.") else _PROJECTIONS
+    return f"{place}switch_mlp.{renamed.get(projection, projection)}"

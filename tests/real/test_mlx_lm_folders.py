@@ -200,12 +200,25 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "NemotronHForCausalLM": {
+        **SHAPE,
+        "layers_block_type": ["mamba", "moe", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 
 
 @pytest.mark.parametrize("quant_type", ["int4", "nvfp4"])
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_mlx_lm_loads_quantized_models_with_weights_that_it_transposes_or_splits(
+def test_mlx_lm_loads_quantized_models_with_weights_that_it_transposes_splits_or_renames(
     kind: str, quant_type: str, store: LocalStore, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

@@ -57,6 +57,12 @@ def test_the_projections_of_mixtral_are_renamed(theirs: str, ours: str) -> None:
     assert name == f"model.layers.3.block_sparse_moe.switch_mlp.{ours}_proj.weight"
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("up_proj", "fc1"), ("down_proj", "fc2")])
+def test_the_projections_of_nemotron_h_are_renamed(theirs: str, ours: str) -> None:
+    (name,) = joined_experts(specs(f"backbone.layers.3.mixer.experts.0.{theirs}.weight"))
+    assert name == f"backbone.layers.3.mixer.switch_mlp.{ours}.weight"
+
+
 @pytest.mark.parametrize("numbers", [(1, 2), (0, 2), (0, 1, 3)])
 def test_experts_with_a_gap_are_not_joined(numbers: tuple[int, ...]) -> None:
     assert joined_experts(specs(*(f"{EXPERTS}.{n}.up_proj.weight" for n in numbers))) == {}
