@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.tensor import DType
+    from blobstore.quantization.formats import QuantFormat
     from blobstore.quantization.recipes import Quantized, Recipe
 
     Array = np.ndarray[Any, Any]
@@ -101,11 +102,10 @@ class Converter:
             _check_finite(rows, recipe, done)
             done += rows.size
             weight, scale, bias = quantize(rows, recipe.item, recipe.group_size)
-            # Groups of values below about 1e-36 would be read back as 1e38. MLX does not check that.
-            if recipe.item.mode.startswith("mx") and int(scale.max(initial=0)) > _MAX_EXPONENT:
+            if not _is_readable(scale, recipe.item):
                 raise DamagedSource(
-                    f"the values of a group are too small or too large for {recipe.item.name}; "
-                    "keep the tensor with an override to none"
+                    f"the values of a group are too small, too large or too far apart for "
+                    f"{recipe.item.name}; keep the tensor with an override to none"
                 )
             yield as_bytes(weight)
             scales.append(scale)
@@ -149,6 +149,21 @@ class Converter:
         if len(found) < size:
             found = self._local.buffer = memoryview(bytearray(size))
         return found[:size]
+
+
+def _is_readable(scale: Array, item: QuantFormat) -> bool:
+    """Return whether the values of all groups are read back as finite ones. MLX does not check that."""
+    import numpy as np
+
+    if item.mode.startswith("mx"):
+        # Groups of values below about 1e-36 would be read back as 1e38.
+        return int(scale.max(initial=0)) <= _MAX_EXPONENT
+    if item.mode != "affine":
+        return True
+    # Readers round the product of scale and code before they add the bias.
+    with np.errstate(over="ignore"):
+        largest = (scale.astype(np.float32) * np.float32(2**item.bits - 1)).astype(scale.dtype)
+    return bool(np.isfinite(largest.astype(np.float32)).all())
 
 
 def _check_finite(array: Array, recipe: Quantized, before: int) -> None:

@@ -165,8 +165,29 @@ def test_rejects_values_whose_exponent_does_not_fit_a_byte(name: str, value: flo
     array[2, 5] = value
     dense = Copied(TensorSpec("w", DType.F32, array.shape), ("w",))
     recipe = Quantized(dense, FORMATS[name], 32)
-    with pytest.raises(DamagedSource, match=f"^tensor 'w': .* too small or too large for {name}"):
+    with pytest.raises(DamagedSource, match=f"^tensor 'w': .* too small, .* for {name}; keep"):
         converted(recipe, {"w": array})
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "limit"),
+    [
+        (DType.F16, np.float16, 65504),
+        (DType.BF16, ml_dtypes.bfloat16, 3.38e38),
+        (DType.F32, np.float32, 3.4e38),
+    ],
+)
+def test_rejects_groups_whose_range_the_source_type_cannot_hold(
+    name: str, dtype: DType, numbers: Any, limit: float
+) -> None:
+    array = np.zeros((4, 64), numbers)
+    recipe = Quantized(Copied(TensorSpec("w", dtype, array.shape), ("w",)), FORMATS[name], 64)
+    array[2, 5:7] = limit, -limit
+    with pytest.raises(DamagedSource, match=f"^tensor 'w': .* too far apart for {name}; keep"):
+        converted(recipe, {"w": array})
+    array[2, 5:7] = limit / 4, -limit / 4
+    assert converted(recipe, {"w": array}) == packed_bytes(array, name, 64)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
