@@ -79,6 +79,12 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 @click.option(
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llama."
 )
+@click.option(
+    "--keep",
+    metavar="GLOB",
+    multiple=True,
+    help="Store other files as they are too, for example '*.onnx'.",
+)
 @click.option("--paranoid", is_flag=True, help="Hash blobs that the store already has.")
 @options.jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
@@ -97,6 +103,7 @@ def command(
     subtree: str | None,
     is_list: bool,
     keep_names: bool,
+    keep: tuple[str, ...],
     paranoid: bool,
     jobs: int | None,
     dry_run: bool,
@@ -127,6 +134,7 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            keep=keep,
         )
         store.check_name(name)
         with render.progress_bar() as progress:
@@ -151,6 +159,7 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            keep=keep,
             paranoid=paranoid,
             jobs=jobs,
             progress=progress,

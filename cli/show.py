@@ -90,6 +90,8 @@ def command(
         model = describe_model(name, store=store)
     if view is None:
         view = "layers" if model.format == "gguf" else "tensors"
+        if not (model.tensors or model.faults or as_json) and model.files:
+            view = "files"  # a model of files that were stored as they are
     rows = _selected(model, view, patterns)
     if order:
         rows = sorted(rows, key=lambda row: (_SORT_KEYS[order](row), row.name))

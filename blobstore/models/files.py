@@ -86,9 +86,7 @@ class ModelFiles:
             TensorNotFound: the model has no such file.
             BlobMissing, BlobDamaged: the file is missing or damaged.
         """
-        layer = self.files.get(name)
-        if layer is None:
-            raise TensorNotFound(f"model {self.reference} has no file {quote(name)}")
+        layer = self._layer(name)
         return self.store.read_blob(layer.digest, layer.size)
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -111,8 +109,15 @@ class ModelFiles:
 
         Raises as :meth:`read_file`.
         """
-        self.read_file(name)
-        return Path(self.store.blob_path(self.files[name].digest))
+        layer = self._layer(name)
+        self.store.check_digest(layer.digest, layer.size)
+        return Path(self.store.blob_path(layer.digest))
+
+    def _layer(self, name: str) -> Descriptor:
+        layer = self.files.get(name)
+        if layer is None:
+            raise TensorNotFound(f"model {self.reference} has no file {quote(name)}")
+        return layer
 
 
 def locate_damage(model: ModelFiles, error: Damaged) -> BlobstoreError:

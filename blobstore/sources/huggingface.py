@@ -5,6 +5,7 @@ The tensors of a component get the name of its folder as a prefix.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ class HuggingFaceFolder(ShardSet):
         try:
             if path.is_dir():
                 self._open_folder(tree or FileTree(path, exclude=options.exclude), options)
+            elif any(fnmatch.fnmatchcase(path.name, pattern) for pattern in options.keep):
+                self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
         except BaseException:
@@ -56,13 +59,13 @@ class HuggingFaceFolder(ShardSet):
         self.config = read_json(tree, "config.json", dict)
         selection = select_files(tree, options)
         self.notices += selection.notices
-        for folder, index, files in selection.weights:
-            prefix = f"{folder}/" if folder else ""
-            if index is None:
-                for name in files:
+        for part in selection.weights:
+            prefix = f"{part.folder}/" if part.folder else ""
+            if part.index_name is None:
+                for name in part.files:
                     self.add(tree.path(name), prefix=prefix)
                 continue
-            path = tree.path(index)
+            path = tree.path(part.index_name)
             weight_map, ignore = read_weight_map(path), options.ignore_unindexed
             # Adding shards adds notices too.
             self.notices += [*add_indexed(self, path, weight_map, prefix=prefix, ignore=ignore)]

@@ -57,6 +57,8 @@ class ComponentWeights(NamedTuple):
     """The index that is followed."""
     files: Sequence[str]
     """The names of the weight files."""
+    others: Sequence[str]
+    """The names of weight files that are not chosen."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,12 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     if not any(part.files for part in selection.weights) and not kept:
         raise _no_weights(tree, options.weights)
     selection.files = sorted(files | kept)
+    selection.notices.extend(
+        f"left out: {tree.label(name)}; choose other weights with --weights"
+        for part in selection.weights
+        for name in part.others
+        if name not in kept
+    )
     selection.notices.extend(_left_out(tree, folders, used | kept, options))
     return selection
 
@@ -135,7 +143,7 @@ def _components(tree: FileTree) -> list[str]:
 
 
 def _select_weights(tree: FileTree, folder: str, weights: str | None, selection: Selection) -> None:
-    """Add the weights of one component, and notices of the weight files that are left out."""
+    """Add the weights of one component."""
     names = _weight_files(tree, folder, weights)
     index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
@@ -154,12 +162,8 @@ def _select_weights(tree: FileTree, folder: str, weights: str | None, selection:
             folder,
             index and joined(folder, index),
             [joined(folder, name) for name in chosen],
+            [joined(folder, name) for name in names if name not in chosen],
         )
-    )
-    selection.notices.extend(
-        f"left out: {tree.label(joined(folder, name))}; choose other weights with --weights"
-        for name in names
-        if name not in chosen
     )
 
 
@@ -265,8 +269,9 @@ def _left_out(
     weights = {*used, *_weight_files(tree, "", options.weights)}
     for name in tree.entries():
         if tree.is_folder(name):
-            below = any(file.startswith(f"{name}/") for file in used)
-            if name not in known and not name.startswith("."):
+            below = {file for file in used if file.startswith(f"{name}/")}
+            is_kept = below and below >= {*tree.files_below(name)}
+            if not is_kept and name not in known and not name.startswith("."):
                 yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
         elif (name.endswith(CHECKPOINTS) or format_of_name(name)) and name not in weights:
             yield f"left out: {tree.label(name)}, not part of the model's weights"

@@ -66,7 +66,10 @@ class ShardSet:
             except UnknownFormat:
                 if (what := format_of_name(path.name)) is None:
                     raise
-                raise UnsupportedSource(f"{quote(path)}: this is {what}") from None
+                raise UnsupportedSource(
+                    f"{quote(path)}: this is {what}, which cannot be read",
+                    advice="use the model's safetensors files, or store it as it is with --keep",
+                ) from None
             self._shards[path] = shard
             checkpoint.check_readable()
         elif self._subtree is not None:

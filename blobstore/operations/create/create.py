@@ -24,7 +24,13 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
-from blobstore.operations.create.jobs import SharedImport, add_blob, add_in_worker, close_joined
+from blobstore.operations.create.jobs import (
+    SharedImport,
+    add_blob,
+    add_in_worker,
+    close_joined,
+    reporting,
+)
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
@@ -37,10 +43,11 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
+    from blobstore.operations.create.files import FileLayer
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
-    from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.ingest import Buffers, Ingest, Ingested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,7 @@ def create(
     ignore_unindexed: bool = False,
     subtree: str | None = None,
     keep_names: bool = False,
+    keep: Sequence[str] = (),
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
@@ -97,6 +105,8 @@ def create(
         subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
             checkpoint; by default it is the model, found by the keys that training programs use.
         keep_names: keep the tensor names and the row order of Meta's Llama.
+        keep: patterns of files to store as they are, besides the small files that runtimes need. The
+            names are relative to the folder; ``*`` matches ``/`` too.
         paranoid: read blobs that exist already, and compare their digests.
         jobs: number of threads; by default one per processor.
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
@@ -116,20 +126,26 @@ def create(
     store = LocalStore.of(store)
     store.check_name(reference)
     source_options = SourceOptions(
-        weights=weights, ignore_unindexed=ignore_unindexed, subtree=subtree, keep_names=keep_names
+        weights=weights,
+        ignore_unindexed=ignore_unindexed,
+        subtree=subtree,
+        keep_names=keep_names,
+        keep=tuple(keep),
     )
     quantize_options = QuantizeOptions(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
     )
     with contextlib.closing(open_source(source, source_options, progress=progress)) as opened:
         plan = plan_source(opened, experts=experts, quantize=quantize_options)
+        files = [*stacks_layer(plan.blobs), *file_layers(opened)]
         total = sum(blob.size for blob in plan.blobs)
+        total += sum(file.size for file in files if file.is_large())
         pool = WorkerPool(jobs, progress, total, executor=executor)
         try:
             with store.ingest(paranoid=paranoid) as ingest:
                 in_workers = executor is not None
                 added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
-                manifest = _add_files(opened, plan, ingest, added)
+                manifest = _add_files(opened, plan, files, ingest, added, pool)
                 ingest.publish()
                 # A model gets its name only if it can be resolved, and its index for faster opening.
                 index = load_index(store, manifest.to_bytes())
@@ -189,9 +205,14 @@ def _add_tensors(
 
 
 def _add_files(
-    source: TensorSource, plan: ModelPlan, ingest: Ingest, added: list[Ingested]
+    source: TensorSource,
+    plan: ModelPlan,
+    files: Sequence[FileLayer],
+    ingest: Ingest,
+    added: list[Ingested],
+    pool: WorkerPool,
 ) -> Manifest:
-    """Add the small files and the config; return the manifest of the model.
+    """Add the files and the config; return the manifest of the model.
 
     ``added`` holds the blobs of the tensors, and gets those of the files.
     """
@@ -201,8 +222,11 @@ def _add_files(
         )
         for blob, item in zip(plan.blobs, added, strict=True)
     ]
-    for file in (*stacks_layer(plan.blobs), *file_layers(source)):
-        item = ingest.add(len(file.data), lambda: [file.data])  # noqa: B023
+    for file in files:
+        buffers: Buffers = file.buffers
+        if file.is_large():
+            buffers = reporting(buffers, pool.report, file.name)
+        item = ingest.add(file.size, buffers)
         added.append(item)
         layers.append(
             Descriptor(

@@ -2,32 +2,85 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import open_regular
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig
 from blobstore.operations.create.blobs import stacked_sources
+from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
     from blobstore.operations.create.blobs import BlobPlan
     from blobstore.sources.base import TensorSource
 
-_MAX_FILE_SIZE = 256 * 2**20
+_CHUNK = 1 << 20
 
 
-class FileLayer(NamedTuple):
-    """A small layer with its content."""
+@dataclass(frozen=True, slots=True)
+class FileLayer:
+    """A layer that is not a tensor, with its content or the file that has it."""
 
     media_type: str
     name: str
-    data: bytes
+    data: bytes = b""
+    path: Path | None = None
+    file_size: int = 0
+    """The size of the file when it was listed."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the content."""
+        return len(self.data) if self.path is None else self.file_size
+
+    def is_large(self) -> bool:
+        """Return whether the content is too large to be held in memory."""
+        return self.size > MAX_SMALL_FILE
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield the content in pieces, which are valid until the next one.
+
+        Raises:
+            DamagedSource: the file cannot be read, or has another size now.
+        """
+        if self.path is None:
+            yield self.data
+            return
+        buffer = memoryview(bytearray(min(_CHUNK, self.file_size + 1)))
+        done = 0
+        with _readable(self.path) as descriptor:
+            while count := os.readv(descriptor, [buffer]):
+                done += count
+                if done > self.file_size:
+                    break
+                yield buffer[:count]
+        if done != self.file_size:
+            raise DamagedSource(f"{quote(self.path)} changed while it was imported; try again")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a file of the source."""
+    try:
+        descriptor, _ = open_regular(path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DamagedSource(f"cannot read {quote(path)}: {error.strerror}") from error
 
 
 def stacks_layer(blobs: Iterable[BlobPlan]) -> list[FileLayer]:
@@ -38,20 +91,22 @@ def stacks_layer(blobs: Iterable[BlobPlan]) -> list[FileLayer]:
 
 
 def file_layers(source: TensorSource) -> Iterator[FileLayer]:
-    """Yield the small files of a source.
+    """Yield the files of a source that are stored as they are.
 
     Raises:
         DamagedSource: a file cannot be read.
     """
     for file in source.files:
-        media_type = media_types.JSON if file.name.endswith(".json") else media_types.FILE
-        data = file.content
-        if data is None:
-            try:
-                data = read_regular(file.path, _MAX_FILE_SIZE)
-            except OSError as error:
-                raise DamagedSource(f"cannot read {quote(file.path)}: {error.strerror}") from error
-        yield FileLayer(media_type, file.name, data)
+        is_json = file.name.endswith(".json")
+        media_type = media_types.JSON if is_json else media_types.FILE
+        if file.content is not None:
+            yield FileLayer(media_type, file.name, file.content)
+            continue
+        with _readable(file.path) as descriptor:
+            size = os.fstat(descriptor).st_size
+        layer = FileLayer(media_type, file.name, path=file.path, file_size=size)
+        # Readers of JSON hold it in memory.
+        yield replace(layer, media_type=media_types.FILE) if layer.is_large() else layer
 
 
 def config_json(source: TensorSource, quant_type: str, layers: Digest | None) -> bytes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.core.files import FileState
     from blobstore.operations.create.blobs import BlobPlan
     from blobstore.sources.base import TensorSource
-    from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.ingest import Buffers, Ingest, Ingested
 
 
 def add_blob(
@@ -46,20 +46,26 @@ def add_blob(
         BlobDamaged, OSError, Cancelled: as :meth:`Ingest.add`.
         DamagedSource: the source cannot be read, or has values that cannot be converted.
     """
+    is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
+    buffers = reporting(lambda: blob.buffers(converter.convert), report, blob.name)
+    return ingest.add(blob.size, buffers, once=not is_copied)
+
+
+def reporting(buffers: Buffers, report: Callable[[int, str], object], name: str) -> Buffers:
+    """Return ``buffers`` that report their bytes, once even if they are read twice."""
     reported = 0
 
-    def buffers() -> Iterator[Buffer]:
+    def reporting_buffers() -> Iterator[Buffer]:
         nonlocal reported
         done = 0
-        for buffer in blob.buffers(converter.convert):
+        for buffer in buffers():
             yield buffer
             done += len(buffer)  # type: ignore[arg-type]
             if done > reported:  # a new blob may be read twice
-                report(done - reported, blob.name)
+                report(done - reported, name)
                 reported = done
 
-    is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
-    return ingest.add(blob.size, buffers, once=not is_copied)
+    return reporting_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,8 @@ def plan_source(
     options = quantize or QuantizeOptions()
     policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
+        if not recipes:
+            raise UsageError("the source has no tensors, so there is nothing to quantize")
         for recipe in recipes.values():
             if isinstance(recipe, Prequantized):
                 raise UnsupportedSource(

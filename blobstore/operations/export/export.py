@@ -87,7 +87,7 @@ def export_model(
         with writer.atomic_folder(target) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
             for name, layer in plan.files.items():
-                writer.write_new(new / name, store.read_blob(layer.digest, layer.size))
+                writer.write_blob(store, layer, new / name)
             for name, content in plan.written.items():
                 writer.write_new(new / name, content)
             written = [path for path in new.rglob("*") if path.is_file()]

@@ -144,7 +144,8 @@ def folder_contents(
                 f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
                 "only models stored as tensors have such a folder"
             )
-    if not manifest.layers_of(media_types.TENSOR):
+    kinds = {layer.media_type for layer in manifest.layers}
+    if kinds.isdisjoint((media_types.TENSOR, media_types.FILE)):
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)

@@ -1,8 +1,8 @@
 """Workflow: write a stored model as a Hugging Face folder of links to its blobs.
 
 Blobs that are valid weight files as they are stored are linked. Other weight files share their bytes
-with a blob if the file system can do that, and are copies otherwise. Small files are copies, so that
-a program that writes to one does not change the store.
+with a blob if the file system can do that, and are copies otherwise. Other files are linked if they are
+large. Small ones are copies, so that a program that writes to one does not change the store.
 
 Linked and shared blobs have their size and header checked, copied ones their digest too. The folder
 is built under a temporary name next to the target and renamed: the target is either absent or

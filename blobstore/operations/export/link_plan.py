@@ -24,6 +24,7 @@ from blobstore.operations.export.shards import (
     weight_file,
 )
 from blobstore.safetensors.header import in_file_order
+from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Link(NamedTuple):
-    """A blob that is a valid weight file."""
+    """A blob that is a valid weight file, or a large file that the model keeps."""
 
     name: str
     layer: Descriptor
@@ -128,6 +129,8 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
     check_file_names(contents, weights)
     written |= contents.configs
     files = {name: file for name, file in contents.files.items() if name not in written}
+    large = [name for name, file in files.items() if file.size > MAX_SMALL_FILE]
+    links += [Link(name, files.pop(name)) for name in large]
     count = len(contents.tensors)
     return LinkPlan(links, relabelled, gathered, rest.tensors, written, files, count)
 

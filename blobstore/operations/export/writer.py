@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -27,11 +28,12 @@ from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from typing_extensions import Buffer
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.export.folder import FolderTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
@@ -126,12 +128,7 @@ def _tensor_bytes(
             pass
         for tensor in tensors:
             yield tensor, blob.read(tensor.spec.nbytes)
-    if blob.digester.digest() != layer.digest:
-        raise BlobDamaged(
-            f"blob {quote(store.blob_path(layer.digest))} is damaged: its bytes "
-            f"have digest {blob.digester.digest()}",
-            advice=ADVICE,
-        )
+    blob.check(store, layer)
 
 
 def _dequantized(tensor: FolderTensor, region: MappedRegion) -> Iterator[memoryview]:
@@ -174,6 +171,15 @@ class _BlobReader:
             self.digester.update(piece)
             yield piece
             size -= len(piece)
+
+    def check(self, store: LocalStore, layer: Descriptor) -> None:
+        """Check the digest of the bytes, all of which were read."""
+        if self.digester.digest() != layer.digest:
+            raise BlobDamaged(
+                f"blob {quote(store.blob_path(layer.digest))} is damaged: its bytes "
+                f"have digest {self.digester.digest()}",
+                advice=ADVICE,
+            )
 
 
 # The folder
@@ -222,13 +228,26 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_new(path: Path, data: Buffer) -> None:
-    """Write and sync a file that must not exist yet."""
+def write_blob(store: LocalStore, layer: Descriptor, path: Path) -> None:
+    """Write the bytes of a blob to a new file, and check their digest.
+
+    Raises:
+        BlobMissing, BlobDamaged: the blob is missing or damaged.
+    """
+    with contextlib.closing(store.read_pieces(layer.digest, layer.size)) as pieces:
+        blob = _BlobReader(pieces)
+        write_new(path, blob.read(layer.size))
+    blob.check(store, layer)
+
+
+def write_new(path: Path, data: Buffer | Iterator[Buffer]) -> None:
+    """Write and sync a file that must not exist yet, from bytes or pieces of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Exclusive, because a file system may treat two names as one.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(descriptor, data)
+        for piece in data if isinstance(data, Iterator) else (data,):
+            write_all(descriptor, piece)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

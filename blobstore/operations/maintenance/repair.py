@@ -9,6 +9,7 @@ never used.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import threading
 import time
@@ -135,6 +136,7 @@ def repair_models(
                 ignore_unindexed=ignore_unindexed,
                 subtree=subtree,
                 keep_names=keep_names,
+                keep=tuple(sorted(_kept_files(store, chosen))),
             )
             opened = open_source(source, options, progress=progress)
             stack.callback(opened.close)
@@ -165,6 +167,16 @@ def repair_models(
         notices=() if opened is None else tuple(opened.notices),
         seconds=time.monotonic() - started,
     )
+
+
+def _kept_files(store: LocalStore, chosen: Sequence[Reference]) -> set[str]:
+    """Return patterns that match the files of the models, so that none of them is left out."""
+    names: set[str] = set()
+    for reference in chosen or store.references():
+        with contextlib.suppress(BlobstoreError):
+            _, manifest = store.parse(reference)
+            names.update(layer.name for layer in manifest.layers_of(media_types.FILE))
+    return set(map(glob.escape, names))
 
 
 def _layer_lists(store: LocalStore, damaged: Sequence[Descriptor]) -> Iterator[Digest]:

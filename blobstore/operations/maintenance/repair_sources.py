@@ -126,15 +126,22 @@ class RebuiltBlobs:
             UsageError: an override is invalid or fits no tensor.
         """
         tried: set[tuple[str, Digest]] = set()
-        files = [layer.data for layer in file_layers(self._source)]
+        files = list(file_layers(self._source))
         for planned in self._plans():
             made = [layer.data for layer in stacks_layer(planned.blobs)]
             made += [
                 config_json(self._source, planned.quant_type, layers)
                 for layers in (*self._lists, None)
             ]
-            found = []
-            for data in (*files, *made):
+            found = [
+                Candidate(blob, file.buffers)
+                for file in files
+                if file.is_large()
+                for blob in wanted.values()
+                if (blob.name, blob.size) == (file.name, file.size)
+            ]
+            made += [b"".join(file.buffers()) for file in files if not file.is_large()]
+            for data in made:
                 blob = wanted.get(BlobId(Digest.of(data), len(data)))
                 if blob is not None:
                     found.append(Candidate(blob, partial(list, [data])))

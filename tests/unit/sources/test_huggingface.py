@@ -401,6 +401,45 @@ def test_keeps_the_files_that_runtimes_and_users_need(tmp_path: Path) -> None:
     assert Found(tmp_path).files == kept
 
 
+def test_keeps_other_files_on_request(tmp_path: Path) -> None:
+    touch(put(tmp_path, model=ONE, consolidated=TWO), "x.png", "a b.png", "pytorch_model.bin")
+    touch(tmp_path, "onnx/model.onnx", "onnx/x.json", "a/b/c/x.png", ".git/x.png")
+    found = Found(tmp_path, keep=("*.png", "onnx/*", "*.safetensors", "pytorch_model.bin"))
+    assert found.names == {"a"}
+    assert found.files == [
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "onnx/x.json",
+        "pytorch_model.bin",
+        "x.png",
+    ]
+    assert found.notices == [
+        f"left out: folder '{tmp_path}/a'",
+        f"left out: '{tmp_path}/a b.png'; names in a store have only letters, digits, '_', '.' and '-'",
+    ]
+    found = Found(tmp_path, keep=("onnx/*.onnx",))
+    assert f"left out: other files of folder '{tmp_path}/onnx'" in found.notices
+
+
+def test_kept_files_alone_are_a_model(tmp_path: Path) -> None:
+    touch(tmp_path, "x.gguf", "config.json")
+    found = Found(tmp_path, keep=("*.gguf",))
+    assert (found.names, found.files) == (set(), ["config.json", "x.gguf"])
+    found = Found(tmp_path / "x.gguf", keep=("*.gguf",))
+    assert (found.names, found.files) == (set(), ["x.gguf"])
+    with pytest.raises(UnsupportedSource, match="this is a GGUF file, which cannot be read"):
+        Found(tmp_path / "x.gguf")
+
+
+def test_excluded_files_do_not_exist(tmp_path: Path) -> None:
+    touch(put(tmp_path, model=ONE, consolidated=TWO), "huge.txt", "b/x.json", "c.json")
+    touch(tmp_path, "config.json", content='{"a": 1}')
+    found = Found(tmp_path, exclude=("h*.txt", "consolidated*", "config.json", "b"))
+    assert (found.files, found.notices, found.config) == (["c.json"], [], {})
+    with pytest.raises(SourceError, match="has no weight files"):
+        Found(tmp_path, exclude=("*.safetensors",))
+
+
 def test_keeps_folders_of_a_component_to_a_depth(tmp_path: Path) -> None:
     pipeline(tmp_path, tokenizer=["transformers", "T"])
     touch(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.models import dense_tensors, moe_tensors, write_folder
 def test_lists_the_sources_of_stacked_tensors(tmp_path: Path) -> None:
     source = open_source(write_folder(tmp_path, moe_tensors()))
     (stacks,) = stacks_layer(plan_source(source, experts="stacked").blobs)
-    assert stacks[:2] == (media_types.STACKS, "")
+    assert (stacks.media_type, stacks.name) == (media_types.STACKS, "")
     assert json.loads(stacks.data)["model.layers.0.mlp.experts.up_proj.weight"][11].endswith(
         "experts.11.up_proj.weight"
     )
@@ -28,7 +29,8 @@ def test_lists_the_sources_of_stacked_tensors(tmp_path: Path) -> None:
 def test_gives_the_small_files_with_their_types(tmp_path: Path) -> None:
     files = {"merges.txt": b"a b\n", "tokenizer.json": b"{"}
     source = open_source(write_folder(tmp_path, dense_tensors(), files=files))
-    assert list(file_layers(source)) == [
+    layers = file_layers(source)
+    assert [(it.media_type, it.name, b"".join(map(bytes, it.buffers()))) for it in layers] == [
         (media_types.JSON, "config.json", b'{"model_type": "tiny"}\n'),
         (media_types.FILE, "merges.txt", b"a b\n"),
         (media_types.JSON, "tokenizer.json", b"{"),
@@ -41,6 +43,24 @@ def test_rejects_a_file_that_has_disappeared(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(DamagedSource, match="merges.txt"):
         list(file_layers(source))
+    source.close()
+
+
+@pytest.mark.parametrize("change", [b"", b"longer than before"])
+def test_rejects_a_file_whose_size_changes(tmp_path: Path, change: bytes) -> None:
+    source = open_source(write_folder(tmp_path, dense_tensors(), files={"merges.txt": b"a b"}))
+    (_, layer) = file_layers(source)
+    (tmp_path / "merges.txt").write_bytes(change)
+    with pytest.raises(DamagedSource, match=r"merges\.txt' changed while it was imported"):
+        list(layer.buffers())
+    source.close()
+
+
+def test_large_json_is_not_stored_as_json(tmp_path: Path) -> None:
+    source = open_source(write_folder(tmp_path, dense_tensors(), files={"x.json": b"{}"}))
+    os.truncate(tmp_path / "x.json", 64 * 2**20 + 1)
+    kinds = {layer.name: layer.media_type for layer in file_layers(source)}
+    assert kinds["x.json"] == media_types.FILE
     source.close()
 
 
