@@ -99,8 +99,7 @@ class ModelFacts:
 
     def is_transposed(self, spec: TensorSpec) -> bool:
         """Return whether a weight is stored as ``[inputs, outputs]``."""
-        is_upright = self._orientation(spec) == "upright"
-        return _kind(spec) in self._transposed_kinds and not is_upright
+        return _kind(spec) in self._transposed_kinds and self._orientation(spec) != "upright"
 
     def _orientation(self, spec: TensorSpec) -> Orientation:
         """Return what the shape of a weight of some kind says, if one side has the hidden size."""

@@ -207,7 +207,7 @@ _ROUTER = Rule(
 )
 _PROMOTED = Rule(reason=_SENSITIVE, names=_SENSITIVE_NAMES, become=("eight", "requested"))
 # Runtimes split these in two, and cannot split or must quantize again what is packed.
-_LATENT = Rule(reason="latent attention", names=("*.kv_b_proj.weight",))
+_LATENT = Rule(reason="latent attention", names=("*.kv_b_proj.weight", "*.wkv_b.weight"))
 _REST = Rule(reason="requested type", become=("requested",))
 
 KEPT: Final[tuple[Rule, ...]] = (_EMBEDDING, _NORM, _ROUTER, _LATENT)

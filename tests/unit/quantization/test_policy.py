@@ -82,6 +82,7 @@ def test_the_requested_type_has_its_default_group_size(to: str) -> None:
         ("shared.weight", "embedding"),
         ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "embedding"),
         ("model.layers.0.self_attn.kv_b_proj.weight", "latent attention"),
+        ("layers.0.attn.wkv_b.weight", "latent attention"),
         ("vision_tower.blocks.0.fc1.weight", "vision"),
         ("model.visual.blocks.0.attn.v_proj.weight", "vision"),
         ("vpm.encoder.layers.0.mlp.fc1.weight", "vision"),
