@@ -59,6 +59,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     multiple=True,
     help="Type of the tensors that match, or none to keep them. The last match decides.",
 )
+@click.option("--decode", is_flag=True, help="Decode FP8 weights to BF16.")
 @click.option(
     "--weights", metavar="PATTERN", help="File names of the weights, if a folder has several sets."
 )
@@ -98,6 +99,7 @@ def command(
     group_size: int | None,
     policy: PolicyName,
     overrides: tuple[str, ...],
+    decode: bool,
     weights: str | None,
     ignore_unindexed: bool,
     subtree: str | None,
@@ -140,7 +142,7 @@ def command(
         with render.progress_bar() as progress:
             opened = open_source(source, source_options, progress=progress)
         with closing(opened):
-            planned = plan_source(opened, experts=experts, quantize=quantize)
+            planned = plan_source(opened, experts=experts, quantize=quantize, decode=decode)
             _show_plan(name, planned, [file.name for file in opened.files], as_json)
         return
     from blobstore.operations.create.create import create
@@ -155,6 +157,7 @@ def command(
             group_size=group_size,
             policy=policy,
             overrides=overrides,
+            decode=decode,
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,

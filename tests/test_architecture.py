@@ -49,7 +49,6 @@ LONG: dict[str, str] = {}
 SHORT_LINES = 60
 SHORT: dict[str, str] = {
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
-    "blobstore/quantization/mlx.py": "the only module there that imports mlx",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
     "blobstore/store/permissions.py": "knows nothing of stores but their folders",
 }

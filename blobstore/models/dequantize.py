@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from blobstore.quantization.fp8 import decode
 from blobstore.quantization.numpy import dequantize
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.numpy import as_array
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from blobstore.models.frameworks import FloatName
     from blobstore.models.tensors import StoredTensor
+    from blobstore.quantization.formats import Float8Layout
+
+    Array = np.ndarray[Any, Any]
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -27,7 +31,7 @@ def rows_at_once(columns: int) -> int:
 
 def plain_pieces(
     stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
-) -> Iterator[np.ndarray[Any, Any]]:
+) -> Iterator[Array]:
     """Yield the dequantized rows of a tensor, in pieces of shape ``(rows, columns)``.
 
     Args:
@@ -43,6 +47,13 @@ def plain_pieces(
         suffix: as_array(memory, start + entry.begin, entry.spec)
         for suffix, entry in {"": stored.entry, **stored.companions}.items()
     }
+    if item.float8 is not None:
+        rows_of_all = arrays[""].reshape(-1, stored.shape[-1])
+        first, last = 0, len(rows_of_all)
+        if part is not None:
+            first, last = part * stored.shape[1], (part + 1) * stored.shape[1]
+        yield from _float8_pieces(rows_of_all, arrays[SCALE], item.float8, dtype, (first, last))
+        return
     scalar = arrays.pop(GLOBAL_SCALE, None)
     global_scale = None if scalar is None else float(scalar.reshape(-1)[0])
     rows = {
@@ -58,9 +69,24 @@ def plain_pieces(
         )
 
 
+def _float8_pieces(
+    weight: Array, scale: Array, layout: Float8Layout, dtype: FloatName, bounds: tuple[int, int]
+) -> Iterator[Array]:
+    """Yield some rows of a matrix of 8-bit floats, decoded."""
+    height, width = layout.block
+    columns = weight.shape[1]
+    scales = scale.reshape(-1, -(-columns // width))
+    step = rows_at_once(columns)
+    for row in range(*bounds, step):
+        piece = weight[row : min(row + step, bounds[1])]
+        yield decode(
+            piece, scales[row // height :], layout.block, first_row=row % height, result_dtype=dtype
+        )
+
+
 def transposed_pieces(
     stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
-) -> Iterator[np.ndarray[Any, Any]]:
+) -> Iterator[Array]:
     """Yield the dequantized matrices of a tensor, each transposed. Args as :func:`plain_pieces`."""
     import numpy as np
 

@@ -51,7 +51,6 @@ def upload_tensors(
     stream: DeviceStream,
     read: Read,
     *,
-    dequantize: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield names and tensors in the order of ``names``.
@@ -59,10 +58,9 @@ def upload_tensors(
     Args:
         names: the tensors to upload.
         index: the tensors of the model.
-        weights: its quantized weights.
+        weights: its quantized weights, which are dequantized on the device.
         stream: copies bytes to the device.
         read: reads bytes of a blob; many threads call it at once.
-        dequantize: whether to dequantize quantized weights, on the device.
         progress: called with the bytes that were read.
 
     Raises:
@@ -71,12 +69,12 @@ def upload_tensors(
     """
     stored_names: dict[str, tuple[str, ...]] = {}
     for name in names:
-        is_quantized = dequantize and name in weights
+        is_quantized = name in weights.dequantized
         stored_names[name] = (name, *weights.companions(name).values()) if is_quantized else (name,)
     tensors = [index.location(name) for name in itertools.chain(*stored_names.values())]
     with contextlib.closing(transfer(tensors, stream, read, progress=progress)) as arriving:
         for name, stored in stored_names.items():
-            if dequantize and name in weights:
+            if name in weights.dequantized:
                 yield name, weights.dequantize(name, dict(itertools.islice(arriving, len(stored))))
             else:
                 yield next(arriving)

@@ -28,6 +28,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_tensors, tensors_of
+from blobstore.quantization.metadata import stated
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.mmap import MappedRegion
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.quantization.metadata import Stated
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
@@ -66,8 +68,9 @@ class TensorIndex:
     """For loops over many tensors; otherwise use the methods."""
     blobs: list[tuple[Digest, int]]
     """Digest and size of each tensor blob, in the manifest's order."""
-    quantized: dict[str, tuple[str, int]]
-    """Type and group size of the quantized weights; empty and 0 if the blob does not say."""
+    quantized: dict[str, Stated]
+    """Type and group size of the quantized weights; empty and 0 if the blob does not say. For fp8 also
+    what shares a scale."""
     is_cached: bool
     """Whether this comes from the header index, and not from the headers themselves."""
     is_proven: bool = True
@@ -156,8 +159,8 @@ def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
             return None
         try:
             # There are no floats in an index: Digest.parse raises an error for any.
-            entries, stated, quantized = json.loads(text, parse_float=Digest.parse)
-            blobs = [(Digest(spelled), size) for spelled, size in stated]
+            entries, listed, quantized = json.loads(text, parse_float=Digest.parse)
+            blobs = [(Digest(spelled), size) for spelled, size in listed]
             _check(entries, blobs, quantized)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError):
             return None
@@ -191,7 +194,7 @@ def read_index(
         except BlobstoreError:  # most likely a stated size is absurd; opening that blob reports it
             region = None
         entries: dict[str, Entry] = {}
-        quantized: dict[str, tuple[str, int]] = {}
+        quantized: dict[str, Stated] = {}
         headers = store.read_headers(blobs, region)
         for slot, (layer, header) in enumerate(zip(layers, headers, strict=True)):
             if not isinstance(header, Header):
@@ -224,7 +227,7 @@ def write_index(store: LocalStore, manifest: bytes, index: TensorIndex) -> None:
 
 
 def _runtime_names(
-    layer: Descriptor, header: Header, quantized: dict[str, tuple[str, int]]
+    layer: Descriptor, header: Header, quantized: dict[str, Stated]
 ) -> Sequence[tuple[str, TensorEntry]]:
     """Return a blob's tensors by runtime name; add the quantized ones to ``quantized``."""
     if len(header.tensors) == 1:
@@ -237,8 +240,12 @@ def _runtime_names(
     for name, _, _, entry, companions, item, group_size in group:
         named.append((name, entry))
         if companions:
-            named += [(name + COMPANIONS[suffix], other) for suffix, other in companions.items()]
-            quantized[name] = (item.name, group_size) if item else ("", 0)
+            quantized[name] = stated(item, group_size) if item else ("", 0)
+            is_kept = item is not None and item.float8 is not None
+            named += [
+                (other.spec.name if is_kept else name + COMPANIONS[suffix], other)
+                for suffix, other in companions.items()
+            ]
     return named
 
 
@@ -252,7 +259,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _check(
     entries: Mapping[str, Entry],
     blobs: Sequence[tuple[Digest, int]],
-    quantized: Mapping[str, tuple[str, int]],
+    quantized: Mapping[str, Stated],
 ) -> None:
     """Check that digests are digests, and that every tensor lies inside its blob."""
     # A model has thousands of tensors, so values are checked in bulk where possible. A value of an
@@ -268,9 +275,10 @@ def _check(
         end = begin + (prod(shape) * bits[dtype] >> 3)
         if end > sizes[slot] or begin < 0 or slot < 0 or (shape and min(shape) < 0):
             raise ValueError
-    for name, (quant_type, group_size) in quantized.items():
-        is_sound = is_sound and name in entries
+    for name, (quant_type, group_size, *rest) in quantized.items():
+        is_sound = is_sound and name in entries and len(rest) <= 1
         is_sound = is_sound and type(quant_type) is str and type(group_size) is int
+        is_sound = is_sound and all(type(value) is str for value in rest)
     if not is_sound:
         raise ValueError
 

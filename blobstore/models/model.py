@@ -27,7 +27,7 @@ from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.slices import SliceReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import Self
 
     from blobstore.core.progress import Progress
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Model(ModelFiles, Mapping[str, Any]):
     """The tensors of a stored model by their runtime names.
 
-    A quantized weight ``X`` has its scales under ``X_scale`` and its affine offsets under
-    ``X_qbias``. Every look-up returns a new view of the same memory.
+    A quantized weight ``X`` has its scales under ``X_scale``, or for fp8 under the name that they had
+    in the source, and its affine offsets under ``X_qbias``. Every look-up returns a new view of the same memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         *,
         framework: Framework = "numpy",
         device: str = "cpu",
-        dequantize: bool = False,
+        dequantize: bool | Collection[str] = False,
         use_index: bool = True,
         read: str = "mmap",
         prefetch: str | None = None,
@@ -70,7 +70,6 @@ class Model(ModelFiles, Mapping[str, Any]):
             "prefetch": prefetch,
         }
         self._target = target = ArrayTarget.of(framework, device)
-        self._is_dequantized = dequantize
         self._progress = progress
         self._endings: list[weakref.finalize[Any, Any]] = []
         index = load_cached_index(store, manifest) if use_index else None
@@ -91,11 +90,11 @@ class Model(ModelFiles, Mapping[str, Any]):
             prefetch=prefetch,
             progress=progress,
         )
-        self._weights = weights = QuantizedWeights(str(reference), index, framework)
-        self._slices = SliceReader(index, self._memory, weights, target, dequantize=dequantize)
+        self._weights = weights = QuantizedWeights(str(reference), index, framework, dequantize)
+        self._slices = SliceReader(index, self._memory, weights, target)
         self._entries: Mapping[str, Entry] = index.entries
-        if dequantize:
-            hidden = weights.owners()
+        if weights.dequantized:
+            hidden = weights.owners(weights.dequantized)
             self._entries = {
                 name: entry for name, entry in index.entries.items() if name not in hidden
             }
@@ -134,7 +133,7 @@ class Model(ModelFiles, Mapping[str, Any]):
             UnsupportedDType: the framework has no such type.
         """
         self._check_name(name)
-        if self._is_dequantized and name in self._weights:
+        if name in self._weights.dequantized:
             return self.dequantized(name)
         return self._array(name)
 
@@ -147,7 +146,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         """
         return {
             name: self._weights.dequantized_spec(name)
-            if self._is_dequantized and name in self._weights
+            if name in self._weights.dequantized
             else self._index.spec(name)
             for name in self._entries
         }
@@ -156,12 +155,14 @@ class Model(ModelFiles, Mapping[str, Any]):
     def quantized(self) -> Mapping[str, tuple[str, int]]:
         """Type and group size of the quantized weights by name, as their blobs state them.
 
+        The group size of fp8 is the width of a block, or 0 if a row or the whole weight shares a scale.
         An empty type and 0 if a blob does not say. The types are the keys of
         :data:`blobstore.quantization.formats.FORMATS`. Whether a weight's shape agrees with its
         type is checked when the weight is dequantized.
         """
         return {
-            name: (kind, group_size) for name, (kind, group_size) in self._index.quantized.items()
+            name: (kind, group_size or 0)
+            for name, (kind, group_size, *_) in self._index.quantized.items()
         }
 
     def view(self, name: str) -> TensorView:
@@ -232,7 +233,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         entries = {name: entry for name, entry in self._entries.items() if name.startswith(prefix)}
         if (stream := self._target.stream()) is not None:
             return dict(self._upload(entries, stream))
-        if self._is_dequantized and self._index.quantized:
+        if self._weights.dequantized:
             return {name: self[name] for name in entries}
         region = self._memory.load([slot for _, _, slot, _ in entries.values()])
         memory, offsets, convert = region.memory, region.offsets, self._target.convert
@@ -343,6 +344,5 @@ class Model(ModelFiles, Mapping[str, Any]):
             self._weights,
             stream,
             self._memory.read_into,
-            dequantize=self._is_dequantized,
             progress=self._progress,
         )

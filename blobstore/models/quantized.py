@@ -5,21 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.slicing import select
+from blobstore.core.slicing import Selection, select
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
 from blobstore.models.tensors import COMPANIONS
-from blobstore.quantization.metadata import GROUP_SIZE, TYPE, parse_quant_metadata
+from blobstore.quantization.formats import FLOAT8_TYPE, SCALE_SUFFIXES
+from blobstore.quantization.metadata import KEYS, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from blobstore.core.slicing import Index, Selection
+    from blobstore.core.slicing import Index
     from blobstore.models.frameworks import FloatName
     from blobstore.models.index import TensorIndex
-    from blobstore.quantization.formats import QuantFormat
+    from blobstore.quantization.formats import Float8Layout, QuantFormat
 
 
 class QuantizedPart(NamedTuple):
@@ -27,8 +28,8 @@ class QuantizedPart(NamedTuple):
 
     selections: dict[str, Selection]
     """What to take of the weight and of its companions, as they are stored, by name."""
-    columns: int | slice
-    """The requested columns, among those of the groups that were selected."""
+    requested: tuple[int | slice, ...]
+    """The index of the requested part in what was selected, in the last dimensions."""
 
 
 class QuantizedWeights:
@@ -38,12 +39,21 @@ class QuantizedWeights:
         name: the model, for messages.
         index: its tensors.
         framework: the framework that dequantizes.
+        dequantize: whether look-ups dequantize weights, or the types for which they do.
     """
 
-    def __init__(self, name: str, index: TensorIndex, framework: str) -> None:
+    def __init__(
+        self, name: str, index: TensorIndex, framework: str, dequantize: bool | Collection[str]
+    ) -> None:
         self._name = name
         self._index = index
         self._framework = framework
+        self.dequantized: Collection[str] = frozenset(
+            name
+            for name, (kind, *_) in index.quantized.items()
+            if (dequantize if isinstance(dequantize, bool) else kind in dequantize)
+        )
+        """The weights that look-ups dequantize."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._index.quantized
@@ -51,16 +61,19 @@ class QuantizedWeights:
     def companions(self, name: str) -> dict[str, str]:
         """Return the names of a weight's companions by suffix. They are in the same blob."""
         index, slot = self._index, self._index.slot(name)
-        names = {suffix: name + end for suffix, end in COMPANIONS.items()}
+        ends = list(COMPANIONS.items())
+        if index.quantized[name][0] == FLOAT8_TYPE:
+            ends = [(SCALE, end) for end in SCALE_SUFFIXES]
+        names = ((suffix, name + end) for suffix, end in ends)
         return {
             suffix: companion
-            for suffix, companion in names.items()
+            for suffix, companion in names
             if companion in index.entries and index.slot(companion) == slot
         }
 
-    def owners(self) -> dict[str, str]:
-        """Return the weight of each companion."""
-        weights = self._index.quantized
+    def owners(self, weights: Collection[str] | None = None) -> dict[str, str]:
+        """Return the weight of each companion of some weights, or of all."""
+        weights = self._index.quantized if weights is None else weights
         return {name: weight for weight in weights for name in self.companions(weight).values()}
 
     def format(self, name: str) -> tuple[QuantFormat, int]:
@@ -69,10 +82,9 @@ class QuantizedWeights:
         Raises:
             UnsupportedDType: its blob does not say.
         """
-        quant_type, group_size = self._index.quantized[name]
         companions = self.companions(name).items()
         specs = {suffix: self._index.spec(companion) for suffix, companion in companions}
-        metadata = {TYPE: quant_type, GROUP_SIZE: str(group_size)}
+        metadata = dict(zip(KEYS, map(str, self._index.quantized[name]), strict=False))
         known = parse_quant_metadata(self._index.spec(name), specs, metadata)
         if known is None:
             raise UnsupportedDType(
@@ -85,7 +97,7 @@ class QuantizedWeights:
         """Return the spec of a weight after it is dequantized to its original type."""
         item, _ = self.format(name)
         shape = self._index.spec(name).shape
-        dtype = original_dtype(item, self._index.spec(name + COMPANIONS[SCALE]).dtype)
+        dtype = self._original_dtype(name, item)
         return TensorSpec(name, FLOATS[dtype], (*shape[:-1], item.columns(shape[-1])))
 
     def dequantize(
@@ -107,8 +119,7 @@ class QuantizedWeights:
             arrays.get(names.get(suffix, "")) for suffix in (SCALE, BIAS, GLOBAL_SCALE)
         )
         global_scale = None if scalar is None else scalar.item()
-        scale_dtype = self._index.spec(name + COMPANIONS[SCALE]).dtype
-        chosen = dtype or original_dtype(item, scale_dtype)
+        chosen = dtype or self._original_dtype(name, item)
         dequantize = dequantizer(self._framework)
         return dequantize(arrays[name], scale, bias, item, group_size, chosen, global_scale)
 
@@ -126,6 +137,8 @@ class QuantizedWeights:
         """
         item, group_size = self.format(name)
         selection = select(self.dequantized_spec(name), index)
+        if item.float8 is not None:
+            return self._part_of_blocks(name, item.float8, selection, widened=widened)
         start, stop = selection.ranges[-1]
         first, last = start // group_size, -(-stop // group_size)
         bounds = (first * group_size, last * group_size)
@@ -143,5 +156,45 @@ class QuantizedWeights:
                 if suffix == GLOBAL_SCALE
                 else kept.with_last(first, last)
             )
-        columns = slice(start - bounds[0], stop - bounds[0])
-        return QuantizedPart(selections, columns if selection.is_kept[-1] else columns.start)
+        return QuantizedPart(selections, _within(selection, [bounds]))
+
+    def _part_of_blocks(
+        self, name: str, layout: Float8Layout, selection: Selection, *, widened: bool
+    ) -> QuantizedPart:
+        """Return where a part of an fp8 weight is stored; see :meth:`part`."""
+        shape = self._index.spec(name).shape
+        scale = self._index.spec(self.companions(name)[SCALE])
+        rows, columns = selection.ranges[-2:]
+        bounds, blocks = [], []
+        sizes = (1, *layout.block)[-len(shape) :]
+        for (start, stop), size, count in zip(selection.ranges, sizes, shape, strict=True):
+            first, last = start // size, -(-stop // size)
+            is_whole = count <= size  # one scale for any part of it
+            blocks.append((0, 1) if is_whole else (first, last))
+            bounds.append((start, stop) if is_whole else (first * size, min(last * size, count)))
+        if tuple(bounds) != selection.ranges and not widened:
+            height, width = layout.block
+            raise UsageError(
+                f"tensor {quote(name)} of {self._name} is quantized in blocks of {height} x {width}; "
+                f"rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]} would split "
+                "one: open the model with dequantize=True for that"
+            )
+        is_kept = (*selection.is_kept[:-2], True, True)
+        part = Selection(tuple(bounds), is_kept)
+        scales = Selection(tuple(blocks[: len(scale.shape)]), is_kept[: len(scale.shape)])
+        if scale.elements == 1:
+            scales = select(scale, ...)
+        selections = {name: part, scale.name: scales}
+        return QuantizedPart(selections, _within(selection, bounds[-2:]))
+
+    def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
+        return original_dtype(item, self._index.spec(self.companions(name)[SCALE]).dtype)
+
+
+def _within(selection: Selection, bounds: Sequence[tuple[int, int]]) -> tuple[int | slice, ...]:
+    """Return the index of a selection within the bounds of its last dimensions."""
+    wanted = selection.ranges[-len(bounds) :], bounds, selection.is_kept[-len(bounds) :]
+    return tuple(
+        slice(start - first, stop - first) if is_kept else start - first
+        for (start, stop), (first, _), is_kept in zip(*wanted, strict=True)
+    )

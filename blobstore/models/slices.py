@@ -93,7 +93,6 @@ class SliceReader:
         memory: its blobs.
         weights: its quantized weights.
         target: the framework and device of the arrays.
-        dequantize: whether quantized weights are returned dequantized.
     """
 
     def __init__(
@@ -102,23 +101,20 @@ class SliceReader:
         memory: ModelMemory,
         weights: QuantizedWeights,
         target: ArrayTarget,
-        *,
-        dequantize: bool,
     ) -> None:
         self._index = index
         self._memory = memory
         self._weights = weights
         self._target = target
-        self._dequantize = dequantize
 
     def slice(self, name: str) -> TensorSlice:
         """Return a tensor of the index, to be read in parts; see :meth:`Model.get_slice`."""
-        if self._dequantize and name in self._weights:
+        if name in self._weights.dequantized:
 
             def read(index: Index) -> Any:
                 part = self._weights.part(name, index, widened=True)
                 arrays = {one: self._read(one, taken) for one, taken in part.selections.items()}
-                return self._weights.dequantize(name, arrays)[..., part.columns]
+                return self._weights.dequantize(name, arrays)[(..., *part.requested)]
 
             return TensorSlice(self._weights.dequantized_spec(name), read)
         spec = self._index.spec(name)
@@ -144,11 +140,11 @@ class SliceReader:
             TensorNotFound: the plan names a tensor that the model does not have.
             UsageError: the plan names a companion, which is sliced with its weight.
         """
-        owners = self._weights.owners()
+        owners, dequantized = self._weights.owners(), self._weights.dequantized
         if isinstance(plan, Mapping):
             model = self._memory.files.reference
             for name in plan:
-                if name not in self._index.entries or (self._dequantize and name in owners):
+                if name not in self._index.entries or owners.get(name) in dequantized:
                     raise TensorNotFound(f"model {model} has no tensor {quote(name)} to slice")
                 if name in owners:
                     raise UsageError(
@@ -157,7 +153,11 @@ class SliceReader:
                     )
             plan = plan.get
         choose = plan
-        stored = {} if self._dequantize else owners | {name: name for name in owners.values()}
+        stored = {
+            part: weight
+            for part, weight in (owners | {name: name for name in owners.values()}).items()
+            if weight not in dequantized
+        }
 
         def read(name: str) -> Any:
             weight = stored.get(name, name)

@@ -3,7 +3,8 @@
 This is the one module that resolves groups and companions. The name of a layer is either the name of
 the one tensor in its blob or the prefix of a group; only the blob's header shows which. A quantized
 weight's companions (``.scale``, ``.bias``, ``.global_scale``) are the tensors of the same blob whose
-name is the weight's name with such a suffix. Other tensors whose names end in one of these suffixes
+name is the weight's name with such a suffix; the scales of fp8 weights keep the name that they have in
+the source. Other tensors whose names end in one of these suffixes
 are plain tensors.
 """
 
@@ -13,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantization.metadata import parse_quant_metadata
+from blobstore.quantization.metadata import companion_names, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 COMPANIONS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
-"""Suffixes of companions in a blob, and the suffixes of their runtime names."""
+"""Suffixes of companions in a blob, and the suffixes of their runtime names. Scales of fp8 weights keep
+their names."""
 CONSTANT_KEY = "data"
 """The name of the only tensor in blobs that Ollama wrote before February 2026."""
 
@@ -125,30 +126,30 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
     """
     if not isinstance(header, Header):
         raise header
-    entries = header.tensors
+    entries, metadata = header.tensors, header.metadata
     if len(entries) == 1:
         name, entry = only_tensor(layer, header)
         return (StoredTensor(name, layer, header, entry),)
-    quantized = {
-        name
-        for name, entry in entries.items()
-        if entry.spec.dtype is DType.U32 and name + SCALE in entries
-    }
+    companions: dict[str, dict[str, TensorEntry]] = {}
+    hidden: set[str] = set()
+    for name, entry in entries.items():
+        own: dict[str, TensorEntry] = {}
+        for suffix, other in companion_names(entry.spec, metadata):
+            if other in entries and own.setdefault(suffix, entries[other]).spec.name != other:
+                raise BlobDamaged(f"tensor {quote(name)} has two tensors of scales")
+        if SCALE in own:
+            companions[name] = own
+            hidden.update(companion.spec.name for companion in own.values())
     found = []
     for name, entry in entries.items():
-        base, _, end = name.rpartition(".")
-        if f".{end}" in COMPANIONS and base in quantized:
+        if name in hidden:
             continue
-        if name not in quantized:
-            found.append(StoredTensor(name, layer, header, entry))
-            continue
-        companions = {
-            suffix: entries[name + suffix] for suffix in COMPANIONS if name + suffix in entries
-        }
-        specs = {suffix: companion.spec for suffix, companion in companions.items()}
-        known = parse_quant_metadata(entry.spec, specs, header.metadata)
+        known, own = None, companions.get(name, {})
+        if own:
+            specs = {suffix: companion.spec for suffix, companion in own.items()}
+            known = parse_quant_metadata(entry.spec, specs, metadata)
         item, group_size = known or (None, 0)
-        found.append(StoredTensor(name, layer, header, entry, companions, item, group_size))
+        found.append(StoredTensor(name, layer, header, entry, own, item, group_size))
     return found
 
 

@@ -15,6 +15,7 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
@@ -29,7 +30,7 @@ def open_model(
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
-    dequantize: bool = False,
+    dequantize: bool | Collection[str] = False,
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
     copy: bool = False,
@@ -52,7 +53,8 @@ def open_model(
             header index. ``digest`` hashes each blob, unless it was hashed before and its file has
             not changed since. ``rehash`` hashes all blobs; no other level finds bit rot.
         dequantize: return quantized weights dequantized, without their companions; see
-            :meth:`Model.dequantized`. Every look-up computes them again.
+            :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
+            types, such as ``{"fp8"}``, restricts this to weights of these types.
         read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
             concurrent requests. Use it for network file systems, and for stores that may be damaged
             while the model is open.

@@ -10,11 +10,11 @@ weight                  companions                                     becomes
 ``X.weight`` U8         ``X.weight_scale``, ``X.weight_scale_2``       nvfp4, or mxfp4
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
-8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 BF16, decoded
+8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 fp8, or BF16
 ======================  =============================================  ====================
 
 Packed weights are never quantized again: a scheme whose values none of our types holds exactly is
-rejected. Weights of other tools than MLX have the same bits under other names and element types: packed
+rejected. 8-bit floats are kept as they are, or decoded on request. Weights of other tools than MLX have the same bits under other names and element types: packed
 bytes, lowest bits first, become words of four bytes, and 8-bit scales are relabelled as U8. Shapes and
 config must agree, because either alone may fit several types.
 """
@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
-from blobstore.quantization.formats import FORMATS, WORD_BITS
+from blobstore.quantization.formats import (
+    FACTORS,
+    FLOAT8,
+    FORMATS,
+    SCALE_SUFFIXES,
+    WORD_BITS,
+    float8_format,
+)
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE, Copied, Decoded, Prequantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
@@ -36,15 +43,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from typing import Final, NoReturn
 
-    from blobstore.quantization.formats import QuantFormat
-    from blobstore.quantization.source_config import Block, Sharing
+    from blobstore.quantization.formats import QuantFormat, Sharing
 
     Specs = Mapping[str, TensorSpec]
     Typed = tuple[QuantFormat, int]
     """A type with its group size."""
 
-FLOAT8: Final = "fp8"
-"""The name for sources of 8-bit floats, which are decoded instead of kept."""
 _FOREIGN: Final = {
     ".qweight": "GPTQ, AWQ or a scheme like them",
     ".q_weight": "EXL2",
@@ -63,12 +67,11 @@ _FOREIGN_ENDS: Final = tuple(_FOREIGN)
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
 """The values of ``quant_method`` that are supported here."""
 _INPUT_SCALES: Final = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale")
-_FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 _OTHER_FLOAT8: Final = (DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F8_E8M0)
-_BYTES: Final = (DType.U8, DType.I8, *_FLOAT8)
+_EVERY_FLOAT8: Final = (*FLOAT8, *_OTHER_FLOAT8)
+_BYTES: Final = (DType.U8, DType.I8, *FLOAT8)
 _PACKED: Final = (*_BYTES, *_OTHER_FLOAT8, DType.U32)
 _INTEGERS: Final = (DType.I16, DType.U16, DType.I32)
-_FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
 _USUAL_SHARINGS: Final[tuple[Sharing, ...]] = ("tensor", "channel", (128, 128))
 """How 8-bit floats may share scales if the config does not say; the shapes are distinct."""
 
@@ -88,15 +91,18 @@ class DetectedQuantization(NamedTuple):
     notices: tuple[str, ...]
     """Remarks for the user, one line each."""
     quant_type: str
-    """The type of most quantized weights, or ``fp8``; empty if there are none."""
+    """The type of most quantized weights; empty if there are none, or most are decoded."""
 
 
-def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuantization:
+def detect_quantization(
+    specs: Specs, config: Mapping[str, Any], *, decode: bool = False
+) -> DetectedQuantization:
     """Return the recipes for all tensors of a source.
 
     Args:
         specs: the tensors by name.
         config: the decoded ``config.json``, or an empty mapping.
+        decode: decode 8-bit floats with scales to BF16.
 
     Raises:
         UnsupportedSource: a weight uses a scheme that cannot be kept exactly, lacks a companion, or
@@ -107,7 +113,7 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuan
     used: set[str] = set()
     inputs: set[str] = set()
     for name, spec in specs.items():
-        recipe = _quantized(spec, specs, quant_config)
+        recipe = _quantized(spec, specs, quant_config, decode=decode)
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
@@ -121,23 +127,29 @@ def detect_quantization(specs: Specs, config: Mapping[str, Any]) -> DetectedQuan
     recipes: dict[str, Copied | Decoded | Prequantized] = {**found}
     for name, spec in specs.items():
         if name not in used and name not in inputs:
-            _check_plain(spec, quant_config, found)
+            _check_plain(spec, specs, quant_config, found)
             recipes[name] = Copied(spec, (name,))
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
-    notices = tuple(_notices(found, inputs, quant_config.unmatched(modules)))
+    casts = sum(
+        isinstance(recipe, Copied)
+        and recipe.spec.dtype in _EVERY_FLOAT8
+        and name.endswith(".weight")
+        for name, recipe in recipes.items()
+    )
+    notices = tuple(_notices(found, inputs, casts, quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
     for recipe in found.values():
         if isinstance(recipe, Prequantized):
             elements[recipe.item.name] += recipe.item.columns(recipe.spec.elements)
         else:
-            elements[FLOAT8] += recipe.spec.elements
+            elements[""] += recipe.spec.elements
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
 
 
 def _quantized(
-    spec: TensorSpec, specs: Specs, config: SourceQuantConfig
+    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, *, decode: bool
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
@@ -154,8 +166,8 @@ def _quantized(
         name = name.removesuffix("_blocks")
         scale = specs.get(f"{name}_scales")
         return fp4_blocks(name, spec, scale) if scale and scale.dtype is DType.U8 else None
-    scales = [specs[name + end] for end in ("_scale", "_scale_inv") if name + end in specs]
-    if not scales or not (dtype in _FLOAT8 or name.endswith(".weight")):
+    scales = [specs[name + end] for end in SCALE_SUFFIXES if name + end in specs]
+    if not scales or not (dtype in FLOAT8 or name.endswith(".weight")):
         return None
     if dtype is DType.U8:
         return _packed_bytes(name, spec, "_scale_2", specs, config)
@@ -163,7 +175,7 @@ def _quantized(
         _refuse(spec, "is of 8-bit integers with scales")
     if len(scales) > 1:
         _fail(name, "has two tensors of scales")
-    return _float8(spec, scales[0], config.sharings())
+    return _float8(spec, scales[0], config.sharings(), decode=decode)
 
 
 def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> Prequantized | None:
@@ -201,19 +213,17 @@ def _packed_bytes(
 
 
 def _float8(
-    weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing]
+    weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing], *, decode: bool
 ) -> Decoded | Prequantized:
     _check_matrix(weight)
     packed = mxfp8_weight(weight, scale)
     if packed is not None:
         return packed
-    *rows, columns = weight.shape
-    if scale.dtype not in _FACTORS:
-        _refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
     sharings = declared or _USUAL_SHARINGS
-    blocks = (_shared(weight.shape, scale, sharing) for sharing in sharings)
-    block = next(filter(None, blocks), None)
-    if block is None:
+    item = next(filter(None, (float8_format(weight, scale, sharing) for sharing in sharings)), None)
+    if item is None or item.float8 is None:
+        if scale.dtype not in FACTORS:
+            _refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
         expected = " or ".join(
             sharing if isinstance(sharing, str) else f"block of {sharing[0]} x {sharing[1]}"
             for sharing in sharings
@@ -224,38 +234,28 @@ def _float8(
             f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "
             f"it has one for each {expected}",
         )
-    flat = weight._replace(shape=(math.prod(rows), columns))
-    plain = weight._replace(dtype=DType.BF16)
-    return Decoded(plain, (weight.name,), (scale.name,), flat, scale, block)
+    if decode:
+        *rows, columns = weight.shape
+        flat = weight._replace(shape=(math.prod(rows), columns))
+        plain = weight._replace(dtype=DType.BF16)
+        return Decoded(plain, (weight.name,), (scale.name,), flat, scale, item.float8.block)
+    parts = (Copied(weight, (weight.name,)), Copied(scale, (scale.name,)))
+    return Prequantized(parts, item, None)
 
 
-def _shared(shape: Sequence[int], scale: TensorSpec, sharing: Sharing) -> Block | None:
-    """Return the rows and columns that share a scale, or None if the shapes do not fit.
-
-    Stacked matrices are treated as one tall matrix, so none may end within a block.
-    """
-    *stack, rows, columns = shape
-    if sharing == "tensor":
-        if scale.elements == 1:
-            return math.prod(stack) * rows, columns
-        ones = ((*stack, 1, 1)[:count] for count in range(len(stack), len(shape) + 1))
-        return (rows, columns) if scale.shape in ones else None
-    if sharing == "channel":
-        return (1, columns) if scale.shape in ((*stack, rows), (*stack, rows, 1)) else None
-    height, width = (min(sharing[0], rows), sharing[1]) if stack else sharing
-    is_fitting = scale.shape == (*stack, -(-rows // height), -(-columns // width))
-    return (height, width) if is_fitting and not (stack and rows % height) else None
-
-
-def _check_plain(spec: TensorSpec, config: SourceQuantConfig, quantized: Collection[str]) -> None:
+def _check_plain(
+    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, quantized: Collection[str]
+) -> None:
     """Check that a tensor without companions is really not quantized."""
     name, dtype, shape = spec
     if name in quantized:
         _fail(name, "is in the source both plain and quantized")
     if name.endswith("_zero_point") and name.removesuffix("_zero_point") in quantized:
         _refuse(spec, "has zero points")
-    if dtype in (*_FLOAT8, *_OTHER_FLOAT8) and name.endswith(".weight"):
-        what = "scales" if dtype in _FLOAT8 else "a form that is decoded"
+    is_scaled = any(name + end in specs for end in SCALE_SUFFIXES)
+    # Diffusion models are often cast to 8-bit floats, without scales or an entry in a config.
+    if dtype in _EVERY_FLOAT8 and name.endswith(".weight") and (is_scaled or config.is_quantized):
+        what = "scales" if dtype in FLOAT8 else "a form that is decoded"
         _fail(name, f"({dtype.value}) is of 8-bit floats without {what}; create from BF16 weights")
     if len(shape) < 2:  # noqa: PLR2004 - a matrix
         return
@@ -267,13 +267,18 @@ def _check_plain(spec: TensorSpec, config: SourceQuantConfig, quantized: Collect
 
 
 def _notices(
-    found: Mapping[str, Decoded | Prequantized], inputs: set[str], unmatched: Sequence[str]
+    found: Mapping[str, Decoded | Prequantized],
+    inputs: set[str],
+    casts: int,
+    unmatched: Sequence[str],
 ) -> Iterator[str]:
     if inputs:
         yield f"{_counted(len(inputs), 'input scale')} (of activations) left out"
     decoded = sum(isinstance(recipe, Decoded) for recipe in found.values())
     if decoded:
         yield f"{_counted(decoded, 'weight')} of 8-bit floats decoded to BF16"
+    if casts:
+        yield f"{_counted(casts, 'weight')} of 8-bit floats without scales kept as plain tensors"
     if unmatched:
         yield (
             f"config.json gives a type to {_counted(len(unmatched), 'module')} that the source does "

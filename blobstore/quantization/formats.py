@@ -1,12 +1,13 @@
 """The table of quantization types.
 
 Packed weights are U32 words. Element ``i`` of a row takes bits ``i * bits`` to ``(i + 1) * bits`` of the
-row's words as one little-endian stream, which is MLX's layout.
+row's words as one little-endian stream, which is MLX's layout. The 8-bit floats of fp8 are not packed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.core.escape import quote
@@ -14,15 +15,50 @@ from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-Mode = Literal["affine", "nvfp4", "mxfp4", "mxfp8"]
+    from blobstore.core.tensor import TensorSpec
+
+    Block = tuple[int, int]
+    Sharing = Literal["tensor", "channel"] | Block
+    """The values that share a scale: a complete weight, one row, or a block of rows and columns."""
+
+Mode = Literal["affine", "nvfp4", "mxfp4", "mxfp8", "fp8"]
 WORD_BITS: Final = 32
+FLOAT8_TYPE: Final = "fp8"
+FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
+"""The element types of fp8 weights."""
+FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
+SCALE_SUFFIXES: Final = ("_scale", "_scale_inv")
+"""What sources append to the name of an fp8 weight for its scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Layout:
+    """How an fp8 weight is stored. A stack of matrices counts as one tall matrix."""
+
+    sharing: Sharing
+    block: Block
+    """Rows and columns that share a scale."""
+    weight: DType
+    scale: DType
+
+    def blocks(self, shape: Sequence[int]) -> tuple[Block, tuple[int, int]]:
+        """Return the block of a part of the weight, and the shape of the matrix of its scales.
+
+        The part is at least a matrix, and begins with a block where a matrix has several.
+        """
+        *stack, rows, columns = shape
+        block = height, width = (
+            min(self.block[0], max(rows, 1)),
+            min(self.block[1], max(columns, 1)),
+        )
+        return block, (math.prod(stack) * -(-rows // height), -(-columns // width))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """One quantization type."""
+    """One quantization type, or for fp8 that of one weight."""
 
     name: str
     bits: int
@@ -36,6 +72,10 @@ class QuantFormat:
     aliases: tuple[str, ...] = ()
     is_target: bool = True
     """Whether we quantize to it; other types only come from quantized sources."""
+    word_bits: int = WORD_BITS
+    """Bits per stored element."""
+    float8: Float8Layout | None = None
+    """Of an fp8 weight; None in the table."""
 
     @property
     def has_bias(self) -> bool:
@@ -52,11 +92,11 @@ class QuantFormat:
 
     def words(self, columns: int) -> int:
         """Return the packed words per row of ``columns`` elements, which must fill them exactly."""
-        return columns * self.bits // WORD_BITS
+        return columns * self.bits // self.word_bits
 
     def columns(self, words: int) -> int:
         """Return the elements per row of ``words`` packed words."""
-        return words * WORD_BITS // self.bits
+        return words * self.word_bits // self.bits
 
 
 _AFFINE_GROUPS: Final = (32, 64, 128)
@@ -73,6 +113,7 @@ FORMATS: Final[Mapping[str, QuantFormat]] = {
         QuantFormat("int3", 3, 64, "affine", _AFFINE_GROUPS, is_target=False),
         QuantFormat("int5", 5, 64, "affine", _AFFINE_GROUPS, is_target=False),
         QuantFormat("int6", 6, 64, "affine", _AFFINE_GROUPS, is_target=False),
+        QuantFormat(FLOAT8_TYPE, 8, 0, "fp8", (), is_target=False, word_bits=8),
     )
 }
 """Quantization types by name."""
@@ -102,6 +143,42 @@ def parse_format(text: str) -> QuantFormat:
     known = ", ".join(item.name for item in FORMATS.values() if item.is_target)
     reason = _AMBIGUOUS.get(key, f"expected one of {known}")
     raise UsageError(f"cannot quantize to {quote(text)}: {reason}")
+
+
+def float8_format(weight: TensorSpec, scale: TensorSpec, sharing: Sharing) -> QuantFormat | None:
+    """Return the type of a weight of 8-bit floats, or None if the tensors do not fit.
+
+    Args:
+        weight: a matrix or a stack of matrices.
+        scale: its scales.
+        sharing: the values that share a scale.
+    """
+    shape = weight.shape
+    is_known = weight.dtype in FLOAT8 and scale.dtype in FACTORS
+    is_known = is_known and scale.name.removeprefix(weight.name) in SCALE_SUFFIXES
+    if not is_known or len(shape) not in (2, 3):
+        return None
+    *stack, rows, columns = shape
+    block: Block | None
+    if sharing == "tensor":
+        ones = ((*stack, 1, 1)[:count] for count in range(len(stack), len(shape) + 1))
+        block = (rows, columns) if scale.shape in ones else None
+        if scale.elements == 1:
+            block = math.prod(stack) * rows, columns
+    elif sharing == "channel":
+        block = (1, columns) if scale.shape in ((*stack, rows), (*stack, rows, 1)) else None
+    else:
+        block = height, width = (min(sharing[0], rows), sharing[1]) if stack else sharing
+        # No matrix of a stack may end within a block.
+        if scale.shape != (*stack, -(-rows // height), -(-columns // width)) or (
+            stack and rows % height
+        ):
+            block = None
+    if block is None or not weight.elements:
+        return None
+    group_size = 0 if isinstance(sharing, str) else sharing[1]
+    layout = Float8Layout(sharing, block, weight.dtype, scale.dtype)
+    return replace(FORMATS[FLOAT8_TYPE], group_size=group_size, float8=layout)
 
 
 def check_group_size(item: QuantFormat, group_size: int) -> None:

@@ -2,7 +2,8 @@
 
 ``quant_type`` and ``group_size`` apply to every quantized tensor of a blob without its own
 ``{name}.quant_type``. Readers do not trust them: type, group size and the shapes of weight and companions
-must agree.
+must agree. ``fp8`` has no groups, but ``block_size``: which values share a scale. Its scales keep the
+name that they have in the source.
 """
 
 from __future__ import annotations
@@ -13,47 +14,78 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged
-from blobstore.quantization.formats import FORMATS, WORD_BITS
+from blobstore.quantization.formats import (
+    FLOAT8,
+    FLOAT8_TYPE,
+    FORMATS,
+    SCALE_SUFFIXES,
+    WORD_BITS,
+    float8_format,
+)
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import NoReturn
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.quantization.formats import QuantFormat
+    from blobstore.quantization.formats import QuantFormat, Sharing
 
-TYPE, GROUP_SIZE = "quant_type", "group_size"
+    Stated = tuple[str, int | None] | tuple[str, int | None, str]
+    """What metadata says of a weight: the values of :data:`KEYS`, the last for fp8 only."""
+
+TYPE, GROUP_SIZE, BLOCK_SIZE = KEYS = ("quant_type", "group_size", "block_size")
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
+_BLOCK = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 _MAX_COLUMNS = 2**48
 _AFFINE_SCALES = (DType.BF16, DType.F16, DType.F32)
 
 
-def quant_metadata(types: Mapping[str, tuple[str, int | None] | None]) -> dict[str, str]:
+def stated(item: QuantFormat, group_size: int | None) -> Stated:
+    """Return what metadata says of a weight of this type. A group size of None is omitted."""
+    layout = item.float8
+    if layout is None:
+        return item.name, group_size
+    sharing = layout.sharing
+    block = sharing if isinstance(sharing, str) else f"{sharing[0]}x{sharing[1]}"
+    return item.name, group_size, block
+
+
+def quant_metadata(types: Mapping[str, Stated | None]) -> dict[str, str]:
     """Return the metadata of a blob, written once if all quantized tensors have the same type.
 
     Args:
-        types: type and group size by tensor name, None for a plain tensor. A group size of None is
-            omitted.
+        types: the type by tensor name, None for a plain tensor.
     """
     found = {name: known for name, known in types.items() if known is not None}
     is_one = len(set(found.values())) == 1
-    metadata: dict[str, str] = {}
-    for name, (quant_type, group_size) in found.items():
-        prefix = "" if is_one else f"{name}."
-        metadata[prefix + TYPE] = quant_type
-        if group_size is not None:
-            metadata[prefix + GROUP_SIZE] = str(group_size)
-    return metadata
+    return {
+        f"{'' if is_one else f'{name}.'}{key}": str(value)
+        for name, known in found.items()
+        for key, value in zip(KEYS, known, strict=False)
+        if value is not None
+    }
+
+
+def companion_names(weight: TensorSpec, metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the suffixes of the companions that a tensor of a blob may have, and their names.
+
+    A tensor without scales among them is plain.
+    """
+    name, dtype, _ = weight
+    if dtype is DType.U32:
+        yield from ((suffix, name + suffix) for suffix in (SCALE, BIAS, GLOBAL_SCALE))
+    elif dtype in FLOAT8 and _value(name, TYPE, metadata) == FLOAT8_TYPE:
+        yield from ((SCALE, name + suffix) for suffix in SCALE_SUFFIXES)
 
 
 def parse_quant_metadata(
     weight: TensorSpec, companions: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> tuple[QuantFormat, int] | None:
-    """Return type and group size of a packed weight, or None if the metadata has none.
+    """Return type and group size of a quantized weight, or None if the metadata has none.
 
     Args:
-        weight: the packed weight.
+        weight: the weight as stored.
         companions: its companions by suffix, at least ``.scale``.
         metadata: the metadata of the blob.
 
@@ -62,12 +94,15 @@ def parse_quant_metadata(
             and element types. The message names the tensor.
     """
     name = weight.name
-    quant_type = metadata.get(f"{name}.{TYPE}") or metadata.get(TYPE, "")
+    quant_type = _value(name, TYPE, metadata)
     if not quant_type:
         return None
     item = FORMATS.get(quant_type)
     if item is None:
         _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
+    if quant_type == FLOAT8_TYPE:
+        item = _parse_float8(weight, companions, metadata)
+        return item, item.group_size
     rows, words, bits = weight.shape[:-1], weight.shape[-1:], item.bits
     if not words or not words[0] or words[0] * WORD_BITS % bits:
         _fail(name, f"{list(weight.shape)} packed words do not make rows of {item.name}")
@@ -91,6 +126,34 @@ def parse_quant_metadata(
         )
     _check_companions(item, name, companions)
     return item, group_size
+
+
+def _value(name: str, key: str, metadata: Mapping[str, str]) -> str:
+    return metadata.get(f"{name}.{key}") or metadata.get(key, "")
+
+
+def _parse_float8(
+    weight: TensorSpec, companions: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> QuantFormat:
+    name, scale = weight.name, companions[SCALE]
+    block = _value(name, BLOCK_SIZE, metadata)
+    sharing: Sharing
+    if block in ("tensor", "channel"):
+        sharing = block  # type: ignore[assignment] # mypy does not narrow by "in"
+    elif match := _BLOCK.fullmatch(block):
+        sharing = int(match[1]), int(match[2])
+    else:
+        _fail(name, f"{BLOCK_SIZE} {quote(block)} is not tensor, channel, or rows x columns")
+    if len(companions) > 1:
+        _fail(name, f"{FLOAT8_TYPE} has no companions but scales")
+    item = float8_format(weight, scale, sharing)
+    if item is None:
+        _fail(
+            name,
+            f"{weight.dtype.value} of shape {list(weight.shape)} with scales {scale.dtype.value} of "
+            f"shape {list(scale.shape)} and {BLOCK_SIZE} {quote(block)} is not {FLOAT8_TYPE}",
+        )
+    return item
 
 
 def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, TensorSpec]) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from blobstore.quantization.fp8 import decode_stack
 from blobstore.safetensors.numpy import BF16
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def dequantize(
     """Return packed values as an array of ``dtype``, shape ``(..., columns)``.
 
     Args:
-        weight: uint32 words of shape ``(..., words)``.
-        scale: one value per group; a float type for affine types, uint8 otherwise.
+        weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.
+        scale: one value per group; a float type for affine types and fp8, uint8 otherwise.
         bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
@@ -133,6 +134,8 @@ def dequantize(
     """
     *rows, words = weight.shape
     columns = item.columns(words)
+    if item.float8 is not None:
+        return decode_stack(weight, scale, item.float8, dtype)
     count = scale.size
     packed = np.ascontiguousarray(weight).reshape(count, item.words(group_size))
     scales = np.ascontiguousarray(scale).reshape(count, 1)

@@ -14,16 +14,13 @@ from blobstore.quantization.formats import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-    from typing import Final, Literal, NoReturn
+    from typing import Final, NoReturn
 
-    from blobstore.quantization.formats import QuantFormat
-
-    Block = tuple[int, int]
-    Sharing = Literal["tensor", "channel"] | Block
-    """The values that share a scale: a complete weight, one row, or a block of rows and columns."""
+    from blobstore.quantization.formats import Block, QuantFormat, Sharing
 
 _SECTIONS: Final = ("quantization", "quantization_config", "compression_config")
 _NESTED: Final = "text_config"
+_MAX_BLOCK: Final = 999_999
 _MLX_DEFAULTS: Final = {"affine": (4, 64), "nvfp4": (4, 16), "mxfp4": (4, 32), "mxfp8": (8, 32)}
 """Default bits and group size of each mode."""
 
@@ -51,6 +48,11 @@ class SourceQuantConfig:
     def is_mlx(self) -> bool:
         """Whether the config describes weights packed by MLX."""
         return self._mlx is not None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the config says that weights are quantized."""
+        return any(self._sections)
 
     @property
     def method(self) -> str | None:
@@ -142,10 +144,12 @@ class SourceQuantConfig:
 
 def _block(key: str, value: object) -> Block:
     match value:
-        case [int(height), int(width)] if height > 0 and width > 0:
+        case [int(height), int(width)] if (
+            min(height, width) > 0 and max(height, width) <= _MAX_BLOCK
+        ):
             return int(height), int(width)
     raise UnsupportedSource(
-        f"config.json: {key} cannot be {quote(value)}; expected two positive numbers"
+        f"config.json: {key} cannot be {quote(value)}; expected two numbers from 1 to {_MAX_BLOCK}"
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from blobstore.quantization.formats import QuantFormat
+    from blobstore.quantization.formats import Float8Layout, QuantFormat
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PIECE = {"cpu": 1 << 20}
@@ -28,8 +29,8 @@ def dequantize(
     """Return packed values as :func:`blobstore.quantization.numpy.dequantize` does.
 
     Args:
-        weight: uint32 words of shape ``(..., words)``.
-        scale: one value per group; a float type for affine types, uint8 otherwise.
+        weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.
+        scale: one value per group; a float type for affine types and fp8, uint8 otherwise.
         bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
@@ -37,6 +38,8 @@ def dequantize(
         global_scale: additional factor of all values of an nvfp4 weight.
     """
     known: torch.dtype = getattr(torch, dtype)
+    if item.float8 is not None:
+        return _decode(weight, scale, item.float8, known)
     *rows, words = weight.shape
     columns = item.columns(words)
     result = torch.empty((*rows, columns), dtype=known, device=weight.device)
@@ -61,6 +64,32 @@ def dequantize(
         else:
             numbers = _float_values(packed[piece], item.bits, torch.float32)
             groups[piece] = numbers.mul_(factor.mul_(global_scale))
+    return result
+
+
+def _decode(
+    weight: torch.Tensor, scale: torch.Tensor, layout: Float8Layout, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return 8-bit floats times their scales, as :func:`blobstore.quantization.fp8.decode` does."""
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if not result.numel():
+        return result
+    columns = weight.shape[-1]
+    (height, width), grid = layout.blocks(weight.shape)
+    scales = scale.float().reshape(grid if scale.numel() > 1 else ()).expand(grid)
+    values, rows = weight.reshape(-1, columns), result.view(-1, columns)
+    step = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // columns, 1)
+    complete = columns - columns % width
+    for start in range(0, len(rows), step):
+        products = values[start : start + step].float()
+        end = start + len(products)
+        factors = scales[torch.arange(start, end, device=weight.device) // height]
+        blocks = products[:, :complete].view(len(products), -1, width)
+        blocks.mul_(factors[:, : complete // width, None])
+        products[:, complete:].mul_(factors[:, complete // width :])
+        rows[start:end] = products
+        # Vectorised conversions give NaNs of another bit pattern.
+        rows[start:end].masked_fill_(products.isnan(), math.nan)
     return result
 
 

@@ -20,7 +20,7 @@ from mlx_lm import utils
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.mlx_lm.weights import Weights, naming_of
+from blobstore.integrations.mlx_lm.weights import DECODED, Weights, naming_of
 from blobstore.integrations.model_files import (
     check_layers,
     check_names,
@@ -124,7 +124,7 @@ def _opened(
     patterns: Sequence[str] = ("*",),
 ) -> Iterator[tuple[Model, Weights, Path]]:
     """Give a model, its weights (not read yet), and a folder with its files as mlx-lm expects them."""
-    with open_model(name, store=store, framework="numpy", **opening) as stored:
+    with open_model(name, store=store, framework="numpy", dequantize=DECODED, **opening) as stored:
         config = read_json(stored, "config.json")
         if "model_file" in config:
             raise BlobstoreError(

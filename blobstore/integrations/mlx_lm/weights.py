@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import DType, TensorSpec
     from blobstore.operations.open import Model
 
+DECODED = frozenset({"fp8"})
+"""The types of which mlx-lm has no layers. Their weights are given as plain values."""
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -40,7 +42,10 @@ def naming_of(stored: Model, specs: Mapping[str, TensorSpec]) -> Naming:
     """
     others = component_prefixes(stored)
     with gc_paused():  # a model has thousands of tensors
-        stacks, quantized = stacked_names(stored), stored.quantized
+        stacks = stacked_names(stored)
+        quantized = {
+            name: known for name, known in stored.quantized.items() if known[0] not in DECODED
+        }
         if others:
             specs = {name: spec for name, spec in specs.items() if not name.startswith(others)}
             quantized = {name: known for name, known in quantized.items() if name in specs}
@@ -112,7 +117,10 @@ class Weights:
             BlobMissing, BlobDamaged: a blob is missing or damaged.
             UnsupportedDType: MLX does not have the type or cannot hold the shape of a tensor.
         """
-        views, specs = self._stored.tensors(), self._specs  # views of the maps
+        stored, specs = self._stored, self._specs
+        is_decoded = any(kind in DECODED for kind, _ in stored.quantized.values())
+        # Views of the maps, unless some tensors are decoded: all of these would take too much memory.
+        views = stored if is_decoded else stored.tensors()
         for runtime, name in self._single.items():
             yield name, copied(views[runtime], specs[runtime])
         for runtime, names in self._naming.split.items():

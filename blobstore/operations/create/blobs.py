@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal
 from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.quantization.metadata import quant_metadata
+from blobstore.quantization.formats import SCALE_SUFFIXES
+from blobstore.quantization.metadata import quant_metadata, stated
 from blobstore.quantization.recipes import (
     BIAS,
     GLOBAL_SCALE,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.quantization.metadata import Stated
     from blobstore.quantization.policy import Policy
     from blobstore.quantization.recipes import Recipe
 
@@ -58,7 +60,7 @@ _SHARED = re.compile(
 )
 # Ollama stacks only these, and Mixtral's block_sparse_moe is not among them.
 _STACKED_PREFIXES = re.compile(r".*\.(?:mlp|moe|mixer)\.experts", re.ASCII)
-_COMPANION_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, "_scale", "_qbias")
+_COMPANION_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, *SCALE_SUFFIXES, "_qbias")
 """Suffixes of the companions of a quantized weight, in blobs and at run time."""
 _BY_NAME = attrgetter("spec.name")
 
@@ -172,10 +174,10 @@ def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> B
     return BlobPlan(name, tuple(recipes), metadata)
 
 
-def _quantization(recipe: Recipe) -> tuple[str, int | None] | None:
-    """Return quantization type and group size, or None for a plain tensor."""
+def _quantization(recipe: Recipe) -> Stated | None:
+    """Return what the metadata says of a tensor, or None for a plain tensor."""
     if isinstance(recipe, Prequantized | Quantized):
-        return recipe.item.name, recipe.group_size
+        return stated(recipe.item, recipe.group_size)
     return None
 
 

@@ -77,6 +77,7 @@ def create(
     group_size: int | None = None,
     policy: PolicyName = "recommended",
     overrides: Sequence[str] = (),
+    decode: bool = False,
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
@@ -100,6 +101,8 @@ def create(
         policy: ``recommended`` keeps the most sensitive tensors or promotes them to 8 bits;
             ``uniform`` quantizes all matrices except embeddings, norms, routers and vision.
         overrides: ``GLOB=TYPE``; the last one that matches a tensor decides; ``none`` keeps it.
+        decode: decode FP8 weights to BF16 instead of keeping them with their scales. ``quantize``
+            decodes them in any case.
         weights: pattern of file names, to choose one of several sets of weights in a folder.
         ignore_unindexed: leave out tensors that the weight index does not name.
         subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
@@ -136,7 +139,7 @@ def create(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
     )
     with contextlib.closing(open_source(source, source_options, progress=progress)) as opened:
-        plan = plan_source(opened, experts=experts, quantize=quantize_options)
+        plan = plan_source(opened, experts=experts, quantize=quantize_options, decode=decode)
         files = [*stacks_layer(plan.blobs), *file_layers(opened)]
         total = sum(blob.size for blob in plan.blobs)
         total += sum(file.size for file in files if file.is_large())

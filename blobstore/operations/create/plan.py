@@ -11,7 +11,7 @@ from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.operations.create.blobs import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization
-from blobstore.quantization.formats import FORMATS, parse_format
+from blobstore.quantization.formats import parse_format
 from blobstore.quantization.policy import Policy, parse_override
 from blobstore.quantization.recipes import Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
@@ -71,7 +71,7 @@ class PlannedTensor(NamedTuple):
     group_size: int
     """Elements per scale; 0 for a plain tensor."""
     bytes_before: int
-    """In the source; 8-bit floats count as decoded."""
+    """In the source; 8-bit floats that are decoded count as BF16."""
     bytes_after: int
     """In the store, with companions."""
     reason: str
@@ -116,17 +116,28 @@ class ModelPlan:
 
 
 def plan_source(
-    source: TensorSource, *, experts: ExpertForm = "packed", quantize: QuantizeOptions | None = None
+    source: TensorSource,
+    *,
+    experts: ExpertForm = "packed",
+    quantize: QuantizeOptions | None = None,
+    decode: bool = False,
 ) -> ModelPlan:
     """Return the plan for an open source.
+
+    Args:
+        source: the source.
+        experts: the form of the experts.
+        quantize: how to quantize; by default, nothing is quantized.
+        decode: decode 8-bit floats with scales to BF16. Quantizing decodes them in any case.
 
     Raises:
         UnsupportedSource: the source cannot be stored, or is already quantized and should be
             quantized.
         UsageError: the options contradict each other, or do not apply to one of the tensors.
     """
-    recipes, notices, quant_type = detect_quantization(source.specs, source.config)
     options = quantize or QuantizeOptions()
+    decode = decode or options.quant_type is not None
+    recipes, notices, quant_type = detect_quantization(source.specs, source.config, decode=decode)
     policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
         if not recipes:
@@ -149,7 +160,5 @@ def plan_source(
         raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")
     if any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
         quant_type = parse_format(options.quant_type or "").name
-    elif quant_type not in FORMATS:
-        quant_type = ""  # 8-bit floats are decoded, so no stored tensor has their type
     kept = policy.notices() if policy is not None else ()
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices, *kept))

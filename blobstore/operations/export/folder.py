@@ -30,7 +30,8 @@ from blobstore.operations.export.shards import (
 )
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
-from blobstore.quantization.recipes import BIAS, SCALE
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.source_layout import SourceNaming
 from blobstore.safetensors.header import in_file_order
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class FolderTensor(NamedTuple):
     """Its index in the first dimension of ``packed``, if that is a stack."""
     is_transposed: bool = False
     """Whether the matrices computed from ``packed`` have to be transposed."""
+    is_reciprocal: bool = False
+    """Whether its only value is the reciprocal of the stored one."""
 
 
 class Component(NamedTuple):
@@ -150,10 +153,18 @@ def folder_contents(
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
-    is_gpt_oss = gpt_oss.is_gpt_oss(_decoded(store, files, "config.json"), packed)
-    tensors = _source_tensors(contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss)
+    config = _decoded(store, files, "config.json")
+    is_gpt_oss = gpt_oss.is_gpt_oss(config, packed)
+    # The weights and the config are then those of the source.
+    is_as_source = not dequantize and (
+        is_gpt_oss or any(map(_needs_source_layout, contents.tensors.values()))
+    )
+    naming = SourceNaming(config) if is_as_source and not is_gpt_oss else None
+    tensors = _source_tensors(
+        contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
+    )
     types: dict[str, tuple[QuantFormat, int]] = {}
-    if not dequantize and not is_gpt_oss:
+    if not dequantize and not is_as_source:
         types = {
             name: (stored.item, stored.group_size)
             for stored in contents.tensors.values()
@@ -171,9 +182,15 @@ def folder_contents(
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
     configs: dict[str, bytes] = {}
-    if dequantize or not is_gpt_oss:  # otherwise its config is right as it is
+    if not is_as_source:
         configs = _changed_configs(store, files, stems, types)
     return FolderContents(tensors, components, joins, configs, files)
+
+
+def _needs_source_layout(tensor: StoredTensor) -> bool:
+    """Return whether only its source's layout can hold a weight: MLX's cannot."""
+    item = tensor.item
+    return item is not None and (item.float8 is not None or GLOBAL_SCALE in tensor.companions)
 
 
 def check_file_names(contents: FolderContents, weights: Iterable[str]) -> None:
@@ -193,13 +210,14 @@ def _source_tensors(
     *,
     dequantize: bool,
     is_gpt_oss: bool,
+    naming: SourceNaming | None,
 ) -> list[FolderTensor]:
     """Return the tensors as the source had them, in the order of layers and bytes."""
     found: dict[str, FolderTensor] = {}
     unused = set(stacks)
     for stored in contents.tensors.values():
         unused.discard(stored.name)
-        made = _folder_tensors(stored, stacks.get(stored.name), dequantize=dequantize)
+        made = _folder_tensors(stored, stacks.get(stored.name), naming, dequantize=dequantize)
         if is_gpt_oss and stored.companions:  # quantized weights and their scales
             made = (
                 tensor._replace(
@@ -220,9 +238,13 @@ def _source_tensors(
 
 
 def _folder_tensors(
-    stored: StoredTensor, sources: Sequence[str] | None, *, dequantize: bool
+    stored: StoredTensor,
+    sources: Sequence[str] | None,
+    naming: SourceNaming | None,
+    *,
+    dequantize: bool,
 ) -> Iterator[FolderTensor]:
-    """Yield a tensor dequantized, or it and its companions as stored, with MLX's names."""
+    """Yield a tensor dequantized, or it and its companions as stored, with MLX's or other names."""
     entries = {"": stored.entry, **stored.companions}
     packed = None
     if dequantize and stored.companions:
@@ -235,6 +257,13 @@ def _folder_tensors(
         packed, entries = stored, {"": stored.entry._replace(spec=plain)}
     for suffix, (spec, begin, end) in entries.items():
         start = stored.header.data_start + begin
+        if naming is not None and stored.item is not None:
+            named = naming.spec(stored.name, suffix, spec, stored.item)
+            is_reciprocal = naming.is_reciprocal(suffix)
+            yield FolderTensor(
+                named, stored.layer, start, stored.header, is_reciprocal=is_reciprocal
+            )
+            continue
         if sources is None:
             named = spec._replace(name=mlx_name(stored.name, suffix))
             yield FolderTensor(named, stored.layer, start, stored.header, packed)

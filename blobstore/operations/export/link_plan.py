@@ -153,7 +153,8 @@ def _classify(contents: FolderContents) -> tuple[dict[str, list[_Blob]], _Rest]:
         prefixes = {homes[name][0] for name in names}
         # This differs if a tensor of the folder is not contiguous in the blob, or in several blobs.
         expected = [member for name in names for member in contents.joins.get(name, (name,))]
-        if members == expected and len(prefixes) == 1:
+        is_changed = any(tensor.is_reciprocal for tensor in tensors)
+        if members == expected and len(prefixes) == 1 and not is_changed:
             blobs[prefixes.pop()].append(_Blob(tensors, [homes[name][1] for name in names]))
         else:
             rest.tensors.extend(tensors)

@@ -127,7 +127,8 @@ def _tensor_bytes(
         for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
             pass
         for tensor in tensors:
-            yield tensor, blob.read(tensor.spec.nbytes)
+            data = blob.read(tensor.spec.nbytes)
+            yield tensor, _reciprocal(data) if tensor.is_reciprocal else data
     blob.check(store, layer)
 
 
@@ -143,6 +144,14 @@ def _dequantized(tensor: FolderTensor, region: MappedRegion) -> Iterator[memoryv
     pieces = transposed_pieces if tensor.is_transposed else plain_pieces
     for array in pieces(tensor.packed, region.memory, NAMES[tensor.spec.dtype], tensor.part):
         yield as_bytes(array)
+
+
+def _reciprocal(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes of the reciprocal of an F32 value."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        yield memoryview((np.float32(1) / np.frombuffer(b"".join(pieces), "<f4")).tobytes())
 
 
 class _BlobReader:

@@ -175,9 +175,13 @@ class RebuiltBlobs:
         for requests, must_be in (([QuantizeOptions()], True), (quantizing, bool(self._overrides))):
             failure: BlobstoreError | None = None
             planned = None
-            for request, experts in product(requests, EXPERT_FORMS):
+            for request, experts, decode in product(requests, EXPERT_FORMS, (False, True)):
+                if decode and request.quant_type is not None:
+                    continue  # quantizing decodes in any case
                 try:
-                    planned = plan_source(self._source, experts=experts, quantize=request)
+                    planned = plan_source(
+                        self._source, experts=experts, quantize=request, decode=decode
+                    )
                 except (UnsupportedSource, UsageError) as error:
                     failure = failure or error
                 else:

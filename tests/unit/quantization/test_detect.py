@@ -21,6 +21,7 @@ from blobstore.quantization.detect import (
     mxfp8_weight,
 )
 from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.metadata import stated
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
@@ -41,8 +42,10 @@ def specs(tensors: Tensors) -> dict[str, TensorSpec]:
     } | {"norm.weight": TensorSpec("norm.weight", DType.BF16, (8,))}
 
 
-def detect(tensors: Tensors, config: dict[str, Any] | None = None) -> DetectedQuantization:
-    return detect_quantization(specs(tensors), config or {})
+def detect(
+    tensors: Tensors, config: dict[str, Any] | None = None, *, decode: bool = False
+) -> DetectedQuantization:
+    return detect_quantization(specs(tensors), config or {}, decode=decode)
 
 
 def prequantized(found: DetectedQuantization, name: str) -> Prequantized:
@@ -297,9 +300,26 @@ def test_detects_the_blocks_of_gpt_oss() -> None:
 
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 @pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
-def test_decodes_blocks_of_8_bit_floats(suffix: str, code: str) -> None:
+def test_keeps_8_bit_floats_with_their_scales(suffix: str, code: str) -> None:
     scales = f"m.weight{suffix}"
     found = detect({"m.weight": (code, 300, 256), scales: ("F32", 3, 2)}, FP8_BLOCKS)
+    weight = TensorSpec("m.weight", DTYPES[code], (300, 256))
+    recipe = prequantized(found, "m.weight")
+    assert recipe.parts == (
+        Copied(weight, ("m.weight",)),
+        Copied(TensorSpec(scales, DType.F32, (3, 2)), (scales,)),
+    )
+    assert stated(recipe.item, recipe.group_size) == ("fp8", None, "128x128")
+    assert recipe.item.float8 is not None
+    assert set(found.recipes) == {"m.weight", "norm.weight"}
+    assert found[1:] == ((), "fp8")
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
+def test_decodes_blocks_of_8_bit_floats_on_request(suffix: str, code: str) -> None:
+    scales = f"m.weight{suffix}"
+    found = detect({"m.weight": (code, 300, 256), scales: ("F32", 3, 2)}, FP8_BLOCKS, decode=True)
     assert found.recipes["m.weight"] == Decoded(
         TensorSpec("m.weight", DType.BF16, (300, 256)),
         ("m.weight",),
@@ -309,7 +329,7 @@ def test_decodes_blocks_of_8_bit_floats(suffix: str, code: str) -> None:
         (128, 128),
     )
     assert set(found.recipes) == {"m.weight", "norm.weight"}
-    assert found[1:] == (("1 weight of 8-bit floats decoded to BF16",), "fp8")
+    assert found[1:] == (("1 weight of 8-bit floats decoded to BF16",), "")
 
 
 @pytest.mark.parametrize(
@@ -336,8 +356,10 @@ def test_derives_the_block_from_the_shape_of_the_scales(
     weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], code: str
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", *weight), "m.weight_scale": (code, *scale)}
-    recipe = decoded(detect(tensors), "m.weight")
-    assert recipe.block == block
+    layout = prequantized(detect(tensors), "m.weight").item.float8
+    assert layout is not None
+    recipe = decoded(detect(tensors, decode=True), "m.weight")
+    assert recipe.block == layout.block == block
     assert recipe.spec.shape == weight
     rows, columns = recipe.weight.shape
     assert (rows, columns) == (recipe.spec.elements // weight[-1], weight[-1])
@@ -358,7 +380,7 @@ def test_the_config_states_the_block(
     config: Any, scale: tuple[int, ...], block: tuple[int, int]
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale": ("F32", *scale)}
-    assert decoded(detect(tensors, config), "m.weight").block == block
+    assert decoded(detect(tensors, config, decode=True), "m.weight").block == block
 
 
 @pytest.mark.parametrize(
@@ -399,9 +421,10 @@ def test_one_exponent_per_32_columns_is_mxfp8(code: str) -> None:
     assert found[1:] == ((), "mxfp8")
 
 
-def test_exponents_for_blocks_are_decoded() -> None:
+def test_scales_of_blocks_may_be_exponents() -> None:
     tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale_inv": ("F8_E8M0", 2, 2)}
-    assert decoded(detect(tensors, FP8_BLOCKS), "m.weight").block == (128, 128)
+    assert decoded(detect(tensors, FP8_BLOCKS, decode=True), "m.weight").block == (128, 128)
+    assert prequantized(detect(tensors, FP8_BLOCKS), "m.weight").item.name == "fp8"
     tensors["m.weight_scale_inv"] = ("U8", 2, 2)
     with pytest.raises(UnsupportedSource, match="'m.weight' .* has scales of type U8"):
         detect(tensors, FP8_BLOCKS)
@@ -419,20 +442,31 @@ def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
         "experts.up_scale_inv": ("F32", 2, 1, 1),
         "experts.up_activation_scale": ("F32", 2),
     }
-    found = detect(tensors)
     left = {"m.output_scale", "m.v_scale", "norm.weight"}
-    assert set(found.recipes) == {"m.weight", "experts.up", *left}
-    assert found.notices == (
-        "3 input scales (of activations) left out",
-        "2 weights of 8-bit floats decoded to BF16",
-    )
+    for decode in (False, True):
+        found = detect(tensors, decode=decode)
+        assert set(found.recipes) == {"m.weight", "experts.up", *left}
+        notices = ["3 input scales (of activations) left out"]
+        notices += ["2 weights of 8-bit floats decoded to BF16"] if decode else []
+        assert list(found.notices) == notices
+
+
+@pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"])
+def test_8_bit_floats_without_scales_are_plain_unless_the_config_says_quantized(code: str) -> None:
+    tensors: Tensors = {"a.weight": (code, 8, 8), "b.weight": (code, 8), "c": (code, 4)}
+    configs: list[dict[str, Any]] = [{}, {"quantization_config": {}}, {"torch_dtype": "float8"}]
+    for config in configs:
+        found = detect(tensors, config)
+        assert found.recipes == copies(specs(tensors))
+        notice = "2 weights of 8-bit floats without scales kept as plain tensors"
+        assert found[1:] == ((notice,), "")
+    with pytest.raises(UnsupportedSource, match="'a.weight' .* is of 8-bit floats without"):
+        detect(tensors, {"quantization_config": {"quant_method": "fp8"}})
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"m.weight": ("F8_E4M3", 8, 8)}, r"\(F8_E4M3\) is of 8-bit floats without scales"),
-        ({"m.weight": ("F8_E5M2", 8)}, r"\(F8_E5M2\) is of 8-bit floats without scales"),
         (
             {"m.weight": ("F8_E4M3FNUZ", 8, 8), "m.weight_scale": ("F32",)},
             r"\(F8_E4M3FNUZ\) is of 8-bit floats without a form that is decoded",
@@ -454,6 +488,14 @@ def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
 def test_rejects_other_8_bit_weights(tensors: Tensors, message: str) -> None:
     with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' {message}"):
         detect(tensors)
+
+
+@pytest.mark.parametrize("tensor", [("F8_E4M3", 8, 8), ("F8_E5M2", 8)])
+def test_rejects_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> None:
+    message = rf"'m.weight' \({tensor[0]}\) is of 8-bit floats without scales"
+    for config in (FP8_BLOCKS, sharing("channel")):
+        with pytest.raises(UnsupportedSource, match=message):
+            detect({"m.weight": tensor}, config)
 
 
 # Unsupported schemes.
@@ -528,6 +570,7 @@ def test_the_main_type_is_that_of_most_elements(first: str, rows: tuple[int, int
 def test_decoded_weights_count_for_the_main_type(main: str, rows: int) -> None:
     tensors = {**COMPRESSED, "f.weight": ("F8_E4M3", rows, 64), "f.weight_scale": ("F32",)}
     assert detect(tensors).quant_type == main
+    assert detect(tensors, decode=True).quant_type == main.removeprefix("fp8")
 
 
 PIECES = ["m", "m_blocks", "m_scales", "m.weight", "m.scales", "m.biases", "m.input_scale"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -8,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blobstore.core.tensor import DType
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UsageError
+from blobstore.models.frameworks import FloatName, dequantizer
 from blobstore.quantization.fp8 import decode
+from blobstore.quantization.metadata import parse_quant_metadata
+from blobstore.safetensors.numpy import as_array
 
 Array = np.ndarray[Any, Any]
 
@@ -171,6 +176,109 @@ def test_rejects_scales_that_do_not_fit(
 ) -> None:
     with pytest.raises(UsageError, match="do not fit"):
         decode(np.zeros(shape, np.uint8), np.ones(scales, np.float32), block)
+
+
+@pytest.mark.parametrize("first_row", [0, 1, 2, 127, 128, 300])
+@pytest.mark.parametrize("height", [1, 2, 128, 1000])
+def test_begins_within_a_block(first_row: int, height: int) -> None:
+    codes, scales = every_code(700, 64), np.exp2(np.arange(1400.0) % 9).reshape(-1, 2)
+    scales = scales[: -(-700 // height)].astype(np.float32)
+    expected = bits(decode(codes, scales, (height, 32)))[first_row : first_row + 200]
+    found = decode(
+        codes[first_row : first_row + 200],
+        scales[first_row // height :],
+        (height, 32),
+        first_row=first_row % height,
+    )
+    assert np.array_equal(bits(found), expected)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_rounds_products_to_other_types(name: str) -> None:
+    codes, scales = every_code(8, 256), np.full((8, 1), 0.3, np.float32)
+    found = decode(codes, scales, (1, 256), result_dtype=name)
+    with np.errstate(all="ignore"):
+        products = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(0.3)
+    products[np.isnan(products)] = np.nan
+    assert found.tobytes() == products.astype(name).tobytes()
+
+
+FORMS = [
+    ("128x128", (300, 200), (3, 2)),
+    ("64x32", (256, 256), (4, 8)),
+    ("channel", (300, 200), (300, 1)),
+    ("channel", (300, 200), (300,)),
+    ("tensor", (300, 200), ()),
+    ("tensor", (300, 200), (1,)),
+    ("128x128", (4, 256, 200), (4, 2, 2)),
+    ("128x128", (4, 64, 200), (4, 1, 2)),
+    ("channel", (4, 64, 200), (4, 64, 1)),
+    ("tensor", (4, 64, 200), (4, 1)),
+    ("tensor", (4, 64, 200), (1,)),
+]
+SCALES = {DType.F32: np.float32, DType.BF16: ml_dtypes.bfloat16, DType.F16: np.float16}
+SCALES[DType.F8_E8M0] = ml_dtypes.float8_e8m0fnu
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scale_dtype", SCALES)
+@pytest.mark.parametrize("weight_dtype", TYPES)
+@pytest.mark.parametrize(("block_size", "shape", "scale_shape"), FORMS)
+def test_all_frameworks_give_the_same_bits(
+    block_size: str,
+    shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    weight_dtype: DType,
+    scale_dtype: DType,
+    dtype: FloatName,
+) -> None:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, shape, np.uint8)
+    scales: Array = np.exp2(random.uniform(-9, 9, scale_shape)).astype(SCALES[scale_dtype])
+    weight = TensorSpec("w", weight_dtype, shape)
+    scale = TensorSpec("w_scale", scale_dtype, scale_shape)
+    metadata = {"quant_type": "fp8", "block_size": block_size}
+    known = parse_quant_metadata(weight, {".scale": scale}, metadata)
+    assert known is not None
+    item = known[0]
+    assert item.float8 is not None
+    block = item.float8.block
+    flat_scales = np.atleast_1d(scales).reshape(-1, -(-shape[-1] // block[1]))
+    flat = decode(
+        codes.reshape(-1, shape[-1]), flat_scales, block, weight_dtype, result_dtype=dtype
+    )
+    memory = bytearray(codes.tobytes()), bytearray(scales.tobytes())
+    for framework, convert in converters():
+        values = convert(memoryview(memory[0]), 0, weight)
+        factors = convert(memoryview(memory[1]), 0, scale)
+        found = dequantizer(framework)(values, factors, None, item, 0, dtype, None)
+        assert tuple(found.shape) == shape
+        assert as_numpy(framework, found, dtype).tobytes() == flat.tobytes()
+
+
+def converters() -> Iterator[tuple[str, Any]]:
+    yield "numpy", as_array
+    if importlib.util.find_spec("torch"):
+        from blobstore.safetensors.torch import as_tensor
+
+        yield "torch", as_tensor
+    if importlib.util.find_spec("mlx"):
+        from blobstore.safetensors.mlx import as_mlx
+
+        yield "mlx", as_mlx
+
+
+def as_numpy(framework: str, found: Any, dtype: str) -> Array:
+    kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    if framework == "torch":
+        import torch
+
+        return np.asarray(found.view(getattr(torch, kind.name)).numpy())
+    if framework == "mlx":
+        import mlx.core as mx
+
+        return np.array(found.view(getattr(mx, kind.name)))
+    return np.asarray(found)
 
 
 @pytest.mark.parametrize(

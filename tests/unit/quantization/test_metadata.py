@@ -6,8 +6,13 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
-from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.metadata import parse_quant_metadata, quant_metadata
+from blobstore.quantization.formats import FORMATS, QuantFormat
+from blobstore.quantization.metadata import (
+    companion_names,
+    parse_quant_metadata,
+    quant_metadata,
+    stated,
+)
 
 
 def spec(dtype: DType, *shape: int, name: str = "w") -> TensorSpec:
@@ -79,7 +84,7 @@ def test_accepts_a_global_scale_of_one_value(scalar: TensorSpec) -> None:
     assert parse_quant_metadata(WEIGHT, FLOAT | {".global_scale": scalar}, {"quant_type": "nvfp4"})
 
 
-@pytest.mark.parametrize("quant_type", ["int9", "INT4", "q4_k", "\x1b[31m", "fp8"])
+@pytest.mark.parametrize("quant_type", ["int9", "INT4", "q4_k", "\x1b[31m", "FP8"])
 def test_rejects_an_unknown_type(quant_type: str) -> None:
     message = r"^tensor 'w': quant_type '.*' is unknown; known: int4, "
     with pytest.raises(BlobDamaged, match=message):
@@ -139,3 +144,113 @@ def test_rejects_companions_that_do_not_fit_the_type(
 ) -> None:
     with pytest.raises(BlobDamaged, match=message):
         parse_quant_metadata(WEIGHT, companions, {"quant_type": quant_type})
+
+
+# 8-bit floats.
+
+FP8 = {"quant_type": "fp8", "block_size": "128x128"}
+E4M3, E5M2 = DType.F8_E4M3, DType.F8_E5M2
+
+
+def parse(
+    weight: TensorSpec, scale: TensorSpec, metadata: dict[str, str], end: str = "_scale_inv"
+) -> tuple[QuantFormat, int] | None:
+    scale = scale._replace(name=weight.name + end)
+    return parse_quant_metadata(weight, {".scale": scale}, metadata)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("factor", [DType.F32, DType.BF16, DType.F16, DType.F8_E8M0])
+@pytest.mark.parametrize(
+    ("shape", "scale", "block_size", "group_size", "block"),
+    [
+        ((300, 200), (3, 2), "128x128", 128, (128, 128)),
+        ((300, 200), (1, 1), "999999x999999", 999_999, (999_999, 999_999)),
+        ((300, 200), (300, 4), "1x64", 64, (1, 64)),
+        ((300, 200), (300, 1), "channel", 0, (1, 200)),
+        ((300, 200), (), "tensor", 0, (300, 200)),
+        ((4, 256, 200), (4, 2, 2), "128x128", 128, (128, 128)),
+        ((4, 64, 200), (4, 1, 2), "128x128", 128, (64, 128)),
+        ((4, 64, 200), (4, 64), "channel", 0, (1, 200)),
+        ((4, 64, 200), (4,), "tensor", 0, (64, 200)),
+        ((4, 64, 200), (1,), "tensor", 0, (256, 200)),
+    ],
+)
+def test_reads_what_it_writes_of_8_bit_floats(
+    shape: tuple[int, ...],
+    scale: tuple[int, ...],
+    block_size: str,
+    group_size: int,
+    block: tuple[int, int],
+    dtype: DType,
+    factor: DType,
+) -> None:
+    metadata = FP8 | {"block_size": block_size}
+    known = parse(spec(dtype, *shape), spec(factor, *scale), metadata)
+    assert known is not None
+    item, size = known
+    assert (item.name, size, item.float8 and item.float8.block) == ("fp8", group_size, block)
+    assert quant_metadata({"w": stated(item, None)}) == metadata
+    other = quant_metadata({"w": stated(item, None), "v": ("int4", 32)})
+    assert other == {f"w.{key}": value for key, value in metadata.items()} | {
+        "v.quant_type": "int4",
+        "v.group_size": "32",
+    }
+
+
+@pytest.mark.parametrize(
+    "block_size",
+    [
+        *("", "128", "row", "Tensor", "0x128", "128x0", "-1x128", "128x128x1", "128 x 128"),
+        *("128X128", "1000000x1", "9" * 5000 + "x1", "0128x128", "\uff11x1", "128x128\n"),
+    ],
+)
+def test_block_sizes_that_are_not_two_numbers_are_damage(block_size: str) -> None:
+    with pytest.raises(BlobDamaged, match=r"^tensor 'w': block_size '.*' is not tensor, channel"):
+        parse(spec(E4M3, 300, 200), spec(DType.F32, 3, 2), FP8 | {"block_size": block_size})
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "changes"),
+    [
+        (spec(E4M3, 300, 200), spec(DType.U8, 3, 2), {}),
+        (spec(E4M3, 300, 200), spec(DType.F64, 3, 2), {}),
+        (spec(E4M3, 300, 200), spec(DType.F32, 2, 3), {}),
+        (spec(E4M3, 300, 200), spec(DType.F32, 3, 2), {"block_size": "64x64"}),
+        (spec(E4M3, 300, 200), spec(DType.F32, 3, 2), {"block_size": "tensor"}),
+        (spec(E4M3, 300, 200), spec(DType.F32, 3, 2), {"block_size": "channel"}),
+        (spec(E4M3, 4, 300, 200), spec(DType.F32, 4, 3, 2), {}),
+        (spec(E4M3, 200), spec(DType.F32), {"block_size": "tensor"}),
+        (spec(E4M3), spec(DType.F32), {"block_size": "tensor"}),
+        (spec(E4M3, 2, 2, 2, 2), spec(DType.F32), {"block_size": "tensor"}),
+        (spec(E4M3, 0, 200), spec(DType.F32), {"block_size": "tensor"}),
+        (spec(E4M3, 300, 0), spec(DType.F32, 3, 0), {}),
+        (spec(DType.U32, 300, 200), spec(DType.F32, 3, 2), {}),
+        (spec(DType.F8_E4M3FNUZ, 300, 200), spec(DType.F32, 3, 2), {}),
+        (spec(E4M3, 2**62, 2**62), spec(DType.F32, 2, 2), {}),
+    ],
+)
+def test_8_bit_floats_that_contradict_their_metadata_are_damage(
+    weight: TensorSpec, scale: TensorSpec, changes: dict[str, str]
+) -> None:
+    with pytest.raises(BlobDamaged, match=r"^tensor 'w': .* is not fp8$"):
+        parse(weight, scale, FP8 | changes)
+
+
+@pytest.mark.parametrize("suffix", [".bias", ".global_scale"])
+def test_other_companions_of_8_bit_floats_are_damage(suffix: str) -> None:
+    companions = {".scale": spec(DType.F32, 3, 2), suffix: spec(DType.F32)}
+    with pytest.raises(BlobDamaged, match="'w': fp8 has no companions but scales"):
+        parse_quant_metadata(spec(E4M3, 300, 200), companions, FP8)
+
+
+def test_8_bit_floats_have_companions_only_if_the_metadata_says_fp8() -> None:
+    weight, plain = spec(E4M3, 300, 200), spec(DType.U8, 4, 4)
+    scales = [(".scale", "w_scale"), (".scale", "w_scale_inv")]
+    for metadata in (FP8, {"w.quant_type": "fp8", "quant_type": "int4"}):
+        assert list(companion_names(weight, metadata)) == scales
+    others = [{}, {"quant_type": "int4"}, {"w.quant_type": "nvfp4"}, {"v.quant_type": "fp8"}]
+    assert not any(list(companion_names(weight, metadata)) for metadata in others)
+    assert not list(companion_names(plain, FP8))
+    packed = [(end, f"w{end}") for end in (".scale", ".bias", ".global_scale")]
+    assert list(companion_names(WEIGHT, {})) == list(companion_names(WEIGHT, FP8)) == packed

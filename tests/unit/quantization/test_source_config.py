@@ -170,11 +170,14 @@ def test_reads_how_scales_are_shared(config: Any, sharings: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [128, [128], [128, 0], [0, 128], [-1, 128], [128, 128, 1], ["128", 128]]
+    "value",
+    [128, [128], [128, 0], [0, 128], [-1, 128], [128, 128, 1], ["128", 128], [1_000_000, 1]],
 )
 def test_rejects_blocks_that_are_not_two_numbers(value: Any) -> None:
     config = {"quantization_config": {"weight_block_size": value}}
-    with pytest.raises(UnsupportedSource, match="weight_block_size cannot be .*two positive"):
+    with pytest.raises(
+        UnsupportedSource, match="weight_block_size cannot be .*two numbers from 1 to 999999"
+    ):
         SourceQuantConfig(config).sharings()
     with pytest.raises(UnsupportedSource, match="block_structure cannot be"):
         structure = {**FLOAT8, "strategy": "block", "block_structure": value}

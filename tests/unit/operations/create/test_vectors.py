@@ -1,6 +1,7 @@
 """The golden vectors of docs/format.md. None was written by the code under test.
 
-MLX 0.32.4 computed those of quantized weights on a CPU; the others were written by hand.
+MLX 0.32.4 computed those of quantized weights on a CPU. Those of fp8 were computed in exact arithmetic;
+the others were written by hand.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
+from blobstore.quantization.metadata import parse_quant_metadata
 from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header
+from blobstore.safetensors.numpy import as_array
 
 _FOLDER = Path(__file__).parents[3] / "vectors"
 _BLOBS = json.loads((_FOLDER / "blobs.json").read_text())
 _MANIFESTS = json.loads((_FOLDER / "manifests.json").read_text())
 _QUANTIZED = json.loads((_FOLDER / "quantized.json").read_text())
+_FP8 = json.loads((_FOLDER / "fp8.json").read_text())
 _REFERENCES = json.loads((_FOLDER / "references.json").read_text())
 
 
@@ -77,6 +81,22 @@ def test_dequantizes_the_words_and_scales(vector: dict[str, Any]) -> None:
     bias = _array(vector["bias"], kind) if item.has_bias else None
     for dtype, digits in vector["plain"].items():
         found = reference.dequantize(weight, scale, bias, item, vector["group_size"], dtype)
+        assert found.tobytes().hex() == digits
+
+
+@pytest.mark.parametrize("vector", _FP8, ids=_why)
+def test_dequantizes_8_bit_floats(vector: dict[str, Any]) -> None:
+    specs, arrays = [], []
+    for name in ("weight", "scale"):
+        code, shape, digits = vector[name]
+        full_name = "w" if name == "weight" else "w_scale"
+        specs.append(TensorSpec(full_name, DTYPES[code], tuple(shape)))
+        arrays.append(as_array(memoryview(bytes.fromhex(digits)), 0, specs[-1]))
+    metadata = {"quant_type": "fp8", "block_size": vector["block_size"]}
+    known = parse_quant_metadata(specs[0], {".scale": specs[1]}, metadata)
+    assert known is not None
+    for dtype, digits in vector["plain"].items():
+        found = reference.dequantize(arrays[0], arrays[1], None, *known, dtype)
         assert found.tobytes().hex() == digits
 
 

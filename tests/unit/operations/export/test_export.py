@@ -22,6 +22,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from blobstore.operations.export.writer import _BlobReader
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import numpy as reference
@@ -556,18 +557,47 @@ def test_removes_the_config_of_another_scheme_from_decoded_weights(
     scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = json.dumps({"model_type": "m", "quantization_config": scheme}).encode()
     source = write_folder(tmp_path / "model", tensors, files={"config.json": config})
-    create(source, NAME, store=store)
+    create(source, NAME, store=store, decode=True)
     export_model(NAME, out, store=store)
     assert json.loads((out / "config.json").read_text()) == {"model_type": "m"}
     twos = np.full((128, 128), 2, ml_dtypes.bfloat16).tobytes()
     assert raw_tensors(out / "model.safetensors") == {"a.weight": ("BF16", [128, 128], twos)}
 
 
-def test_global_scales_are_exported_only_dequantized(store: LocalStore, out: Path) -> None:
+def modelopt_folder(folder: Path) -> Path:
+    """Write a model that ModelOpt has quantized to nvfp4 and fp8."""
+    random = np.random.default_rng(0)
+    tensors: Any = {"norm.weight": np.ones(8, np.float32)}
+    for expert in range(2):
+        name = f"model.layers.0.mlp.experts.{expert}.up_proj"
+        scale = random.integers(0, 127, (8, 4), np.uint8).view(ml_dtypes.float8_e4m3fn)
+        tensors |= {
+            f"{name}.weight": random.integers(0, 256, (8, 32), np.uint8),
+            f"{name}.weight_scale": scale,
+            f"{name}.weight_scale_2": np.array(0.3, np.float32),
+        }
+    tensors["q.weight"] = np.ones((8, 8), ml_dtypes.float8_e4m3fn)
+    tensors["q.weight_scale"] = np.array(0.5, np.float32)
+    config = json.dumps({"quantization_config": {"quant_method": "modelopt"}}).encode()
+    return write_folder(folder, tensors, files={"config.json": config})
+
+
+@pytest.mark.parametrize("maker", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("write", [export_model, link_model])
+def test_weights_with_global_scales_keep_the_names_of_their_source(
+    store: LocalStore, tmp_path: Path, out: Path, maker: str, write: Any
+) -> None:
+    is_modelopt = maker == "modelopt"
+    folder = modelopt_folder(tmp_path / "source") if is_modelopt else DATA / "ct-nvfp4"
+    create(folder, NAME, store=store)
+    write(NAME, out, store=store)
+    source = raw_tensors(folder / "model.safetensors")
+    assert raw_tensors(out) == {name: one for name, one in source.items() if "input_" not in name}
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_weights_with_global_scales_are_exported_dequantized(store: LocalStore, out: Path) -> None:
     create(DATA / "ct-nvfp4", NAME, store=store)
-    with pytest.raises(BlobstoreError, match="has a global scale .* export it dequantized"):
-        export_model(NAME, out, store=store)
-    assert not out.exists()
     export_model(NAME, out, store=store, dequantize=True)
     found = raw_tensors(out / "model.safetensors")
     assert {dtype for dtype, _, _ in found.values()} == {"BF16"}
