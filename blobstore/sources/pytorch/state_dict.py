@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import CheckpointRefused, UsageError
-from blobstore.sources.unpickler.values import Items, Key, Record, Reduced, Use
+from blobstore.sources.unpickler.values import Items, Key, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -170,11 +170,6 @@ class _Walk:
             self.others[_shown(path[:1])] += plain
         self._containers -= len(inner)
         return inner
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of any kind, supported or not."""
-    return type(value) is Reduced and value.function.use in (Use.TENSOR, Use.UNREADABLE)
 
 
 def check_records(records: Iterable[Record]) -> None:

@@ -283,8 +283,6 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
     for _ in range(_MAX_WRAPPERS):
         if function.use is not Use.TENSOR or function.name in _COUNTS:
             return function, arguments
-        if value.state is not None:
-            break
         if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
             # It would call its first argument, which must be a function that rebuilds tensors.
             function, _, arguments, _ = arguments

@@ -10,7 +10,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler import opcodes as op
 from blobstore.sources.unpickler.globals import put
-from blobstore.sources.unpickler.values import Items, Record, Reduced
+from blobstore.sources.unpickler.values import Items, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -285,6 +285,9 @@ def _build(_: State, stack: list[Any]) -> None:
     """
     attributes = stack.pop()
     target = stack[-1]
+    if is_tensor(target):
+        # torch.load would call set_() or __setstate__(), which give the tensor other contents.
+        raise CheckpointRefused("it sets the state of a tensor, which torch.save never writes")
     if type(target) in (Record, Reduced) and target.state is None:
         target.state = attributes
     elif type(target) not in (dict, Items):

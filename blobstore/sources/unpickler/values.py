@@ -72,6 +72,11 @@ class Reduced:
         self.state: Any = None
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor of any kind, supported or not."""
+    return type(value) is Reduced and value.function.use in (Use.TENSOR, Use.UNREADABLE)
+
+
 class Record:
     """An object that was not made: its class, its attributes, and its entries if it is a dict."""
 

@@ -273,6 +273,22 @@ def test_reads_parameters_and_tensors_with_attributes(tmp_path: Path, legacy: bo
     check(path, tensors)
 
 
+@pytest.mark.parametrize("name", ["w", "n" * 200])
+def test_rejects_a_state_that_changes_a_tensor(tmp_path: Path, name: str) -> None:
+    tensors = {f"{name}{n}": torch.arange(8.0) + n for n in range(50)}
+    path = save(tmp_path, tensors)
+    with zipfile.ZipFile(path) as archive:
+        pickle = archive.read("model/data.pkl")
+    end = pickle.rindex(b"u")  # after the last tensor, before SETITEMS
+    place = b"(h\3h\4X\1\0\0\0000h\6K\x08tQ"  # of the storage '0'
+    state = b"(" + place + b"K\4K\4\x85K\1\x85t"
+    changed = pickle[:end] + state + b"b" + pickle[end:]
+    rewritten(path, lambda entry, data: changed if entry == "data.pkl" else data)
+    loaded = torch.load(path, weights_only=True)
+    assert loaded[f"{name}49"].tolist() == [4, 5, 6, 7]
+    assert "BUILD: it sets the state of a tensor" in refusal(path)
+
+
 def test_a_tensor_s_own_class_is_asked_for_and_not_given(tmp_path: Path) -> None:
     path = save(tmp_path, {"a": torch.randn(3).as_subclass(Weights)})
     assert f"it uses '{Weights.__module__}.Weights', which" in refusal(path)

@@ -336,6 +336,25 @@ def test_rejects_attributes_of_anything_else_and_a_second_time(target: bytes) ->
     assert refusal(target + b"}b.").endswith(message)
 
 
+@pytest.mark.parametrize("state", [b"}", b"N", b")", b"K\0)))t"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctorch._utils\n_rebuild_tensor\n",
+        b"ctorch._utils\n_rebuild_parameter\n",
+        b"ctorch._utils\n_rebuild_parameter_with_state\n",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n",
+        b"ctorch._utils\n_rebuild_sparse_tensor\n",
+        b"ctorch._utils\n_rebuild_qtensor\n",
+    ],
+)
+def test_rejects_a_state_of_tensors(function: bytes, state: bytes) -> None:
+    state = b"(" + state if state.endswith(b"t") else state
+    message = "BUILD: it sets the state of a tensor, which torch.save never writes"
+    assert refusal(function + b")R" + state + b"b.").endswith(message)
+
+
 # calls and objects
 
 
