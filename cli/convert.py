@@ -20,6 +20,11 @@ from blobstore.core.escape import escape
 @click.option(
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llamas."
 )
+@click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Skip tensors of a PyTorch checkpoint whose type safetensors does not have.",
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @options.jobs_option
 @options.json_option
@@ -29,6 +34,7 @@ def command(
     subtree: str | None,
     weights: str | None,
     keep_names: bool,
+    skip_unreadable: bool,
     force: bool,
     jobs: int | None,
     as_json: bool,
@@ -46,6 +52,7 @@ def command(
             subtree=subtree,
             weights=weights,
             keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
             overwrite=force,
             jobs=jobs,
             progress=progress,

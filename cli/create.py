@@ -81,6 +81,11 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llama."
 )
 @click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Skip tensors of a PyTorch checkpoint whose type safetensors does not have.",
+)
+@click.option(
     "--keep",
     metavar="GLOB",
     multiple=True,
@@ -105,6 +110,7 @@ def command(
     subtree: str | None,
     is_list: bool,
     keep_names: bool,
+    skip_unreadable: bool,
     keep: tuple[str, ...],
     paranoid: bool,
     jobs: int | None,
@@ -136,6 +142,7 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
             keep=keep,
         )
         store.check_name(name)
@@ -162,6 +169,7 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
             keep=keep,
             paranoid=paranoid,
             jobs=jobs,

@@ -42,6 +42,9 @@ class SourceOptions:
     default it is the model, found by the keys that training programs use."""
     keep_names: bool = False
     """Keep the tensor names and the row order of Meta's Llamas."""
+    skip_unreadable: bool = False
+    """Leave out tensors of PyTorch checkpoints whose type the safetensors format does not have.
+    Otherwise they are an error."""
     exclude: tuple[str, ...] = ()
     """Patterns of files to treat as if they did not exist, by their names relative to the folder."""
     keep: tuple[str, ...] = ()

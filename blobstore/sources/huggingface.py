@@ -37,7 +37,7 @@ class HuggingFaceFolder(ShardSet):
             SourceError: there are no weights, or several sets and ``weights`` chooses none.
             UsageError: there is no such subtree.
         """
-        super().__init__(options.subtree)
+        super().__init__(options)
         self.reopen = functools.partial(HuggingFaceFolder, path.absolute(), options, tree)
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()

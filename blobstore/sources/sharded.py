@@ -15,6 +15,7 @@ from blobstore.errors import (
     UnsupportedSource,
     UsageError,
 )
+from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.formats import format_of_name
 from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.pytorch.container import UnknownFormat
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
-    from blobstore.sources.base import Shard
+    from blobstore.sources.base import Shard, SourceOptions
 
 _MAX_INDEX_SIZE = 256 * 2**20
 SAFETENSORS = ".safetensors"
@@ -41,13 +42,13 @@ class _Place(NamedTuple):
 class ShardSet:
     """The tensors of some weight files, under their own names or with a prefix.
 
-    ``subtree`` is the part to read of PyTorch checkpoints.
+    ``options`` say what to read of PyTorch checkpoints.
     """
 
-    def __init__(self, subtree: str | None = None) -> None:
+    def __init__(self, options: SourceOptions = DEFAULT_OPTIONS) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.notices: list[str] = []
-        self._subtree = subtree
+        self._options = options
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, Shard] = {}
 
@@ -60,7 +61,7 @@ class ShardSet:
         shard: Shard
         if path.suffix != SAFETENSORS:
             try:
-                shard = checkpoint = Checkpoint(path, subtree=self._subtree)
+                shard = checkpoint = Checkpoint(path, subtree=self._options.subtree)
             except SourceNotFound:
                 raise DamagedSource(f"weight file {quote(path)} is missing") from None
             except UnknownFormat:
@@ -71,8 +72,8 @@ class ShardSet:
                     advice="use the model's safetensors files, or store it as it is with --keep",
                 ) from None
             self._shards[path] = shard
-            checkpoint.check_readable()
-        elif self._subtree is not None:
+            checkpoint.check_readable(skip=self._options.skip_unreadable)
+        elif self._options.subtree is not None:
             raise UsageError(
                 f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
             )
@@ -92,8 +93,9 @@ class ShardSet:
             self._places[full] = _Place(shard, name)
 
     def names_in(self, path: Path) -> AbstractSet[str]:
-        """Return the names of all tensors of an added file, without prefix."""
-        return self._shards[path].specs.keys()
+        """Return the names of all tensors of an added file, also of those left out, without prefix."""
+        shard = self._shards[path]
+        return shard.specs.keys() | (shard.unreadable if isinstance(shard, Checkpoint) else {})
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
 check_archive(path, references, *, jobs, progress)
 compare(reference, base, *, store, patterns, jobs, progress)
-convert(source, target, *, subtree, weights, keep_names, overwrite, jobs, progress)
+convert(source, target, *, subtree, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
-create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, keep, paranoid, jobs, executor, progress)
+create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, paranoid, jobs, executor, progress)
 diff(ours, theirs, *, store, jobs, progress)
 du(references, *, store)
 export(reference, folder, *, store, shard_size, dequantize, jobs, progress)

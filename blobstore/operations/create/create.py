@@ -82,6 +82,7 @@ def create(
     ignore_unindexed: bool = False,
     subtree: str | None = None,
     keep_names: bool = False,
+    skip_unreadable: bool = False,
     keep: Sequence[str] = (),
     paranoid: bool = False,
     jobs: int | None = None,
@@ -108,6 +109,8 @@ def create(
         subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
             checkpoint; by default it is the model, found by the keys that training programs use.
         keep_names: keep the tensor names and the row order of Meta's Llama.
+        skip_unreadable: leave out tensors of PyTorch checkpoints that are quantized or sparse, or of
+            another type that the safetensors format does not have. Otherwise they are an error.
         keep: patterns of files to store as they are, besides the small files that runtimes need. The
             names are relative to the folder; ``*`` matches ``/`` too.
         paranoid: read blobs that exist already, and compare their digests.
@@ -133,6 +136,7 @@ def create(
         ignore_unindexed=ignore_unindexed,
         subtree=subtree,
         keep_names=keep_names,
+        skip_unreadable=skip_unreadable,
         keep=tuple(keep),
     )
     quantize_options = QuantizeOptions(

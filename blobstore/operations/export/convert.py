@@ -50,6 +50,7 @@ def convert_checkpoint(
     subtree: str | None = None,
     weights: str | None = None,
     keep_names: bool = False,
+    skip_unreadable: bool = False,
     overwrite: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -62,6 +63,7 @@ def convert_checkpoint(
         subtree: as for :func:`blobstore.create`.
         weights: as for :func:`blobstore.create`.
         keep_names: as for :func:`blobstore.create`.
+        skip_unreadable: as for :func:`blobstore.create`.
         overwrite: replace an existing file.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
@@ -79,7 +81,12 @@ def convert_checkpoint(
         )
     opened = open_source(
         source,
-        SourceOptions(weights=weights, subtree=subtree, keep_names=keep_names),
+        SourceOptions(
+            weights=weights,
+            subtree=subtree,
+            keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
+        ),
         progress=progress,
     )
     try:

@@ -53,9 +53,11 @@ class Checkpoint:
 
     def __init__(self, path: Path, *, subtree: str | None = None) -> None:
         self.path = path
+        self.notices: Sequence[str] = ()
         self.unreadable: dict[str, str] = {}
         """Tensors of an unsupported kind, with the reason."""
         self._map: memoryview | None = None
+        self._tensors: dict[str, StridedTensor] = {}
         with errors_of(path):
             self._descriptor, self._size = open_regular(path)
         try:
@@ -81,16 +83,26 @@ class Checkpoint:
         """The parts that ``subtree`` can name, with their number of tensors."""
         return subtrees_of(self._paths)
 
-    def check_readable(self) -> None:
-        """Check that every tensor can be read.
+    def check_readable(self, *, skip: bool = False) -> None:
+        """Check that every tensor can be read; with ``skip``, that one can, and notice the others.
 
         Raises:
-            CheckpointRefused: one is :attr:`unreadable`. The file is then closed.
+            CheckpointRefused: tensors are :attr:`unreadable`. The file is then closed.
         """
-        for name, reason in self.unreadable.items():
+        if not self.unreadable:
+            return
+        (name, reason), *others = self.unreadable.items()
+        if not skip or not self._tensors:
             self.close()
-            more = f" (and {len(self.unreadable) - 1} more)" if len(self.unreadable) > 1 else ""
-            raise CheckpointRefused(f"{quote(self.path)}, tensor {quote(name)}{more}: {reason}")
+            more = f" (and {len(others)} more)" if others else ""
+            raise CheckpointRefused(
+                f"{quote(self.path)}, tensor {quote(name)}{more}: {reason}",
+                advice="leave such tensors out with --skip-unreadable" if self._tensors else "",
+            )
+        count = f"{len(others) + 1} tensor{'s' * bool(others)}"
+        names = join_some([*map(quote, self.unreadable)], _SHOWN)
+        notice = f"left out: {count} of types that safetensors does not have: {names}"
+        self.notices = [*self.notices, notice]
 
     def view(self, name: str) -> TensorView:
         """Return the bytes of a tensor: a view of the mapped file if they are contiguous, else a copy.
@@ -165,7 +177,7 @@ class Checkpoint:
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
         )
-        self.notices: Sequence[str] = [*choice.notices, *container.notices()]
+        self.notices = [*choice.notices, *container.notices()]
         self._is_swapped = container.is_swapped
         self._reader = StorageReader(self._descriptor)
         found = []

@@ -231,6 +231,21 @@ def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
     assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_skips_tensors_of_unknown_types_on_request(
+    store: LocalStore, tmp_path: Path, dry: bool
+) -> None:
+    value = {"a": torch.ones(2), "odd": torch.ones(2, dtype=torch.complex128)}
+    torch.save(value, tmp_path / "x.pt")
+    result = run("create", tmp_path / "x.pt", "m", exit_code=4)
+    assert "leave such tensors out with --skip-unreadable" in result.stderr
+    more = ["--dry-run"] if dry else []
+    result = run("create", tmp_path / "x.pt", "m", "--skip-unreadable", *more)
+    assert "left out: 1 tensor of types that safetensors does not have: 'odd'" in result.stderr
+    run("convert", tmp_path / "x.pt", tmp_path / "x.safetensors", "--skip-unreadable")
+    assert (tmp_path / "x.safetensors").exists()
+
+
 def test_imports_the_requested_part_of_a_checkpoint(store: LocalStore, checkpoint: Path) -> None:
     assert run_json("create", checkpoint, "e", "--subtree", "ema")["tensors"] == 2
     assert run_json("create", checkpoint, "all", "--subtree", ".")["tensors"] == 3

@@ -10,6 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from blobstore.errors import CheckpointRefused, DamagedSource, UsageError
+from blobstore.sources.base import SourceOptions
 from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:
     for name in BINS:
         value = {"ema": {name: torch.zeros(1)}, "model": {name: torch.zeros(2)}}
         torch.save(value, tmp_path / name)
-    shards = ShardSet("ema")
+    shards = ShardSet(SourceOptions(subtree="ema"))
     for name in BINS:
         shards.add(tmp_path / name)
     assert {name: spec.shape for name, spec in shards.specs.items()} == dict.fromkeys(BINS, (1,))
@@ -252,7 +253,7 @@ def test_a_safetensors_file_has_no_parts(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": np.zeros(1)}, path)
     with pytest.raises(UsageError, match=f"'{path}' is not a PyTorch checkpoint"):
-        ShardSet("model").add(path)
+        ShardSet(SourceOptions(subtree="model")).add(path)
 
 
 def test_tensors_that_are_not_read_are_refused_by_name(shards: ShardSet, tmp_path: Path) -> None:
@@ -264,7 +265,8 @@ def test_tensors_that_are_not_read_are_refused_by_name(shards: ShardSet, tmp_pat
         shards.add(path)
     assert str(caught.value).startswith(f"'{path}', tensor 'odd' (and 1 more): pickle byte ")
     assert str(caught.value).endswith(
-        "tensors of torch.ComplexDoubleStorage have no type in the safetensors format"
+        "tensors of torch.ComplexDoubleStorage have no type in the safetensors format; "
+        "leave such tensors out with --skip-unreadable"
     )
     assert not shards.specs
     assert len(os.listdir("/dev/fd")) == before
@@ -279,3 +281,21 @@ def test_a_checkpoint_that_cannot_be_opened_leaves_nothing_open(
     with pytest.raises(CheckpointRefused):
         shards.add(tmp_path / BINS[0])
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_skips_tensors_of_unknown_types_on_request(tmp_path: Path) -> None:
+    index = checkpoints(tmp_path, a=BINS[0], b=BINS[0], c=BINS[1], odd=BINS[1])
+    torch.save({"c": torch.zeros(3), "odd": torch.eye(2).to_sparse()}, tmp_path / BINS[1])
+    shards = ShardSet(SourceOptions(skip_unreadable=True))
+    add(shards, index)
+    assert set(shards.specs) == {"a", "b", "c"}
+    assert shards.notices == [
+        f"'{tmp_path}/{BINS[1]}': left out: 1 tensor of types that safetensors does not have: 'odd'"
+    ]
+    shards.close()
+
+
+def test_a_checkpoint_of_unknown_types_alone_is_an_error(tmp_path: Path) -> None:
+    torch.save({"odd": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointRefused, match=r"'odd': .*are not supported$"):
+        ShardSet(SourceOptions(skip_unreadable=True)).add(tmp_path / "x.pt")

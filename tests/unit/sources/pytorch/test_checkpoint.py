@@ -729,6 +729,16 @@ def test_checking_that_all_is_readable_says_so_by_name(strange: Path) -> None:
     )
 
 
+def test_checking_can_leave_out_what_is_not_readable(strange: Path) -> None:
+    with open_checkpoint(strange) as checkpoint:
+        checkpoint.check_readable(skip=True)
+        (notice,) = checkpoint.notices
+    assert notice.startswith("left out: 9 tensors of types that safetensors does not have: 'compl")
+    assert notice.endswith(
+        "'sparse_csr', 'quantized', 'quantized_int', 'by_channel', 'bits8' and 1 more"
+    )
+
+
 def test_checking_passes_where_all_is_readable(tmp_path: Path) -> None:
     with open_checkpoint(save(tmp_path, tensors := two())) as checkpoint:
         checkpoint.check_readable()

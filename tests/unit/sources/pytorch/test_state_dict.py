@@ -21,10 +21,10 @@ from blobstore.sources.pytorch.state_dict import (
     check_records,
     find_state_dict,
     find_tensors,
-    is_tensor,
     subtrees_of,
 )
 from blobstore.sources.unpickler.machine import run
+from blobstore.sources.unpickler.values import is_tensor
 from tests.support.checkpoints import (
     HOOKS,
     call,
