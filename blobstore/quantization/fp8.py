@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_TYPES: Final = {
+TYPES: Final = {
     DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     DType.F8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }
 _VALUES: Final[dict[DType | None, Array]] = {
     dtype: np.arange(256, dtype=np.uint8).view(known).astype(np.float32)
-    for dtype, known in _TYPES.items()
+    for dtype, known in TYPES.items()
 }
 """The values of the 256 codes of each type."""
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
@@ -70,7 +70,7 @@ def decode(
         )
     rows, columns = weight.shape
     height, width = min(block[0], first_row + max(rows, 1)), min(block[1], max(columns, 1))
-    own = next((code for code, known in _TYPES.items() if known == weight.dtype), None)
+    own = next((code for code, known in TYPES.items() if known == weight.dtype), None)
     kind = dtype if weight.dtype == np.uint8 else own
     if kind not in _VALUES:
         raise UsageError(

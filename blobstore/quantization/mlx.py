@@ -5,21 +5,20 @@ MLX can quantize too, but :mod:`blobstore.quantization.numpy` produces the same 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from blobstore.core.tensor import DType, TensorSpec
+from blobstore.quantization.fp8 import decode_stack
+from blobstore.safetensors.mlx import copied
 from blobstore.safetensors.numpy import as_array
 
 if TYPE_CHECKING:
     from blobstore.quantization.formats import Float8Layout, QuantFormat
 
 _E4M3_ONE = 0x38
-_NAN_BITS = {mx.bfloat16: (mx.uint16, 0x7FC0), mx.float16: (mx.uint16, 0x7E00)}
-_NAN_BITS[mx.float32] = (mx.uint32, 0x7FC00000)
+_FLOATS = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 
 
 def dequantize(
@@ -44,9 +43,9 @@ def dequantize(
         global_scale: factor of the scales of an nvfp4 weight, in float32.
     """
     options: dict[str, Any] = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
-    wanted = getattr(mx, dtype)
     if item.float8 is not None:
-        return _decode(weight, scale, item.float8, wanted)
+        return _decode(weight, scale, item.float8, dtype)
+    wanted = getattr(mx, dtype)
     if not weight.size:  # MLX cannot reshape an empty array
         return mx.zeros((*weight.shape[:-1], item.columns(weight.shape[-1])), dtype=wanted)
     if weight.ndim == 1:
@@ -66,25 +65,15 @@ def dequantize(
     return mx.flatten(groups * factors[..., None], -2).astype(wanted)
 
 
-def _decode(weight: Any, scale: Any, layout: Float8Layout, dtype: Any) -> Any:
-    """Return 8-bit floats times their scales, as :func:`blobstore.quantization.fp8.decode` does."""
-    if not weight.size:
-        return mx.zeros(weight.shape, dtype=dtype)
-    (height, width), grid = layout.blocks(weight.shape)
-    factors = _values(layout.scale)[scale] if layout.scale is DType.F8_E8M0 else scale
-    factors = mx.broadcast_to(
-        factors.astype(mx.float32).reshape(grid if scale.size > 1 else ()), grid
-    )
-    values = _values(layout.weight)[weight].reshape(-1, weight.shape[-1])
-    rows, columns = (mx.arange(size) for size in values.shape)
-    products = values * factors[rows // height][:, columns // width]
-    kind, nan = _NAN_BITS[dtype]
-    bits = products.astype(dtype).view(kind)
-    return mx.where(mx.isnan(products), mx.array(nan, kind), bits).view(dtype).reshape(weight.shape)
-
-
-@functools.cache
-def _values(dtype: DType) -> Any:
-    """Return the values of the 256 codes of a type; MLX knows E4M3 only."""
-    codes = memoryview(bytes(range(256)))
-    return mx.array(as_array(codes, 0, TensorSpec("", dtype, (256,))).astype(np.float32))
+def _decode(weight: Any, scale: Any, layout: Float8Layout, dtype: str) -> Any:
+    """Return 8-bit floats times their scales. MLX knows E4M3 only, and would take longer."""
+    arrays = [
+        as_array(
+            memoryview(mx.reshape(array, (-1,)).view(mx.uint8)),  # type: ignore[arg-type]
+            0,
+            TensorSpec("", kind, array.shape),
+        )
+        for array, kind in ((weight, layout.weight), (scale, layout.scale))
+    ]
+    found = decode_stack(arrays[0], arrays[1], layout, dtype)
+    return copied(found, TensorSpec("", _FLOATS[dtype], found.shape))

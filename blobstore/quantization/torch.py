@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blobstore.quantization.fp8 import TYPES, decode_stack
+
 if TYPE_CHECKING:
     from blobstore.quantization.formats import Float8Layout, QuantFormat
 
@@ -39,7 +41,11 @@ def dequantize(
     """
     known: torch.dtype = getattr(torch, dtype)
     if item.float8 is not None:
-        return _decode(weight, scale, item.float8, known)
+        if weight.device.type == "cpu":  # numpy takes half as long
+            values = weight.view(torch.uint8).numpy().view(TYPES[item.float8.weight])
+            found = decode_stack(values, scale.float().numpy(), item.float8, dtype)
+            return torch.from_numpy(found.view(f"u{known.itemsize}")).view(known)
+        return decode(weight, scale, item.float8, known)
     *rows, words = weight.shape
     columns = item.columns(words)
     result = torch.empty((*rows, columns), dtype=known, device=weight.device)
@@ -67,28 +73,28 @@ def dequantize(
     return result
 
 
-def _decode(
+def decode(
     weight: torch.Tensor, scale: torch.Tensor, layout: Float8Layout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return 8-bit floats times their scales, as :func:`blobstore.quantization.fp8.decode` does."""
+    """Return 8-bit floats times their scales, as :func:`blobstore.quantization.fp8.decode_stack` does."""
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if not result.numel():
         return result
     columns = weight.shape[-1]
     (height, width), grid = layout.blocks(weight.shape)
     scales = scale.float().reshape(grid if scale.numel() > 1 else ()).expand(grid)
-    values, rows = weight.reshape(-1, columns), result.view(-1, columns)
-    step = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // columns, 1)
+    flat, rows = weight.reshape(-1, columns), result.view(-1, columns)
+    step = max(_DEVICE_PIECE // columns, 1)
     complete = columns - columns % width
     for start in range(0, len(rows), step):
-        products = values[start : start + step].float()
+        products = flat[start : start + step].float()
         end = start + len(products)
         factors = scales[torch.arange(start, end, device=weight.device) // height]
         blocks = products[:, :complete].view(len(products), -1, width)
         blocks.mul_(factors[:, : complete // width, None])
         products[:, complete:].mul_(factors[:, complete // width :])
         rows[start:end] = products
-        # Vectorised conversions give NaNs of another bit pattern.
+        # Conversions may give NaNs of another bit pattern.
         rows[start:end].masked_fill_(products.isnan(), math.nan)
     return result
 

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
@@ -299,3 +301,19 @@ def test_a_paranoid_import_hashes_existing_blobs(stored: LocalStore, dense: Path
     result = run("create", dense, "another", "--paranoid", exit_code=4)
     assert str(path) in result.stderr
     assert f"run blobstore repair again:latest --from {dense}, and create again" in result.stderr
+
+
+def test_decodes_8_bit_floats_on_request(store: LocalStore, tmp_path: Path) -> None:
+    weight = np.ones((128, 128), ml_dtypes.float8_e4m3fn)
+    tensors = {"w.weight": weight, "w.weight_scale": np.array(2, np.float32)}
+    folder = write_folder(tmp_path / "model", tensors)
+    for options, kind, size in ([], "fp8", 16388), (["--decode"], "BF16", 32768):
+        (decision,) = run_json("create", folder, "m", *options, "--dry-run")["decisions"]
+        assert (decision["type"], decision["bytes_after"]) == (kind, size)
+        run("create", folder, f"m:{kind}", *options)
+        (tensor,) = run_json("show", f"m:{kind}")["tensors"]
+        assert (tensor["type"], tensor["bytes"], tensor["shape"]) == (kind, size, [128, 128])
+    assert (
+        "1 weight of 8-bit floats decoded to BF16"
+        in run("create", folder, "again", "--decode").stderr
+    )

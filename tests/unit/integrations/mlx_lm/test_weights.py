@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -126,3 +127,19 @@ def test_reports_a_missing_blob_that_was_not_mapped_yet(store: LocalStore, tmp_p
         Path(store.blob_path(layer.digest)).unlink()
         with pytest.raises(BlobMissing, match="experts"):
             dict(weights.arrays())
+
+
+def test_8_bit_floats_are_given_decoded(store: LocalStore, tmp_path: Path) -> None:
+    name, random = f"{EXPERTS}.0.up_proj.weight", np.random.default_rng(0)
+    tensors: Any = {
+        name: random.normal(size=(16, 8)).astype(ml_dtypes.float8_e4m3fn),
+        f"{name}_scale_inv": np.full((1, 1), 0.3, np.float32),
+        "norm.weight": np.ones(8, ml_dtypes.bfloat16),
+    }
+    source = write_folder(tmp_path / "source", tensors)
+    blobstore.create(source, "m", store=store)
+    blobstore.create(source, "decoded", store=store, decode=True)
+    found = weights_of(store, dequantize=mlx_weights.DECODED)
+    with blobstore.open("decoded", store=store, framework="mlx") as model:
+        assert found.keys() == set(model)
+        assert all(mx.array_equal(array, model[key]) for key, array in found.items())
