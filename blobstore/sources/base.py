@@ -108,6 +108,10 @@ class TensorSource(Protocol):
         """Remarks for users, one line each: files that are left out, checks that are not possible."""
 
     @property
+    def metadata(self) -> Mapping[Path, Mapping[str, str]]:
+        """The ``__metadata__`` of the safetensors files."""
+
+    @property
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
 

@@ -50,6 +50,11 @@ class SafetensorsShard:
             raise
 
     @property
+    def metadata(self) -> Mapping[str, str]:
+        """The ``__metadata__`` of the header."""
+        return self._header.metadata
+
+    @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """See :class:`Shard`."""
         return {name: entry.spec for name, entry in self._header.tensors.items()}

@@ -22,7 +22,7 @@ from blobstore.sources.pytorch.container import UnknownFormat
 from blobstore.sources.safetensors import SafetensorsShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -48,6 +48,7 @@ class ShardSet:
     def __init__(self, options: SourceOptions = DEFAULT_OPTIONS) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.notices: list[str] = []
+        self.metadata: dict[Path, Mapping[str, str]] = {}
         self._options = options
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, Shard] = {}
@@ -78,7 +79,8 @@ class ShardSet:
                 f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
             )
         else:
-            shard = self._shards[path] = SafetensorsShard(path)
+            shard = self._shards[path] = safetensors = SafetensorsShard(path)
+            self.metadata[path] = safetensors.metadata
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         for name, spec in shard.specs.items():
             if names is not None and name not in names:

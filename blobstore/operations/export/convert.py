@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
@@ -18,14 +18,15 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import TensorSource
 
 _METADATA = {"format": "pt"}
-"""transformers loads no file without it."""
+"""The metadata of a file whose source has no other. transformers loads no file without it."""
+_SHOWN = 8
 _BUFFER_SIZE = 1 << 20
 _BATCH_SIZE = 1 << 24
 """Bytes of tensors per job, about."""
@@ -56,6 +57,8 @@ def convert_checkpoint(
     progress: Progress | None = None,
 ) -> Copied:
     """Write the tensors of a checkpoint, file or folder to a new safetensors file.
+
+    The file has the ``__metadata__`` of the source, if that is of safetensors files.
 
     Args:
         source: as for :func:`blobstore.create`.
@@ -91,7 +94,12 @@ def convert_checkpoint(
     )
     try:
         specs = in_file_order(opened.specs.values())
-        header = encode_header(specs, _METADATA)
+        notices = list(opened.notices)
+        metadata, differing = _common(opened.metadata.values())
+        if differing:
+            keys = join_some([*map(quote, differing)], _SHOWN)
+            notices.append(f"left out: metadata {keys}, which differs between the files")
+        header = encode_header(specs, _METADATA | metadata)
         size = sum(spec.nbytes for spec in specs)
         pool = WorkerPool(jobs, progress, size)
         with replacing(path) as descriptor:
@@ -108,8 +116,18 @@ def convert_checkpoint(
         path=path,
         tensors=len(opened.specs),
         bytes_written=len(header) + size,
-        notices=tuple(opened.notices),
+        notices=tuple(notices),
     )
+
+
+def _common(files: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """Return the metadata on which files agree, and the keys of which they have different values."""
+    values: dict[str, set[str]] = {}
+    for metadata in files:
+        for key, value in metadata.items():
+            values.setdefault(key, set()).add(value)
+    common = {key: next(iter(found)) for key, found in values.items() if len(found) == 1}
+    return common, sorted(values.keys() - common)
 
 
 def _write_batch(

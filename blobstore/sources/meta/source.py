@@ -45,6 +45,8 @@ def is_meta_folder(folder: Path) -> bool:
 class MetaFolder:
     """A :class:`TensorSource` over a folder of shards and their ``params.json``."""
 
+    metadata: Mapping[Path, Mapping[str, str]] = {}
+
     def __init__(
         self,
         folder: Path,

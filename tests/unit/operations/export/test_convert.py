@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from blobstore.errors import BlobstoreError, CheckpointRefused, SourceNotFound, UsageError
 from blobstore.operations.export.convert import convert_checkpoint
@@ -20,6 +21,12 @@ TENSORS = {
     "scalar": torch.tensor(3),
     "empty": torch.empty(0, 4),
 }
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        found: dict[str, str] = file.metadata()
+        return found
 
 
 def save(path: Path, value: object) -> Path:
@@ -42,8 +49,37 @@ def test_writes_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_metadata_names_pytorch_as_the_format(tmp_path: Path) -> None:
     convert_checkpoint(save(tmp_path / "x.pt", TENSORS), tmp_path / "out.safetensors")
-    with safe_open(tmp_path / "out.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+    assert metadata_of(tmp_path / "out.safetensors") == {"format": "pt"}
+
+
+def test_keeps_the_metadata_of_a_safetensors_file(tmp_path: Path) -> None:
+    metadata = {"ss_base_model": "sdxl", "modelspec.title": "my <LoRA>"}
+    source, target = tmp_path / "x.safetensors", tmp_path / "out.safetensors"
+    save_file({"a": torch.ones(2)}, source, metadata)
+    convert_checkpoint(source, target)
+    assert metadata_of(target) == {"format": "pt", **metadata}
+    save_file({"a": torch.ones(2)}, source, {"format": "mlx"})
+    convert_checkpoint(source, target, overwrite=True)
+    assert metadata_of(target) == {"format": "mlx"}
+
+
+def test_keeps_the_metadata_on_which_files_agree(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, name in enumerate(names):
+        metadata = {"both": "x", "number": str(number), f"only {number}": "y"}
+        save_file({f"t{number}": torch.ones(2)}, folder / name, metadata)
+    index = {"weight_map": {f"t{number}": name for number, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    copied = convert_checkpoint(folder, tmp_path / "out.safetensors")
+    assert metadata_of(tmp_path / "out.safetensors") == {
+        "format": "pt",
+        "both": "x",
+        "only 0": "y",
+        "only 1": "y",
+    }
+    assert copied.notices == ("left out: metadata 'number', which differs between the files",)
 
 
 def test_joins_the_shards_of_a_folder(tmp_path: Path) -> None:
