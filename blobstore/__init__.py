@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import Difference
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
+    from blobstore.operations.create.create_all import CreatedModel, create_all
     from blobstore.operations.export.convert import Copied
     from blobstore.operations.export.convert import convert_checkpoint as convert
     from blobstore.operations.export.export import Exported
@@ -70,6 +71,7 @@ _HOMES = {
     "Comparison": ("blobstore.operations.compare.compare", "Comparison"),
     "Copied": ("blobstore.operations.export.convert", "Copied"),
     "Created": ("blobstore.operations.create.create", "Created"),
+    "CreatedModel": ("blobstore.operations.create.create_all", "CreatedModel"),
     "Difference": ("blobstore.operations.compare.diff", "Difference"),
     "Exported": ("blobstore.operations.export.export", "Exported"),
     "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
@@ -93,6 +95,7 @@ _HOMES = {
     "convert": ("blobstore.operations.export.convert", "convert_checkpoint"),
     "copy": ("blobstore.operations.maintenance.names", "copy_model"),
     "create": ("blobstore.operations.create.create", "create"),
+    "create_all": ("blobstore.operations.create.create_all", "create_all"),
     "diff": ("blobstore.operations.compare.diff", "diff_models"),
     "du": ("blobstore.operations.maintenance.disk_usage", "measure_usage"),
     "export": ("blobstore.operations.export.export", "export_model"),
@@ -123,6 +126,7 @@ __all__ = [
     "Comparison",
     "Copied",
     "Created",
+    "CreatedModel",
     "Difference",
     "Exported",
     "Frozen",
@@ -146,6 +150,7 @@ __all__ = [
     "convert",
     "copy",
     "create",
+    "create_all",
     "diff",
     "du",
     "export",

@@ -13,18 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.create.create_all import CreatedModel
     from blobstore.operations.create.plan import ModelPlan, PlannedTensor
     from blobstore.store.local import LocalStore
 
 ExpertForm = Literal["packed", "stacked"]
 PolicyName = Literal["recommended", "uniform"]
 
+_CREATED_FIELDS = "tensors blobs bytes_written bytes_present repository commit seconds notices"
 _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
+
+
+def _parse_optional_name(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> Reference | None:
+    return None if value is None else options.parse_name(ctx, param, value)
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
 @click.argument("source")
-@click.argument("name", callback=options.parse_name)
+@click.argument("name", required=False, callback=_parse_optional_name)
 @options.store_option
 @click.option(
     "--experts",
@@ -91,13 +99,21 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     multiple=True,
     help="Store other files as they are too, for example '*.onnx'.",
 )
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="Import every model of SOURCE, a Hub cache or a folder of model folders.",
+)
 @click.option("--paranoid", is_flag=True, help="Hash blobs that the store already has.")
 @options.jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @options.json_option
+@click.pass_context
 def command(
+    ctx: click.Context,
     source: str,
-    name: Reference,
+    name: Reference | None,
     store: LocalStore,
     experts: ExpertForm,
     quant_type: str | None,
@@ -112,6 +128,7 @@ def command(
     keep_names: bool,
     skip_unreadable: bool,
     keep: tuple[str, ...],
+    is_all: bool,
     paranoid: bool,
     jobs: int | None,
     dry_run: bool,
@@ -120,15 +137,39 @@ def command(
     """Import SOURCE into the store under NAME.
 
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
-    Meta's Llama, or the id of a Hub repository (org/name, or hf://org/name@revision). NAME is
-    [host/][namespace/]model[:tag]. Blobs that the store already has are not rewritten. The name
-    appears last, when everything else is safely on disk.
+    Meta's Llama, a models--org--name folder of the Hub cache, or the id or URL of a Hub repository
+    (org/name, hf://org/name@revision). NAME is [host/][namespace/]model[:tag]; with --all, models
+    are named after their repositories or folders. Blobs that the store already has are not
+    rewritten. The name appears last, when everything else is safely on disk.
     """
     if is_list:
         from blobstore.cli.inspect import show_parts
 
         show_parts(source, as_json=as_json)
         return
+    choices: dict[str, Any] = {
+        "experts": experts,
+        "quantize": quant_type,
+        "group_size": group_size,
+        "policy": policy,
+        "overrides": overrides,
+        "decode": decode,
+        "weights": weights,
+        "ignore_unindexed": ignore_unindexed,
+        "subtree": subtree,
+        "keep_names": keep_names,
+        "skip_unreadable": skip_unreadable,
+        "keep": keep,
+        "paranoid": paranoid,
+        "jobs": jobs,
+    }
+    if is_all:
+        if name is not None:
+            raise click.UsageError("--all takes no NAME: models are named after their sources", ctx)
+        _create_all(ctx, source, store, choices, dry_run=dry_run, as_json=as_json)
+        return
+    if name is None:
+        raise click.UsageError("Missing argument 'NAME'.", ctx)
     if dry_run:
         from blobstore.operations.create.plan import QuantizeOptions, plan_source
         from blobstore.sources.base import SourceOptions
@@ -155,31 +196,11 @@ def command(
     from blobstore.operations.create.create import create
 
     with render.progress_bar() as progress:
-        created = create(
-            source,
-            name,
-            store=store,
-            experts=experts,
-            quantize=quant_type,
-            group_size=group_size,
-            policy=policy,
-            overrides=overrides,
-            decode=decode,
-            weights=weights,
-            ignore_unindexed=ignore_unindexed,
-            subtree=subtree,
-            keep_names=keep_names,
-            skip_unreadable=skip_unreadable,
-            keep=keep,
-            paranoid=paranoid,
-            jobs=jobs,
-            progress=progress,
-        )
+        created = create(source, name, store=store, progress=progress, **choices)
     for notice in created.notices:
         render.show_note(notice)
     if as_json:
-        fields = "name=reference tensors blobs bytes_written bytes_present seconds notices"
-        render.show_json(render.record(created, fields))
+        render.show_json(render.record(created, f"name=reference {_CREATED_FIELDS}"))
         return
     render.show(
         f"created {created.reference}: {render.count_of(created.tensors, 'tensor')} in "
@@ -188,6 +209,59 @@ def command(
         f"{render.human_bytes(created.bytes_present)} already there, "
         f"{render.human_seconds(created.seconds)}"
     )
+
+
+def _create_all(
+    ctx: click.Context,
+    folder: str,
+    store: LocalStore,
+    choices: dict[str, Any],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from blobstore.operations.create.create_all import create_all
+
+    with render.progress_bar() as progress:
+        models = create_all(folder, store=store, dry_run=dry_run, progress=progress, **choices)
+    made = [model.created for model in models if model.created is not None]
+    failed = [model for model in models if model.error is not None]
+    for model in models:
+        for notice in model.created.notices if model.created is not None else ():
+            render.show_note(f"{model.name}: {notice}")
+    for model in failed:
+        render.show_error(f"{model.name}: {model.error}")
+    if as_json:
+        entries = render.records(models, "name source error")
+        for entry, model in zip(entries, models, strict=True):
+            if model.created is not None:
+                entry.update(render.record(model.created, _CREATED_FIELDS))
+            if model.error is not None:
+                kind, code = type(model.error).__name__, model.error.exit_code
+                entry["error"] = {"kind": kind, "message": str(model.error), "exit_code": code}
+        render.show_json({"dry_run": dry_run, "models": entries})
+    else:
+        render.show(_table_of_all(models))
+        counts = f"{render.count_of(len(models), 'model')}, {len(failed)} failed"
+        written = render.human_bytes(sum(item.bytes_written for item in made))
+        present = render.human_bytes(sum(item.bytes_present for item in made))
+        totals = "nothing was written" if dry_run else f"{written} written, {present} already there"
+        render.show(f"{counts}; {totals}")
+    if failed:
+        ctx.exit(max(model.error.exit_code for model in failed if model.error is not None))
+
+
+def _table_of_all(models: Sequence[CreatedModel]) -> str:
+    rows = []
+    for model in models:
+        cells = ["failed" if model.error else "found", "", "", ""]
+        if (created := model.created) is not None:
+            sizes = map(render.human_bytes, (created.bytes_written, created.bytes_present))
+            cells = ["created", f"{created.tensors:,}", *sizes]
+        rows.append((render.cell(model.name), *cells, render.cell(model.source.name)))
+    alarming = [index for index, model in enumerate(models) if model.error]
+    headings = ("NAME", "STATUS", "TENSORS", "WRITTEN", "PRESENT", "SOURCE")
+    return render.table(headings, rows, right=(2, 3, 4), alarming=alarming)
 
 
 def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:

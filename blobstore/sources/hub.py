@@ -178,6 +178,13 @@ def download(
         return taken
 
 
+def cached_repository(path: Path) -> str | None:
+    """Return the repository that a folder of a cache has; None if ``path`` is no such folder."""
+    if not path.name.startswith(_CACHED) or not (path / "snapshots").is_dir():
+        return None
+    return path.name.removeprefix(_CACHED).replace("--", "/", 1)
+
+
 def open_cached(
     path: Path, options: SourceOptions = DEFAULT_OPTIONS, *, progress: Progress | None = None
 ) -> HubSnapshot | None:
@@ -193,10 +200,10 @@ def open_cached(
     path = path.absolute()
     is_snapshot = COMMIT.fullmatch(path.name) is not None
     storage = path.parent.parent if is_snapshot else path
-    snapshots = storage / "snapshots"
-    if not storage.name.startswith(_CACHED) or not snapshots.is_dir():
+    repo = cached_repository(storage)
+    if repo is None:
         return None
-    there = [it for it in snapshots.iterdir() if COMMIT.fullmatch(it.name)]
+    there = [it for it in (storage / "snapshots").iterdir() if COMMIT.fullmatch(it.name)]
     folder = path if is_snapshot else cached_snapshot(storage, None)
     if folder is None and len(there) != 1:
         names = ", ".join(sorted(map(quote, there))) or "there are none"
@@ -204,7 +211,6 @@ def open_cached(
             f"{quote(path)} has no snapshot of the branch main; choose one of its snapshots: {names}"
         )
     folder = folder or there[0]
-    repo = storage.name.removeprefix(_CACHED).replace("--", "/", 1)
     found = files_in_snapshot(folder)
     listed = cached_listing(folder) or {}
     folders = {name.rpartition("/")[0] for name in found}

@@ -19,7 +19,7 @@ from blobstore.core.escape import join_some, quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_valid_part
-from blobstore.sources.file_tree import joined
+from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.formats import format_of_name
 from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, read_weight_map
 from blobstore.sources.small_files import (
@@ -31,9 +31,9 @@ from blobstore.sources.small_files import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.sources.base import SourceOptions
-    from blobstore.sources.file_tree import FileTree
 
 _T = TypeVar("_T")
 _STEMS = {
@@ -42,6 +42,7 @@ _STEMS = {
 }
 """Names of weight files by ending, without ending and shard number."""
 _EXTRA_FOLDERS = ("additional_chat_templates",)
+_MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 _TRAINING_STATE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*\.(bin|pt|pth|ckpt)"
 )
@@ -103,6 +104,14 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     )
     selection.notices.extend(_left_out(tree, folders, used | kept, options))
     return selection
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Return whether a folder seems to be a model, whether complete and readable or not."""
+    return folder.is_dir() and any(
+        name in _MODEL_FILES or name.endswith((SAFETENSORS, *CHECKPOINTS)) or format_of_name(name)
+        for name in FileTree(folder).entries()
+    )
 
 
 def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:

@@ -19,6 +19,7 @@ compare(reference, base, *, store, patterns, jobs, progress)
 convert(source, target, *, subtree, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
 create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, paranoid, jobs, executor, progress)
+create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, progress)
 du(references, *, store)
 export(reference, folder, *, store, shard_size, dequantize, jobs, progress)
@@ -41,7 +42,7 @@ verify(references, *, store, quick, rate, jobs, progress)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
-Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
+CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
 Packed Reference RemovedModels Repaired StoreUsage Thawed Unpacked Verified
 """
 

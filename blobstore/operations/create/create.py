@@ -62,6 +62,10 @@ class Created:
     bytes_written: int
     bytes_present: int
     """Bytes of blobs that the store already had."""
+    repository: str | None
+    """The Hub repository of the source, if it has one."""
+    commit: str | None
+    """The hash of the repository's commit."""
     seconds: float
     notices: tuple[str, ...]
     """Messages for the user, one line each."""
@@ -167,6 +171,8 @@ def create(
         blobs=len(added),
         bytes_written=sum(item.size for item in added if item.written),
         bytes_present=sum(item.size for item in added if not item.written),
+        repository=opened.repository or None,
+        commit=opened.commit or None,
         seconds=time.monotonic() - started,
         notices=plan.notices,
     )

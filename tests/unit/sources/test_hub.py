@@ -636,12 +636,14 @@ def test_offline_without_a_cache_is_an_error_that_says_so(client: Client) -> Non
 def test_the_command_creates_a_model_from_the_hub(
     client: Client, folder: Path, tmp_path: Path
 ) -> None:
-    client.server.add("org/model", folder)
+    repo = client.server.add("org/model", folder)
     store = str(tmp_path / "store")
     main = ("-m", "blobstore.cli")
     created = client.run(*main, "create", "hf://org/model", "model", "--store", store, "--json")
     assert created.returncode == 0, created.stderr
-    assert json.loads(created.stdout)["tensors"] == len(dense_tensors() | moe_tensors())
+    result = json.loads(created.stdout)
+    assert result["tensors"] == len(dense_tensors() | moe_tensors())
+    assert (result["repository"], result["commit"]) == ("org/model", repo.commit)
     missing = client.run(*main, "create", "org/missing", "other", "--store", store)
     assert missing.returncode == 3
     assert missing.stderr.count("\n") == 1

@@ -1,0 +1,115 @@
+"""Imports every model of a Hub cache, or of a folder of model folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.sources.hub import cached_repository
+from blobstore.sources.selection import is_model_folder
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+
+    from blobstore.core.progress import Progress
+    from blobstore.operations.create.create import Created
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatedModel:
+    """What became of one model of :func:`create_all`."""
+
+    name: str
+    """The name, valid or not."""
+    source: Path
+    created: Created | None = None
+    """None if it failed, or in a dry run."""
+    error: BlobstoreError | None = None
+
+
+def create_all(
+    folder: str | os.PathLike[str],
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[CreatedModel]:
+    """Import every model of a folder, and return what became of each.
+
+    A model that fails does not keep the others from being imported.
+
+    Args:
+        folder: a cache of the Hub's client, whose models get the names of their repositories, or a
+            folder of model folders, which get the names of the folders: ``name`` or ``org/name``.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        dry_run: only list the models.
+        progress: called with the model and the current step, bytes done and total bytes.
+        options: as for :func:`create`, for all models.
+
+    Raises:
+        SourceNotFound: there is no such folder.
+        SourceError: the folder cannot be read, has no models, or is a model.
+        StoreError: the store cannot be used. Models imported before that stay.
+    """
+    store = LocalStore.of(store)
+    first: dict[str, Path] = {}
+    results = []
+    for found, source in _find_models(Path(folder)):
+        name, created, error = found, None, None
+        try:
+            reference = Reference.parse(found)
+            name = str(reference)
+            # Names that differ in case only cannot be in one store.
+            if (other := first.setdefault(name.lower(), source)) is not source:
+                raise NameTaken(f"{quote(other)} already has the name {name}")
+            if not dry_run:
+                step = progress and partial(_report, progress, name)
+                created = create(source, reference, store=store, progress=step, **options)
+        except StoreError:
+            raise
+        except BlobstoreError as failure:
+            error = failure
+        results.append(CreatedModel(name=name, source=source, created=created, error=error))
+    return results
+
+
+def _report(progress: Progress, name: str, what: str, done: int, total: int) -> None:
+    progress(f"{name}: {what}", done, total)
+
+
+def _find_models(folder: Path) -> list[tuple[str, Path]]:
+    """Return the names and sources of the models of a folder."""
+    if not folder.is_dir():
+        raise SourceNotFound(f"no such folder: {quote(folder)}")
+    if is_model_folder(folder) or cached_repository(folder):
+        raise SourceError(f"{quote(folder)} is a model itself; create it without --all")
+    found: list[tuple[str, Path]] = []
+    try:
+        if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
+            folder /= "hub"  # what HF_HOME names
+        for path in sorted(folder.iterdir()):
+            if repository := cached_repository(path):
+                found.append((repository, path))
+            elif path.is_dir() and not path.name.startswith("."):
+                # Folders of organizations have those of models.
+                inside = [path] if is_model_folder(path) else sorted(path.iterdir())
+                found += [
+                    (it.relative_to(folder).as_posix(), it) for it in inside if is_model_folder(it)
+                ]
+    except OSError as error:
+        where = quote(error.filename or folder)
+        raise SourceError(f"cannot read {where}: {error.strerror}") from error
+    if not found:
+        raise SourceError(
+            f"{quote(folder)} has no models; expected a cache of the Hub's client, or a folder of "
+            "model folders"
+        )
+    return found

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import (
+    DamagedSource,
+    InvalidReference,
+    NameTaken,
+    SourceError,
+    SourceNotFound,
+    StoreError,
+    UsageError,
+)
+from blobstore.operations.create.create_all import create_all
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, moe_tensors, write_folder
+from tests.unit.cli.running import run
+
+COMMIT = "c" * 40
+
+
+def cached(cache: Path, repository: str) -> Path:
+    """Write a repository into a cache of the Hub's client."""
+    storage = cache / f"models--{repository.replace('/', '--')}"
+    snapshot = storage / "snapshots" / COMMIT
+    write_folder(storage / "source", dense_tensors())
+    for folder in (snapshot, storage / "blobs", storage / "refs"):
+        folder.mkdir(parents=True)
+    (storage / "refs" / "main").write_text(COMMIT)
+    for path in sorted((storage / "source").iterdir()):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(storage / "blobs" / digest)
+        (snapshot / path.name).symlink_to(f"../../blobs/{digest}")
+    return storage
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Two models, one of them broken, in folders and in the folder of an organization."""
+    folder = tmp_path / "models"
+    write_folder(folder / "dense", dense_tensors())
+    write_folder(folder / "org" / "moe", moe_tensors())
+    write_folder(folder / "broken", dense_tensors())
+    (folder / "broken" / "model.safetensors").write_bytes(b"cut")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "x.txt").touch()
+    return folder
+
+
+def test_imports_all_models_of_a_folder_and_continues_after_a_failure(
+    store: LocalStore, models: Path
+) -> None:
+    steps: list[str] = []
+    results = create_all(models, store=store, progress=lambda what, *_: steps.append(what))
+    assert [(it.name, it.source) for it in results] == [
+        ("broken:latest", models / "broken"),
+        ("dense:latest", models / "dense"),
+        ("org/moe:latest", models / "org" / "moe"),
+    ]
+    assert isinstance(results[0].error, DamagedSource)
+    for result in results[1:]:
+        assert result.error is None
+        assert result.created is not None
+        assert str(result.created.reference) == result.name
+    assert sorted(map(str, store.references())) == ["dense:latest", "org/moe:latest"]
+    assert {step.partition(": ")[0] for step in steps} == {"dense:latest", "org/moe:latest"}
+
+
+def test_names_the_models_of_a_cache_after_their_repositories(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    cache = tmp_path / "hf" / "hub"
+    cached(cache, "gpt2")
+    cached(cache, "Org/Name-1.5")
+    (cache / "datasets--org--data" / "snapshots").mkdir(parents=True)
+    (cache / ".locks" / "models--gpt2").mkdir(parents=True)
+    for folder in (cache, cache.parent):
+        found = {it.name: it.created for it in create_all(folder, store=store)}
+        assert list(found) == ["Org/Name-1.5:latest", "gpt2:latest"]
+        created = found["Org/Name-1.5:latest"]
+        assert created is not None
+        assert (created.repository, created.commit) == ("Org/Name-1.5", COMMIT)
+
+
+def test_models_whose_names_cannot_be_used_fail(store: LocalStore, tmp_path: Path) -> None:
+    for name in ("Twin", "twin", "a b"):
+        write_folder(tmp_path / "m" / name, dense_tensors())
+    errors = {it.source.name: it.error for it in create_all(tmp_path / "m", store=store)}
+    assert errors["Twin"] is None
+    assert isinstance(errors["twin"], NameTaken)
+    assert isinstance(errors["a b"], InvalidReference)
+
+
+def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
+    results = create_all(models, store=store, quantize="none such")
+    assert all(isinstance(it.error, UsageError | DamagedSource) for it in results)
+
+
+def test_a_dry_run_only_lists(store: LocalStore, models: Path) -> None:
+    results = create_all(models, store=store, dry_run=True)
+    assert [it.name for it in results] == ["broken:latest", "dense:latest", "org/moe:latest"]
+    assert all(it.created is None and it.error is None for it in results)
+    assert not store.root.exists()
+
+
+def test_refuses_folders_without_models_and_models(store: LocalStore, models: Path) -> None:
+    with pytest.raises(SourceNotFound, match="no such folder"):
+        create_all(models / "none", store=store)
+    with pytest.raises(SourceError, match="has no models; expected a cache"):
+        create_all(models / "notes", store=store)
+    with pytest.raises(SourceError, match="is a model itself; create it without --all"):
+        create_all(models / "dense", store=store)
+    with pytest.raises(SourceError, match="is a model itself"):
+        create_all(cached(models, "a/b"), store=store)
+
+
+def test_a_store_that_fails_ends_it(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        create_all(models, store=tmp_path / "file")
+
+
+def test_the_command_prints_a_table_and_its_status_tells(
+    store: LocalStore, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", str(store.root))
+    dry = run("create", "--all", models, "--dry-run")
+    assert dry.stdout.endswith("3 models, 0 failed; nothing was written\n")
+    result = run("create", "--all", models, exit_code=4)
+    heading, *rows, totals = result.stdout.splitlines()
+    assert heading.split() == ["NAME", "STATUS", "TENSORS", "WRITTEN", "PRESENT", "SOURCE"]
+    assert [row.split()[:2] for row in rows] == [
+        ["broken:latest", "failed"],
+        ["dense:latest", "created"],
+        ["org/moe:latest", "created"],
+    ]
+    assert totals.startswith("3 models, 1 failed; ")
+    assert "blobstore: error: broken:latest: " in result.stderr
+    found = json.loads(run("create", "--all", models, "--json", exit_code=4).stdout)
+    assert [it["error"] and it["error"]["kind"] for it in found["models"]] == [
+        "DamagedSource",
+        None,
+        None,
+    ]
+    assert found["models"][1]["bytes_written"] == 0
+    run("create", "--all", models, "name", exit_code=2)
+    run("create", models, exit_code=2)
