@@ -21,6 +21,6 @@ PROJECTOR: Final = "application/vnd.ollama.image.projector"
 ADAPTER: Final = "application/vnd.ollama.image.adapter"
 
 FILE: Final = "application/vnd.blobstore.file.v1"
-"""One small file that a runtime or its user needs and that is not JSON. Ollama ignores it."""
+"""One file of the source that is not JSON, or too large for it, as it is. Ollama ignores it."""
 STACKS: Final = "application/vnd.blobstore.stacks.v1+json"
 """Which source tensors each stacked expert tensor was made of. Ollama ignores it."""
