@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 from blobstore.operations.export.folder import small_files
+from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ def temporary_folder(
 ) -> Iterator[Path]:
     """Give a temporary folder with a model's small files and no weights; remove it at the end.
 
+    Large files that the model keeps, such as other weights, are left out.
+
     Args:
         model: the model.
         patterns: which files to write.
@@ -60,8 +63,9 @@ def temporary_folder(
     """
     contents = {
         file: model.read_file(file)
-        for file in small_files(model.manifest)
-        if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+        for file, layer in small_files(model.manifest).items()
+        if layer.size <= MAX_SMALL_FILE
+        and any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
     }
     contents.update(written or {})
     place = _folder_in_memory(sum(map(len, contents.values())))

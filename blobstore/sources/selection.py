@@ -90,9 +90,9 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
         _select_weights(tree, folder, options.weights, selection)
     used = selection.weight_names()
     folders = (*components, *_EXTRA_FOLDERS)
-    small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
-    files = set(small_files(tree, small))
     kept = matching_files(tree, options.keep, used)
+    small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
+    files = set(small_files(tree, (name for name in small if name not in kept)))
     if not any(part.files for part in selection.weights) and not kept:
         raise _no_weights(tree, options.weights)
     selection.files = sorted(files | kept)
@@ -101,6 +101,12 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
         for part in selection.weights
         for name in part.others
         if name not in kept
+    )
+    stored = (*used, *selection.files)
+    selection.notices.extend(
+        f"no file of {tree.label()} matches --keep {quote(pattern)}"
+        for pattern in options.keep
+        if not fnmatch.filter(stored, pattern)
     )
     selection.notices.extend(_left_out(tree, folders, used | kept, options))
     return selection

@@ -65,11 +65,12 @@ class ShardSet:
                 shard = checkpoint = Checkpoint(path, subtree=self._options.subtree)
             except SourceNotFound:
                 raise DamagedSource(f"weight file {quote(path)} is missing") from None
-            except UnknownFormat:
-                if (what := format_of_name(path.name)) is None:
+            except UnknownFormat as error:
+                kind = format_of_name(path.name)
+                if kind is None and path.suffix in CHECKPOINTS:  # a checkpoint that is damaged
                     raise
                 raise UnsupportedSource(
-                    f"{quote(path)}: this is {what}, which cannot be read",
+                    f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
                     advice="use the model's safetensors files, or store it as it is with --keep",
                 ) from None
             self._shards[path] = shard

@@ -26,7 +26,7 @@ import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
-    from blobstore.errors import CheckpointRefused
+    from blobstore.errors import CheckpointRefused, UnsupportedSource
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
     from blobstore.sources.unpickler import globals as known
 
@@ -57,7 +57,7 @@ def read_one(data: bytes) -> None:
             for name in checkpoint.specs:
                 read = b"".join(map(bytes, checkpoint.read(name, buffer)))
                 assert read == bytes(checkpoint.view(name).data), name
-    except CheckpointRefused as error:
+    except (CheckpointRefused, UnsupportedSource) as error:
         assert str(error).isprintable(), str(error)
         assert len(str(error)) < 4000, str(error)
 

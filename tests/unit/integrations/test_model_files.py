@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore
         found = contents(folder)
     assert found == {"config.json": b'{"model_type": "tiny"}\n', **FILES}
     assert not folder.exists()
+
+
+def test_does_not_write_large_files_that_were_kept(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", dense_tensors())
+    (source / "x.gguf").touch()
+    os.truncate(source / "x.gguf", 64 * 2**20 + 1)
+    blobstore.create(source, "m", store=store, keep=["*.gguf"])
+    with blobstore.open("m", store=store) as model, temporary_folder(model) as folder:
+        assert list(contents(folder)) == ["config.json"]
 
 
 def test_removes_the_folder_after_an_error(model: blobstore.Model) -> None:

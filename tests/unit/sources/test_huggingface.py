@@ -417,8 +417,15 @@ def test_keeps_other_files_on_request(tmp_path: Path) -> None:
         f"left out: folder '{tmp_path}/a'",
         f"left out: '{tmp_path}/a b.png'; names in a store have only letters, digits, '_', '.' and '-'",
     ]
-    found = Found(tmp_path, keep=("onnx/*.onnx",))
+    found = Found(tmp_path, keep=("onnx/*.onnx", "*.gif"))
+    assert f"no file of '{tmp_path}' matches --keep '*.gif'" in found.notices
     assert f"left out: other files of folder '{tmp_path}/onnx'" in found.notices
+
+
+def test_a_file_that_is_too_large_can_be_kept_on_request(tmp_path: Path) -> None:
+    touch(put(tmp_path, model=ONE), "tokenizer.json")
+    os.truncate(tmp_path / "tokenizer.json", 64 * 2**20 + 1)
+    assert Found(tmp_path, keep=("*.json",)).files == ["tokenizer.json"]
 
 
 def test_kept_files_alone_are_a_model(tmp_path: Path) -> None:
@@ -429,6 +436,8 @@ def test_kept_files_alone_are_a_model(tmp_path: Path) -> None:
     assert (found.names, found.files) == (set(), ["x.gguf"])
     with pytest.raises(UnsupportedSource, match="this is a GGUF file, which cannot be read"):
         Found(tmp_path / "x.gguf")
+    with pytest.raises(UnsupportedSource, match="nor any other format that blobstore knows; use"):
+        Found(tmp_path / "config.json")
 
 
 def test_excluded_files_do_not_exist(tmp_path: Path) -> None:
