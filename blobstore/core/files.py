@@ -50,6 +50,27 @@ class FileState(NamedTuple):
         return cls.of_status(status) if stat.S_ISREG(status.st_mode) else None
 
 
+class FileVersion(NamedTuple):
+    """What distinguishes the content of a file from any other content that the file ever has.
+
+    Unlike a :class:`FileState`, it changes if the file is renamed, linked or touched: programs can set back
+    the time of the last modification, but not that of the last change of the inode.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    """In nanoseconds."""
+    changed: int
+    """Time of the last change of the inode, in nanoseconds."""
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> Self:
+        """Return the version of the file with that status."""
+        return cls(*FileState.of_status(status), status.st_ctime_ns)
+
+
 def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and size in bytes.
 

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.core.files import FileState
+    from blobstore.core.files import FileVersion
     from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.versions import SourceVersions
 
 KEPT_FILES = (
     "*.json",
@@ -77,8 +78,8 @@ class Shard(Protocol):
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :meth:`TensorSource.read`."""
 
-    def state(self) -> FileState:
-        """Return the state of the open file."""
+    def version(self) -> FileVersion:
+        """Return the version that the open file has now."""
 
     def close(self) -> None:
         """Close the file."""
@@ -123,8 +124,16 @@ class TensorSource(Protocol):
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
 
-    def states(self) -> Sequence[FileState]:
-        """Return the states of the open weight files, always in the same order."""
+    @property
+    def versions(self) -> SourceVersions:
+        """The versions of all files before they were read: weights, indexes, config and small files."""
+
+    def check_unchanged(self) -> None:
+        """Check that no file has changed since the source was opened.
+
+        Raises:
+            DamagedSource: one has; what was read may be a mixture.
+        """
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in pieces, each in ``buffer`` and valid until the next one.

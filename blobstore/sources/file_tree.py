@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource
 from blobstore.manifests.file_names import MAX_DEPTH
+from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ class FileTree:
             label: what messages call the folder; its path by default.
         """
         self.root = root
+        self.versions = SourceVersions()
+        """Those of all files whose path was asked for."""
         self._label = label or str(root)
         self._exclude = exclude
         self._listed = listed
@@ -95,7 +98,9 @@ class FileTree:
 
     def path(self, name: str) -> Path:
         """Return the path of a file that is about to be read."""
-        return self.root / name
+        path = self.root / name
+        self.versions.record(path)
+        return path
 
     def files_below(self, folder: str = "") -> Iterator[str]:
         """Yield the names of all files in a folder and its folders, to the depth of a store's names."""

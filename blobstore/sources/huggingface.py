@@ -56,6 +56,7 @@ class HuggingFaceFolder(ShardSet):
             raise
 
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
+        tree.versions = self.versions
         self.config = read_json(tree, "config.json", dict)
         selection = select_files(tree, options)
         self.notices += selection.notices

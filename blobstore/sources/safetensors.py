@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, open_regular
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import BlobstoreError, DamagedSource, InvalidHeader, SourceError
 from blobstore.safetensors.file import read_header
 
@@ -81,9 +81,9 @@ class SafetensorsShard:
             offset += count
             left -= count
 
-    def state(self) -> FileState:
+    def version(self) -> FileVersion:
         """See :class:`Shard`."""
-        return FileState.of_status(os.fstat(self._descriptor))
+        return FileVersion.of_status(os.fstat(self._descriptor))
 
     def close(self) -> None:
         """See :class:`Shard`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
-from blobstore.core.files import FileState, read_regular
+from blobstore.core.files import read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import (
     BlobstoreError,
@@ -20,6 +20,7 @@ from blobstore.sources.formats import format_of_name
 from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.pytorch.container import UnknownFormat
 from blobstore.sources.safetensors import SafetensorsShard
+from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ class ShardSet:
     def __init__(self, options: SourceOptions = DEFAULT_OPTIONS) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.notices: list[str] = []
+        self.versions = SourceVersions()
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self._options = options
         self._places: dict[str, _Place] = {}
@@ -59,6 +61,7 @@ class ShardSet:
         Raises:
             DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
+        self.versions.record(path)
         shard: Shard
         if path.suffix != SAFETENSORS:
             try:
@@ -105,9 +108,9 @@ class ShardSet:
         shard, inner = self._places[name]
         return shard.read(inner, buffer)
 
-    def states(self) -> list[FileState]:
-        """Return the states of the open files, in the order in which they were added."""
-        return [shard.state() for shard in self._shards.values()]
+    def check_unchanged(self) -> None:
+        """See :class:`TensorSource`."""
+        self.versions.check(self._shards.values())
 
     def close(self) -> None:
         """Close the files."""

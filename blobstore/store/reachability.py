@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, read_regular
+from blobstore.core.files import FileVersion, read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ManifestState(NamedTuple):
     """A manifest and the blobs that it references."""
 
-    state: tuple[int, ...]
-    """The state of its file, with the time of the last change of the inode."""
+    state: FileVersion
+    """The version of its file."""
     manifest: Digest
     blobs: tuple[str, ...]
     """Hex digests, because there may be hundreds of thousands."""
@@ -57,9 +57,11 @@ class ReachableBlobs:
             path = entry.path
             try:
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
-                state = (*FileState.of_status(status), status.st_ctime_ns)
+                version = FileVersion.of_status(status)
                 known = self._manifests.get(path)
-                found[path] = known if known and known.state == state else self._read(path, state)
+                found[path] = (
+                    known if known and known.state == version else self._read(path, version)
+                )
             except FileNotFoundError:  # removed since it was listed
                 if entry.is_symlink():  # or a link to a disk that is not mounted
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
@@ -88,7 +90,7 @@ class ReachableBlobs:
         """Return the digests of the manifests themselves."""
         return {item.manifest for item in self._manifests.values()}
 
-    def _read(self, path: str, state: tuple[int, ...]) -> ManifestState:
+    def _read(self, path: str, version: FileVersion) -> ManifestState:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
             manifest = Manifest.from_bytes(data)
@@ -99,7 +101,7 @@ class ReachableBlobs:
         layers = (manifest.config, *manifest.layers)
         others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
         lost = None if is_proven else str(layers_digest(manifest.layers))
-        return ManifestState(state, Digest.of(data), blobs, frozenset(others), lost)
+        return ManifestState(version, Digest.of(data), blobs, frozenset(others), lost)
 
     def _unknown(self, path: str, why: str | None) -> str:
         name = self._store.reference_of(Path(path))

@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileState, open_regular, read_exactly, write_file
+from blobstore.core.files import FileVersion, open_regular, read_exactly, write_file
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ _MARGIN_NS = 3 * 10**9
 """More than the coarsest clock of any file system, two seconds on FAT."""
 _OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-_Stamp = tuple[int, ...]
-"""The :class:`FileState` of a file, and the time of the last change of its inode."""
-_STAMP_SIZE = 5
-
 
 class VerifiedBlobs:
     """The cache of one store and user. Call :meth:`save` to keep new entries."""
@@ -52,26 +48,26 @@ class VerifiedBlobs:
         self._store = store
         self._path = store._layout.verified(os.geteuid())
         self._known = _read(self._path)
-        self._new: dict[str, _Stamp | None] = {}
+        self._new: dict[str, FileVersion | None] = {}
 
     def has(self, digest: Digest, size: int) -> bool:
         """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
         known = self._known.get(digest.hex)
         if known is None:
             return False
-        return known == _stamp(self._store.blob_path(digest)) and known[2] == size
+        return known == _version(self._store.blob_path(digest)) and known.size == size
 
     @contextlib.contextmanager
     def noting(self, digest: Digest) -> Iterator[None]:
         """Record whether the blob is intact: whether the block, which reads it, raises Damaged."""
         # If the file changes from now on, its state before will never match again.
-        latest, before = self._latest, _stamp(self._store.blob_path(digest))
+        latest, before = self._latest, _version(self._store.blob_path(digest))
         try:
             yield
         except Damaged:
             self._new[digest.hex] = None
             raise
-        if before is not None and max(before[3:]) <= latest:
+        if before is not None and max(before.modified, before.changed) <= latest:
             self._new[digest.hex] = before
 
     def save(self) -> None:
@@ -79,11 +75,11 @@ class VerifiedBlobs:
         if not self._new:
             return
         old = _read(self._path)  # read again: other processes write to it too
-        known = {spelled: stamp for spelled, stamp in old.items() if spelled not in self._new}
-        known |= {spelled: stamp for spelled, stamp in self._new.items() if stamp is not None}
+        known = {spelled: version for spelled, version in old.items() if spelled not in self._new}
+        known |= {spelled: version for spelled, version in self._new.items() if version is not None}
         if known != old:
             latest = list(known.items())[-_MAX_ENTRIES:]
-            lines = (f"{spelled} {' '.join(map(str, stamp))}\n" for spelled, stamp in latest)
+            lines = (f"{spelled} {' '.join(map(str, version))}\n" for spelled, version in latest)
             text = "".join(lines).encode()
             data = [_HEADER, f"{Digest.of(text)}\n".encode(), text]
             with contextlib.suppress(OSError):
@@ -108,17 +104,15 @@ class VerifiedBlobs:
             return 0
 
 
-def _stamp(path: str) -> _Stamp | None:
+def _version(path: str) -> FileVersion | None:
     try:
         found = os.lstat(path)
     except OSError:
         return None
-    if not stat.S_ISREG(found.st_mode):
-        return None
-    return (*FileState.of_status(found), found.st_ctime_ns)
+    return FileVersion.of_status(found) if stat.S_ISREG(found.st_mode) else None
 
 
-def _read(path: Path) -> dict[str, _Stamp]:
+def _read(path: Path) -> dict[str, FileVersion]:
     """Return the entries of a cache file, none if this user did not write it."""
     try:
         descriptor, size = open_regular(path, follow=False)
@@ -136,11 +130,11 @@ def _read(path: Path) -> dict[str, _Stamp]:
     digest, _, text = data.removeprefix(_HEADER).partition(b"\n")
     if not data.startswith(_HEADER) or digest != str(Digest.of(text)).encode():
         return {}
-    known: dict[str, _Stamp] = {}
+    known: dict[str, FileVersion] = {}
     try:
         for line in text.decode("ascii").splitlines():
             spelled, *numbers = line.split(" ")
-            known[spelled] = tuple(map(int, numbers))
-    except ValueError:
+            known[spelled] = FileVersion(*map(int, numbers))
+    except (TypeError, ValueError):
         return {}
-    return known if all(len(stamp) == _STAMP_SIZE for stamp in known.values()) else {}
+    return known

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blobstore.core.files import FileState
+from blobstore.core.files import FileVersion
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.meta.source import MetaFolder
@@ -76,8 +76,8 @@ class MemoryShard:
             buffer[:count] = b"\xee" * count  # fails tests that keep a piece
             begin += count
 
-    def state(self) -> FileState:
-        return FileState(0, id(self), 0, 0)
+    def version(self) -> FileVersion:
+        return FileVersion(0, id(self), 0, 0, 0)
 
     def close(self) -> None:
         self.is_open = False

@@ -157,11 +157,13 @@ def create(
                 in_workers = executor is not None
                 added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
                 manifest = _add_files(opened, plan, files, ingest, added, pool)
+                opened.check_unchanged()
                 ingest.publish()
                 # A model gets its name only if it can be resolved, and its index for faster opening.
                 index = load_index(store, manifest.to_bytes())
                 if not index.is_cached:
                     write_index(store, manifest.to_bytes(), index)
+                opened.check_unchanged()
                 store.publish(reference, manifest)
         except BlobDamaged as error:
             raise _with_advice(error, store, source) from None
@@ -191,7 +193,7 @@ def _add_tensors(
     if in_workers:
         shared = SharedImport(
             open_source=source.reopen,
-            states=source.states(),
+            versions=source.versions,
             store=store.root,
             lock_timeout=store.lock_timeout,
             name=ingest.name,

@@ -11,20 +11,19 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.errors import DamagedSource
 from blobstore.operations.create.convert import Converter
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from typing_extensions import Buffer
 
-    from blobstore.core.files import FileState
     from blobstore.operations.create.blobs import BlobPlan
     from blobstore.sources.base import TensorSource
+    from blobstore.sources.versions import SourceVersions
     from blobstore.store.ingest import Buffers, Ingest, Ingested
 
 
@@ -73,8 +72,8 @@ class SharedImport:
     """An import that worker processes can join: a picklable value."""
 
     open_source: Callable[[], TensorSource]
-    states: Sequence[FileState]
-    """The states of the weight files when the import was planned."""
+    versions: SourceVersions
+    """Those of the source's files when the import was planned."""
     store: Path
     lock_timeout: float
     name: str
@@ -91,13 +90,7 @@ class _JoinedImport:
         self.running_jobs = 0
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.source.close)
-            # Machines that share a file system number its device differently.
-            states = [state[1:] for state in self.source.states()]
-            if states != [state[1:] for state in shared.states]:
-                raise DamagedSource(
-                    "a weight file of the source changed while it was imported; nothing was "
-                    "published. Import it again when no program writes to it"
-                )
+            shared.versions.check_same(self.source.versions)
             store = LocalStore(shared.store, lock_timeout=shared.lock_timeout)
             self.ingest = store.join_ingest(shared.name, paranoid=shared.is_paranoid)
             on_error.pop_all()

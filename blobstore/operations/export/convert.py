@@ -108,6 +108,7 @@ def convert_checkpoint(
             places = zip(offsets, specs, strict=False)
             batches = [list(run) for _, run in groupby(places, lambda it: it[0] // _BATCH_SIZE)]
             pool.run(batches, partial(_write_batch, opened, pool, descriptor))
+            opened.check_unchanged()
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:

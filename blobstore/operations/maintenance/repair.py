@@ -118,7 +118,8 @@ def repair_models(
 
     Raises:
         ModelNotFound: a model in ``references`` has no manifest; that cannot be repaired.
-        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all.
+        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all, or it changed
+            meanwhile and not all blobs could be repaired.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written. Blobs repaired before that stay repaired.
         UsageError: an argument is invalid, or the source is the store itself.
@@ -156,6 +157,8 @@ def repair_models(
             provider = RebuiltBlobs(opened, overrides, lists)
         work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
         work.run(provider)
+        if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
+            opened.check_unchanged()  # otherwise the digests say wrong things about the source
     intact = {str(digest) for digest, _ in work.intact}
     of_other = f"{quote(source)} has no manifest that is certainly the same; {_BACKUP}"
     work.reasons[""] = _MANIFEST if other is None else of_other

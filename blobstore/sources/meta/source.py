@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.core.files import FileState
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.meta.layout import Joined
@@ -74,11 +73,15 @@ class MetaFolder:
         """The parts of each tensor; None if a single shard is read unchanged."""
         self.specs: Mapping[str, TensorSpec] = {}
         try:
+            tree = FileTree(folder, exclude=options.exclude)
+            self.versions = tree.versions
+            tree.path(PARAMS_FILE)
             for path in self._paths:
+                tree.path(path.name)
                 shard = open_shard(path)
                 self._shards.append(shard)
                 self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
-            self._list_files(FileTree(folder, exclude=options.exclude), options)
+            self._list_files(tree, options)
             if keep_names and len(self._shards) == 1:
                 self.specs = self._shards[0].specs
             else:
@@ -95,9 +98,9 @@ class MetaFolder:
 
         return read_joined(self._shards, self._paths, self._joined[name], buffer)
 
-    def states(self) -> Sequence[FileState]:
+    def check_unchanged(self) -> None:
         """See :class:`TensorSource`."""
-        return [shard.state() for shard in self._shards]
+        self.versions.check(self._shards)
 
     def close(self) -> None:
         """See :class:`TensorSource`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
-from blobstore.core.files import FileState, open_regular
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import TensorView
@@ -156,9 +156,9 @@ class Checkpoint:
             else:
                 yield self._gather(tensor)[begin:end]
 
-    def state(self) -> FileState:
-        """Return the state of the open file."""
-        return FileState.of_status(os.fstat(self._descriptor))
+    def version(self) -> FileVersion:
+        """See :class:`~blobstore.sources.base.Shard`."""
+        return FileVersion.of_status(os.fstat(self._descriptor))
 
     def close(self) -> None:
         """Close the file. Views stay valid: they keep the mapping alive."""

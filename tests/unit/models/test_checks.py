@@ -324,13 +324,13 @@ def test_rehash_finds_bit_rot_and_records_it(
 ) -> None:
     hashed(settled, "digest")
     path = blob_path(settled, NORM)
-    stamp = verified._stamp(str(path))
+    stamp = verified._version(str(path))
     rewrite(path, path.read_bytes()[:-1] + b"x")
 
-    def stamped(name: str, real: Any = verified._stamp) -> Any:  # what rots changes no time
+    def stamped(name: str, real: Any = verified._version) -> Any:  # what rots changes no time
         return stamp if name == str(path) else real(name)
 
-    monkeypatch.setattr(verified, "_stamp", stamped)
+    monkeypatch.setattr(verified, "_version", stamped)
     assert hashed(settled, "digest") == set()
     with pytest.raises(BlobDamaged):
         blobstore.open("m", store=settled, verify="rehash")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.files import FileVersion
 from blobstore.errors import BlobDamaged, StoreError
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
@@ -112,11 +113,11 @@ def test_every_property_of_the_file_counts(store: LocalStore, field: int) -> Non
     note(store)
     blobs = VerifiedBlobs(store)
     found = path_of(store).stat()
-    stamp = [found.st_dev, found.st_ino, SIZE, found.st_mtime_ns, found.st_ctime_ns]
-    assert blobs._known[DIGEST.hex] == tuple(stamp)
-    stamp[field] += 1
-    blobs._known[DIGEST.hex] = tuple(stamp)
-    assert not blobs.has(DIGEST, stamp[2])
+    version = [found.st_dev, found.st_ino, SIZE, found.st_mtime_ns, found.st_ctime_ns]
+    assert blobs._known[DIGEST.hex] == tuple(version)
+    version[field] += 1
+    blobs._known[DIGEST.hex] = FileVersion(*version)
+    assert not blobs.has(DIGEST, version[2])
 
 
 def test_a_blob_that_changed_just_before_it_was_hashed_is_not_noted(

@@ -11,7 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from blobstore.errors import BlobstoreError, CheckpointRefused, SourceNotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    CheckpointRefused,
+    DamagedSource,
+    SourceNotFound,
+    UsageError,
+)
 from blobstore.operations.export.convert import convert_checkpoint
 from tests.support.models import moe_tensors, write_folder
 
@@ -160,3 +166,17 @@ def test_writes_the_same_file_with_any_number_of_threads(tmp_path: Path, jobs: i
     found = load_file(tmp_path / "out.safetensors")
     assert set(found) == {*tensors, *TENSORS}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_source_that_changes_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", moe_tensors())
+    weights = folder / "model.safetensors"
+
+    def save_again(_: str, done: int, __: int) -> None:
+        if done:
+            weights.write_bytes(weights.read_bytes())
+
+    target = tmp_path / "out.safetensors"
+    with pytest.raises(DamagedSource, match=r"model\.safetensors' changed while it was read"):
+        convert_checkpoint(folder, target, progress=save_again)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import ModelNotFound, SourceNotFound, StoreBusy, StoreError, UsageError
+from blobstore.errors import (
+    DamagedSource,
+    ModelNotFound,
+    SourceNotFound,
+    StoreBusy,
+    StoreError,
+    UsageError,
+)
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
@@ -276,6 +283,20 @@ def test_reports_what_a_changed_source_cannot_repair(
 
     assert repair_models(source=folder, store=store).faults == ()
     assert is_whole(store)
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(store: LocalStore, folder: Path) -> None:
+    flip(blob_path(store, PLAIN))
+    weights = folder / "model.safetensors"
+
+    def save_again(_: str, done: int, __: int) -> None:
+        if done:
+            weights.write_bytes(bytes(weights.stat().st_size))
+
+    with pytest.raises(DamagedSource, match=r"model\.safetensors' changed while it was read"):
+        repair_models([NAME], folder, store=store, progress=save_again)
+    assert not is_whole(store)
+    assert not quarantined(store)
 
 
 def test_does_not_use_blobs_that_are_damaged_in_the_other_store_too(
