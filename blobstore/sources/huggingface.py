@@ -48,6 +48,7 @@ class HuggingFaceFolder(ShardSet):
             if path.is_dir():
                 self._open_folder(tree or FileTree(path, exclude=options.exclude), options)
             elif any(fnmatch.fnmatchcase(path.name, pattern) for pattern in options.keep):
+                self.versions.record(path)
                 self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
