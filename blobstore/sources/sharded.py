@@ -110,7 +110,7 @@ class ShardSet:
 
     def check_unchanged(self) -> None:
         """See :class:`TensorSource`."""
-        self.versions.check(self._shards.values())
+        self.versions.check({path: shard.version() for path, shard in self._shards.items()})
 
     def close(self) -> None:
         """Close the files."""

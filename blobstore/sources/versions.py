@@ -20,10 +20,8 @@ from blobstore.core.files import FileVersion
 from blobstore.errors import DamagedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
     from pathlib import Path
-
-    from blobstore.sources.base import Shard
 
 _TICK = 0.02
 """Seconds; more than one tick of Linux's coarsest clock."""
@@ -57,8 +55,10 @@ class SourceVersions:
             raise _changed(name)
         self._versions[name] = version
 
-    def check(self, shards: Iterable[Shard] = ()) -> None:
-        """Check that no file has changed, neither at its path nor as an open shard.
+    def check(self, opened: Mapping[Path, FileVersion]) -> None:
+        """Check that no file has changed, neither at its path nor as ``opened``.
+
+        ``opened`` has the versions that open files have now.
 
         Raises:
             DamagedSource: one has.
@@ -66,9 +66,9 @@ class SourceVersions:
         for name, version in self._versions.items():
             if version is None or _version(name) != version:
                 raise _changed(name)
-        for shard in shards:
-            name = os.path.abspath(shard.path)  # noqa: PTH100
-            if shard.version() != self._versions[name]:
+        for path, version in opened.items():
+            name = os.path.abspath(path)  # noqa: PTH100
+            if version != self._versions[name]:
                 raise _changed(name)
 
     def check_same(self, other: SourceVersions) -> None:

@@ -100,7 +100,7 @@ class MetaFolder:
 
     def check_unchanged(self) -> None:
         """See :class:`TensorSource`."""
-        self.versions.check(self._shards)
+        self.versions.check({shard.path: shard.version() for shard in self._shards})
 
     def close(self) -> None:
         """See :class:`TensorSource`."""

@@ -64,8 +64,8 @@ def test_a_change_after_the_last_byte_was_read_publishes_nothing(
     real = versions.SourceVersions.check
     checks = []
 
-    def check(self: versions.SourceVersions, shards: Any = ()) -> None:
-        real(self, shards)
+    def check(self: versions.SourceVersions, opened: Any) -> None:
+        real(self, opened)
         checks.append(list(store.folder("blobs").iterdir()))
         rewritten(folder / "model.safetensors")
 
