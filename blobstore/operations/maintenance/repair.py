@@ -118,8 +118,8 @@ def repair_models(
 
     Raises:
         ModelNotFound: a model in ``references`` has no manifest; that cannot be repaired.
-        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all, or it changed
-            meanwhile and not all blobs could be repaired.
+        SourceError, DamagedSource, SourceNotFound: the source cannot be read at all; or it changed
+            while it was read, and not all blobs could be repaired.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written. Blobs repaired before that stay repaired.
         UsageError: an argument is invalid, or the source is the store itself.

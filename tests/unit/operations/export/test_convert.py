@@ -168,7 +168,7 @@ def test_writes_the_same_file_with_any_number_of_threads(tmp_path: Path, jobs: i
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_source_that_changes_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+def test_a_source_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", moe_tensors())
     weights = folder / "model.safetensors"
 

@@ -285,7 +285,9 @@ def test_reports_what_a_changed_source_cannot_repair(
     assert is_whole(store)
 
 
-def test_a_source_that_changes_meanwhile_is_an_error(store: LocalStore, folder: Path) -> None:
+def test_a_source_that_changes_while_it_is_read_is_an_error(
+    store: LocalStore, folder: Path
+) -> None:
     flip(blob_path(store, PLAIN))
     weights = folder / "model.safetensors"
 
