@@ -141,7 +141,9 @@ while True:
 """
 
 
-def test_imports_beside_a_trainer_publish_no_mixed_model(tmp_path: Path, store: LocalStore) -> None:
+def test_no_import_of_a_checkpoint_in_use_by_a_trainer_is_mixed(
+    tmp_path: Path, store: LocalStore
+) -> None:
     size = 1 << 18
     tensors = {f"w{number:02}": np.zeros(size, np.uint8) for number in range(16)}
     weights = write_folder(tmp_path / "m", tensors) / "model.safetensors"
