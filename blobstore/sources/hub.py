@@ -9,7 +9,6 @@ a few small files, before anything else is downloaded.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
@@ -28,10 +27,12 @@ from blobstore.sources.file_tree import FileTree
 from blobstore.sources.hub_listing import (
     COMMIT,
     Listing,
+    cache_listing,
     cached_listing,
     cached_snapshot,
     files_in_snapshot,
     list_repository,
+    listing_of,
     retry_after,
 )
 from blobstore.sources.selection import select_files
@@ -158,7 +159,7 @@ def download(
     storage = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type="model"))
     with _client_errors(repo, revision):
         try:
-            commit, listing = list_repository(repo, revision)
+            commit, entries = list_repository(repo, revision)
         except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException) as error:
             is_offline = isinstance(error, OfflineModeIsEnabled)
             cached = cached_snapshot(storage, revision)
@@ -173,8 +174,10 @@ def download(
                 notices.append("the Hub's listing is not in the cache, so files may be missing")
             return _Repository(repo, cached, listed, options).take(options, progress, notices)
         folder = storage / "snapshots" / commit
-        taken = _Repository(repo, folder, listing, options, is_online=True).take(options, progress)
-        _note_commit(revision, taken)
+        repository = _Repository(repo, folder, listing_of(entries), options, is_online=True)
+        taken = repository.take(options, progress)
+        with suppress(OSError):  # the model is complete without it
+            cache_listing(folder, revision, entries)
         return taken
 
 
@@ -344,25 +347,6 @@ class _Repository(FileTree):
             )
 
 
-def _note_commit(revision: str | None, taken: HubSnapshot) -> None:
-    """Let the client's cache know the commit of the branch and its listing, for offline use."""
-    import httpx2
-    from huggingface_hub import snapshot_download
-
-    storage = taken.folder.parents[1]
-    if cached_snapshot(storage, revision) == taken.folder and cached_listing(taken.folder):
-        return
-    here = next(name for name in taken.tree.files_below() if (taken.folder / name).exists())
-    # The model is complete without this.
-    with suppress(httpx2.HTTPError, OSError, RuntimeError, ValueError):
-        snapshot_download(
-            taken.repo,
-            revision=revision,
-            allow_patterns=[glob.escape(here)],
-            tqdm_class=_bar_class(None),
-        )
-
-
 class _FileCount:
     """Reports the bytes of one file, and never more than it has.
 
@@ -382,7 +366,7 @@ class _FileCount:
         self._seen = seen
 
 
-def _bar_class(count: _FileCount | None) -> Any:
+def _bar_class(count: _FileCount) -> Any:
     """Return a progress bar class for the client that reports to ``count`` and prints nothing."""
 
     class Bar:
@@ -402,7 +386,7 @@ def _bar_class(count: _FileCount | None) -> Any:
             return lambda *_, **__: None
 
         def update(self, step: float | None = 1) -> None:
-            if count is not None and step:
+            if step:
                 count.add(int(step))
 
         def update_transfer(self, step: float | None = 1) -> None:
@@ -425,6 +409,8 @@ def _fault_of(
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"
+    if not file.algorithm:
+        return None
     digester = hashlib.new(file.algorithm, usedforsecurity=False)
     if file.algorithm == "sha1":
         digester.update(b"blob %d\0" % file.size)  # git hashes this header too

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
@@ -31,10 +31,15 @@ _MAX_TRIES = 5
 _MAX_WAIT = 120
 """Seconds to wait for a busy Hub, over all requests of a listing."""
 _MAX_CACHED_LISTING = 256 * 2**20
+_TREE_VERSION = 1
+"""Version of the client's cached listings."""
 
 
 class ListedFile(NamedTuple):
-    """A file as the Hub lists it. ``algorithm`` is ``sha256``, or ``sha1`` of a git blob."""
+    """A file as the Hub lists it.
+
+    ``algorithm`` is ``sha256``, or ``sha1`` of a git blob. It is empty if the digest is not known.
+    """
 
     name: str
     size: int
@@ -44,10 +49,12 @@ class ListedFile(NamedTuple):
 
 Listing = dict[str, ListedFile]
 """Files by name."""
+Entries = dict[str, dict[str, Any]]
+"""Files by name, in the form of the client's cache."""
 
 
-def list_repository(repo: str, revision: str | None) -> tuple[str, Listing]:
-    """Ask the Hub for a commit and its files.
+def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
+    """Ask the Hub for a commit and the entries of its files.
 
     Raises:
         SourceError: the answer is not that of a Hub.
@@ -63,12 +70,14 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Listing]:
         commit = info["sha"]
         if not COMMIT.fullmatch(commit):
             raise SourceError(f"the Hub names no commit for {quote(repo)}")
-        entries = chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true"))
-        return commit, _listing(
-            (entry["path"], entry["size"], entry["oid"], (entry.get("lfs") or {}).get("oid"))
-            for entry in entries
-            if entry["type"] == "file"
-        )
+        entries = {}
+        for file in chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true")):
+            if file["type"] == "file":
+                entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
+                if large := file.get("lfs"):
+                    known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
+                    entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+        listing_of(entries)
     except HfHubHTTPError:
         raise  # some are ValueErrors, but their own message is better
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -76,6 +85,7 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Listing]:
             f"{quote(repo)}: the server is not the Hub, or its listing is malformed; "
             "check HF_ENDPOINT, HF_TOKEN and the network"
         ) from error
+    return commit, entries
 
 
 class _Pages:
@@ -100,8 +110,11 @@ class _Pages:
         while url:
             tries += 1
             # Without a timeout, it would wait forever for a Hub that is silent.
+            token = None if url.startswith(f"{constants.ENDPOINT}/") else False  # the Hub's own
             response = get_session().get(
-                url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT
+                url,
+                headers=build_hf_headers(token=token),
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
             if response.status_code in _BUSY and tries < _MAX_TRIES:
                 seconds = retry_after(response.headers, default=2 ** (tries - 1))
@@ -143,46 +156,62 @@ def cached_snapshot(storage: Path, revision: str | None) -> Path | None:
 
 
 def cached_listing(snapshot: Path) -> Listing | None:
-    """Return the listing that the client cached for a snapshot; None if there is none."""
-    path = snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
+    """Return the listing that the cache has for a snapshot; None if there is none."""
     try:
-        value = json.loads(read_regular(path, _MAX_CACHED_LISTING))
-        if value["format_version"] != 1:
-            return None
-        return _listing(
-            (name, entry["size"], entry["blob_id"], entry.get("lfs_sha256"))
-            for name, entry in value["files"].items()
-        )
+        value = json.loads(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
+        return listing_of(value["files"]) if value["format_version"] == _TREE_VERSION else None
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
     except BlobstoreError:
         return None
 
 
+def cache_listing(snapshot: Path, revision: str | None, entries: Entries) -> None:
+    """Write a listing and the commit of a branch to the cache, as the client does, for offline use.
+
+    The client would ask the Hub for both once more.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    storage = snapshot.parents[1]
+    tree = {"format_version": _TREE_VERSION, "files": entries}
+    files = {_tree_path(snapshot): json.dumps(tree)}
+    if not COMMIT.fullmatch(revision or ""):
+        files[storage / "refs" / (revision or "main")] = snapshot.name
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, [content.encode()], durable=False)
+
+
+def _tree_path(snapshot: Path) -> Path:
+    return snapshot.parents[1] / "trees" / f"{snapshot.name}.json"
+
+
 def files_in_snapshot(snapshot: Path) -> Listing:
     """Return the files of a snapshot with the digests by which the client named them.
 
-    Files that are not links to files of such a name are left out.
+    Without links, as on file systems that have none, the digests are not known.
     """
     found = {}
     for path in sorted(snapshot.rglob("*")):
         target = Path(os.path.realpath(path))
-        digest = target.name
-        algorithm = next((a for a, form in _DIGESTS.items() if form.fullmatch(digest)), None)
-        if algorithm is not None and path.is_symlink() and target.is_file():
-            name = path.relative_to(snapshot).as_posix()
+        name, digest = path.relative_to(snapshot).as_posix(), target.name
+        algorithm = next((a for a, form in _DIGESTS.items() if form.fullmatch(digest)), "")
+        if target.is_file():
             found[name] = ListedFile(name, target.stat().st_size, algorithm, digest)
     return found
 
 
-def _listing(files: Iterable[tuple[str, int, str, str | None]]) -> Listing:
-    """Return the listing of files with a name, a size, a git blob id, and a sha256 or None.
+def listing_of(entries: Entries) -> Listing:
+    """Return the listing of files by their entries.
 
-    Raises ValueError if one is malformed.
+    Raises AttributeError, KeyError, TypeError or ValueError if an entry is malformed.
     """
     listing = {}
-    for name, size, blob_id, sha256 in files:
-        algorithm, digest = ("sha256", sha256) if sha256 else ("sha1", blob_id)
+    for name, entry in entries.items():
+        sha256, size = entry.get("lfs_sha256"), entry["size"]
+        algorithm, digest = ("sha256", sha256) if sha256 else ("sha1", entry["blob_id"])
         if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
             raise ValueError(f"no size or digest of {quote(name)}")
         if "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/")):

@@ -53,6 +53,8 @@ class Repo:
     """Seconds for which the server is silent before each answer."""
     page: int = 0
     """Entries of a listing in one answer; 0 for all."""
+    moves: bool = False
+    """Whether the next page of a listing is at another host."""
     branches: dict[str, Repo] = field(default_factory=dict)
     """Other revisions, with their own folder, commit and misbehaviour."""
 
@@ -110,7 +112,7 @@ class HubServer:
         self.store = f"http://localhost:{self._server.server_port}/store"
         """Where large files are: for the client another host, which must not see the token."""
         self.leaks: list[str] = []
-        """Requests to the store that showed a token."""
+        """Requests to the other host that showed a token."""
 
     def add(self, name: str, folder: Path, **options: Any) -> Repo:
         commit = hashlib.sha1(name.encode()).hexdigest()
@@ -170,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         time.sleep(known.stall)
         repo = known.at(parts["rev"] or parts["commit"] or None)
-        if parts["store"] and "Authorization" in self.headers:
+        if self.headers["Host"].startswith("localhost") and "Authorization" in self.headers:
             self.hub.leaks.append(self.path)
         if (
             known.token
@@ -203,7 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
                 start = int(query.get("cursor", ["0"])[0])
                 if start + repo.page < len(value):
                     path = urlsplit(self.path).path
-                    following = f"{self.hub.url}{path}?recursive=true&cursor={start + repo.page}"
+                    host = urlsplit(self.hub.store if repo.moves else self.hub.url)
+                    url = f"http://{host.netloc}{path}"
+                    following = f"{url}?recursive=true&cursor={start + repo.page}"
                     headers["Link"] = f'<{following}>; rel="next"'
                 value = value[start : start + repo.page]
         else:

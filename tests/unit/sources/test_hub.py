@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ import pytest
 
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import DamagedSource, SourceError, UsageError
+from blobstore.operations.compare.diff import diff_models
+from blobstore.operations.create.create import create
 from blobstore.sources import hub
 from blobstore.sources.hub import is_hub_id, parse_hub_id
-from blobstore.sources.hub_listing import ListedFile
+from blobstore.sources.hub_listing import ListedFile, retry_after
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.open import open_source
 from tests.support.hub_server import HubServer
@@ -273,6 +276,19 @@ def test_fetches_the_weights_that_are_used_and_no_others(
     assert "onnx/model.onnx" in found["files"]
 
 
+def test_fetches_kept_files_of_a_repository_without_weights(client: Client, tmp_path: Path) -> None:
+    repo = tmp_path / "gguf"
+    repo.mkdir()
+    for name in ("q4.gguf", "q8.gguf", "README.md"):
+        (repo / name).write_bytes(name.encode() * 1000)
+    client.server.add("org/gguf", repo)
+    refused = client.download("org/gguf")
+    assert refused["error"] == "UnsupportedSource"
+    assert "--keep '*.gguf'" in refused["message"]
+    found = client.download("org/gguf", TEST_OPTIONS=json.dumps({"keep": ["q4*"]}))
+    assert found["files"] == ["README.md", "q4.gguf"]
+
+
 def test_fetches_the_components_of_a_pipeline_and_no_single_file(
     client: Client, tmp_path: Path
 ) -> None:
@@ -486,6 +502,14 @@ def test_a_token_that_no_header_can_hold_is_an_error_without_it(
     assert "cret" not in found["message"]
 
 
+def test_the_next_page_of_a_listing_at_another_host_gets_no_token(
+    client: Client, folder: Path
+) -> None:
+    client.server.add("org/model", folder, page=2, moves=True)
+    assert client.download("org/model", HF_TOKEN="hf_secret")["files"]
+    assert client.server.leaks == []
+
+
 def test_an_error_that_shows_the_token_is_reported_by_its_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -515,6 +539,19 @@ def test_offline_the_cache_is_used_and_checked(client: Client, folder: Path) -> 
     assert found["digests"] == online["digests"]
     assert found["notices"] == [f"offline: 'org/model' is commit {repo.commit} of the cache"]
     assert found["steps"][-1][0].startswith("checking")
+
+
+def test_the_client_finds_what_was_downloaded(client: Client, folder: Path) -> None:
+    client.server.add("org/model", folder)
+    found = client.download("org/model")
+    code = (
+        "import huggingface_hub as hub; names = [f.path for f in hub.get_cached_repo_tree('org/model')]; "
+        "print(hub.snapshot_download('org/model', allow_patterns=['*.json'], ignore_patterns=['*/*']), "
+        "len(names))"
+    )
+    result = client.run("-c", code, HF_HUB_OFFLINE="1")
+    count = sum(path.is_file() for path in folder.rglob("*"))
+    assert result.stdout.split() == [found["folder"], str(count)], result.stderr
 
 
 def test_offline_a_damaged_cache_is_refused(client: Client, folder: Path) -> None:
@@ -625,6 +662,50 @@ def test_a_folder_of_the_cache_must_not_link_elsewhere(
     (snapshot / "LICENSE").symlink_to(outside)
     with pytest.raises(DamagedSource, match="it is a link out of the cache"):
         open_source(snapshot)
+
+
+def test_a_folder_of_a_cache_without_links_is_read(client: Client, folder: Path) -> None:
+    client.server.add("org/model", folder)
+    snapshot = Path(client.download("org/model")["folder"])
+    for path in [it for it in snapshot.rglob("*") if it.is_symlink()]:
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    opened = open_source(snapshot.parents[1])
+    assert isinstance(opened, HuggingFaceFolder)
+    assert (opened.repository, opened.digests) == ("org/model", {})
+    assert set(opened.specs) == set(dense_tensors() | moe_tensors())
+    opened.close()
+
+
+def test_worker_processes_read_the_files_that_were_selected(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    client.server.add("org/model", folder)
+    storage = Path(client.download("org/model")["folder"]).parents[1]
+    with ProcessPoolExecutor(1) as executor:
+        create(storage, "m", store=tmp_path / "store", executor=executor)
+    create(storage, "n", store=tmp_path / "store")
+    assert diff_models("m", "n", store=tmp_path / "store").is_same
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": " 0 "}, 0),
+        ({"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0),
+        ({"Retry-After": "soon"}, 3),
+        ({"Retry-After": "-1"}, 3),
+        ({"Retry-After": "9" * 5000}, 3),
+        ({"Retry-After": "\u0665"}, 3),
+        ({"ratelimit": '"api";r=0;t=55', "Retry-After": "1"}, 55),
+        ({"ratelimit": '"api";r=9;t=55'}, 3),
+        ({}, 3),
+    ],
+)
+def test_a_server_says_how_long_to_wait(headers: dict[str, str], seconds: float) -> None:
+    assert retry_after(headers, default=3) == seconds
 
 
 def test_offline_without_a_cache_is_an_error_that_says_so(client: Client) -> None:
