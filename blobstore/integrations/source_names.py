@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.quantization import gpt_oss
+from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -42,6 +43,42 @@ def stacked_names(model: Model) -> dict[str, list[str]]:
                 )
             used.add(source)
     return stacks
+
+
+DECODED_TYPES = frozenset({*FORMATS, ""}) - {FLOAT8_TYPE}
+"""The types that servers are never given as stored; the empty one stands for unknown types."""
+
+
+def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
+    """Return why a server cannot use its own kernels for the weights of a model; empty if it can."""
+    quant_config = SourceQuantConfig(config)
+    if {kind for kind, _ in model.quantized.values()} != {FLOAT8_TYPE}:
+        return "not all of its quantized weights are fp8"
+    if quant_config.is_mlx or not quant_config.method:
+        return "its config does not say how they are quantized"
+    if quant_config.has_static_activations:
+        return "the store does not have the scales of its activations"
+    return ""
+
+
+def is_dequantized(
+    model: Model, config: Mapping[str, Any], wanted: bool | None, *, default: bool
+) -> bool:
+    """Return whether a server is given plain values of all weights, and a config without quantization.
+
+    Args:
+        model: the model.
+        config: its config.
+        wanted: what the user wants, None for ``default`` if that is possible.
+        default: whether plain values are preferred.
+
+    Raises:
+        UsageError: the user wants weights as stored, but :func:`why_decoded`.
+    """
+    reason = why_decoded(model, config)
+    if wanted is False and reason:
+        raise UsageError(f"{model.reference} must be dequantized: {reason}")
+    return (default or bool(reason)) if wanted is None else wanted
 
 
 def component_prefixes(model: Model) -> tuple[str, ...]:

@@ -27,7 +27,13 @@ from blobstore.integrations.model_files import (
     read_json,
     temporary_folder,
 )
-from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
+from blobstore.integrations.source_names import (
+    DECODED_TYPES,
+    component_prefixes,
+    gpt_oss_experts,
+    is_dequantized,
+    stacked_names,
+)
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
@@ -63,6 +69,7 @@ def from_store(
     device: str = "cpu",
     subfolder: str = "",
     strict: bool = True,
+    dequantize: bool | None = None,
     trust_remote_code: bool = False,
     verify: Verify = "size",
     read: Read = "mmap",
@@ -83,6 +90,9 @@ def from_store(
         subfolder: the component of a pipeline.
         strict: fail if tensors are missing or the class does not take some. Otherwise transformers
             initialises missing tensors, and warns.
+        dequantize: give transformers plain values of FP8 weights, and not the weights for its own
+            kernels, which need the package ``accelerate``. The default is to do so on a CPU. All
+            other types are always dequantized.
         trust_remote_code: run the code that came with the model, if its config names some.
         verify: as in :func:`blobstore.open`.
         read: as in :func:`blobstore.open`.
@@ -92,22 +102,34 @@ def from_store(
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
-        UsageError: there is no such class or device.
+        UsageError: there is no such class or device, or ``dequantize`` is false for a model that must
+            be dequantized.
         BlobstoreError: transformers cannot build the model. The message lists all missing and
             unexpected tensors.
     """
     check_device(device)
+    is_plain = device == "cpu" if dequantize is None else dequantize
+    if not is_plain:
+        with open_model(name, store=store, verify="none") as model:
+            is_plain = is_dequantized(
+                model, _stated_config(model, subfolder), dequantize, default=False
+            )
     with open_model(
         name,
         store=store,
         framework="torch",
         verify=verify,
-        dequantize=True,
+        dequantize=True if is_plain else DECODED_TYPES,
         read=read,
         prefetch=prefetch,
     ) as model:
         config, model_class = _config_and_class(
-            model, subfolder, auto_class, options, trust_remote_code=trust_remote_code
+            model,
+            subfolder,
+            auto_class,
+            options,
+            is_plain=is_plain,
+            trust_remote_code=trust_remote_code,
         )
         state = _source_state(model, subfolder, config, model_class, strict=strict)
         built = _build(model, config, model_class, state, dtype, options, strict=strict)
@@ -121,13 +143,16 @@ def _config_and_class(
     auto_class: type | str | None,
     options: dict[str, Any],
     *,
+    is_plain: bool,
     trust_remote_code: bool,
 ) -> tuple[transformers.PreTrainedConfig, Any]:
     """Return the config and the class to build; set the generation config in ``options``."""
     stated = _stated_config(model, subfolder)
     check_layers(model, stated)
     with (
-        _config_files(model, subfolder, stated, trust_remote_code) as files,
+        _config_files(
+            model, subfolder, stated, is_plain=is_plain, trust_remote_code=trust_remote_code
+        ) as files,
         library_errors(f"transformers cannot build {model.reference}"),
     ):
         config = _load_config(files)
@@ -218,7 +243,12 @@ def config_from_store(
     model = ModelFiles.of(name, store)
     stated = _stated_config(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
-    with _config_files(model, subfolder, stated, trust_remote_code) as files, library_errors(what):
+    with (
+        _config_files(
+            model, subfolder, stated, is_plain=True, trust_remote_code=trust_remote_code
+        ) as files,
+        library_errors(what),
+    ):
         config = _load_config(files)
     config.name_or_path = str(model.reference)
     return config
@@ -266,13 +296,18 @@ class _ConfigFiles(NamedTuple):
 
 @contextlib.contextmanager
 def _config_files(
-    model: ModelFiles, subfolder: str, stated: dict[str, Any], trust_remote_code: bool
+    model: ModelFiles,
+    subfolder: str,
+    stated: dict[str, Any],
+    *,
+    is_plain: bool,
+    trust_remote_code: bool,
 ) -> Iterator[_ConfigFiles]:
     """Give the config files of a component: the blobs themselves, or a temporary folder if needed."""
     # To write and remove a folder takes longer than to open a small model.
     place = f"{subfolder}/" if subfolder else ""
     name, generation = f"{place}config.json", f"{place}generation_config.json"
-    plain = exported_config(stated, {})
+    plain = exported_config(stated, {}) if is_plain else None
     if plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
         found = model.file_path(generation) if generation in model.files else None
         yield _ConfigFiles(

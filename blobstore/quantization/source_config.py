@@ -60,6 +60,23 @@ class SourceQuantConfig:
         names = (section.get("quant_method") for section in self._sections)
         return next((name for name in names if isinstance(name, str) and name), None)
 
+    @property
+    def has_static_activations(self) -> bool:
+        """Whether the scales of activations are tensors of the source."""
+        groups = [
+            group
+            for section in self._sections
+            if isinstance(section.get("config_groups"), dict)
+            for group in section["config_groups"].values()
+            if isinstance(group, dict)
+        ]
+        activations = [group.get("input_activations") for group in groups]
+        return (
+            self.method == "modelopt"
+            or any(section.get("activation_scheme") == "static" for section in self._sections)
+            or any(isinstance(one, dict) and one.get("dynamic") is not True for one in activations)
+        )
+
     def mlx_type(self, weight: str, module: str) -> tuple[QuantFormat, int] | None:
         """Return type and group size of a weight packed by MLX, or None if the config has none.
 

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers.quantizers import quantizer_finegrained_fp8
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageError
@@ -28,7 +29,7 @@ from blobstore.integrations.transformers import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
-from tests.real.tiny import TEXT, changed, logits, make
+from tests.real.tiny import TEXT, changed, logits, make, with_float8
 from tests.support.damage import flip, truncate
 
 if TYPE_CHECKING:
@@ -507,3 +508,53 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(
     assert type(model).__name__ == "OwnModel"
     path.write_text(json.dumps(plain))
     assert torch.equal(logits(model), logits(from_folder(source)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_8_bit_floats_are_decoded_on_a_processor(
+    kind: str, store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved(kind, tmp_path / "source", torch.bfloat16)
+    with_float8(source)
+    blobstore.create(source, "m", store=store)
+    blobstore.create(source, "decoded", store=store, decode=True)
+    model = from_store("m", store=store)
+    assert torch.equal(logits(model), logits(from_store("decoded", store=store)))
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_kernels_of_transformers_get_8_bit_floats_as_they_are(
+    kind: str, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a GPU, transformers would decode them.
+    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    source = saved(kind, tmp_path / "source", torch.bfloat16)
+    tensors = with_float8(source)
+    blobstore.create(source, "m", store=store)
+    model = from_store("m", store=store, dequantize=False)
+    assert model.config.quantization_config.quant_method == "fp8"
+    found = model.state_dict()
+    same = {name for name in tensors if name in found}  # transformers fuses experts
+    assert any(found[name].dtype == torch.float8_e4m3fn for name in same)
+    for name in same:
+        assert found[name].dtype == tensors[name].dtype
+        assert torch.equal(found[name].float(), tensors[name].float())
+    floats = sum(one.numel() for one in tensors.values() if one.dtype == torch.float8_e4m3fn)
+    assert floats == sum(one.numel() for one in found.values() if one.dtype == torch.float8_e4m3fn)
+
+
+def test_weights_without_kernels_cannot_be_given_as_they_are(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved("llama", tmp_path / "source", torch.bfloat16)
+    blobstore.create(source, "int4", store=store, quantize="int4")
+    with_float8(source)
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    changed(source, quantization_config=section | {"activation_scheme": "static"})
+    blobstore.create(source, "static", store=store)
+    reasons = {"int4": "not all of its quantized weights are fp8", "static": "scales of its act"}
+    for name, reason in reasons.items():
+        with pytest.raises(UsageError, match=f"{name}:latest must be dequantized: .*{reason}"):
+            from_store(name, store=store, dequantize=False)

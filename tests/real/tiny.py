@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -69,6 +70,44 @@ def write_tokenizer(folder: Path, words: int = 128) -> None:
     tokenizer.pre_tokenizer = Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
     fast.save_pretrained(folder)
+
+
+def with_float8(folder: Path, *, has_blocks: bool = True) -> dict[str, torch.Tensor]:
+    """Turn the matrices of a saved model's layers to 8-bit floats, and return all tensors.
+
+    There is a scale for each block of 128 x 128, as in DeepSeek's models, or for each row, as in those of
+    compressed-tensors.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensors[name] = weight
+        if weight.ndim == 2 and ".layers." in name and not name.endswith(".gate.weight"):
+            scale = weight.float().abs().amax(1, keepdim=True) / 448
+            if has_blocks:
+                scale = scale.amax().expand([-(-size // 128) for size in weight.shape])
+            factor = scale[:1, :1] if has_blocks else scale
+            tensors[name] = (weight.float() / factor).to(torch.float8_e4m3fn)
+            end = "_scale_inv" if has_blocks else "_scale"
+            tensors[name + end] = scale.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": kind | {"strategy": "channel", "dynamic": False},
+        "input_activations": kind | {"strategy": "token", "dynamic": True},
+    }
+    section: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    if has_blocks:
+        section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        section["weight_block_size"] = [128, 128]
+    changed(folder, quantization_config=section)
+    return tensors
 
 
 def changed(folder: Path, **keys: Any) -> Path:

@@ -24,6 +24,7 @@ from blobstore.integrations.vllm import engine_options
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
+from tests.real.tiny import with_float8
 from tests.support.damage import blob_path, flip
 from tests.vllm.models import FAST, answer, changed, expected, saved
 
@@ -91,6 +92,21 @@ def test_quantized_models_are_served_dequantized(
         ours = answer(**engine)
     assert ours == answer(model=str(tmp_path / "plain"))
     assert ours != expected(kind)
+
+
+def test_8_bit_floats_are_served_as_they_are_or_decoded(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "source")
+    with_float8(source, has_blocks=False)
+    blobstore.create(source, "m", store=store)
+    link_model("m", tmp_path / "links", store=store)
+    export_model("m", tmp_path / "plain", store=store, dequantize=True)
+    theirs = answer(model=str(source))
+    with engine_options("m", store=store, dequantize=False) as engine:
+        assert answer(**engine) == theirs
+    assert answer(model=str(tmp_path / "links")) == theirs
+    assert answer(**options(store, tmp_path / "links")) == theirs
+    with engine_options("m", store=store) as engine:  # there is no GPU
+        assert answer(**engine) == answer(model=str(tmp_path / "plain")) != theirs
 
 
 def test_experts_of_gpt_oss_are_served_dequantized(store: LocalStore, tmp_path: Path) -> None:

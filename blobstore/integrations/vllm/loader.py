@@ -24,7 +24,12 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
-from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
+from blobstore.integrations.source_names import (
+    DECODED_TYPES,
+    component_prefixes,
+    gpt_oss_experts,
+    stacked_names,
+)
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 
@@ -52,8 +57,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
 
     def download_model(self, model_config: Any) -> None:
         """Check that the store has the model. There is nothing to download."""
-        del model_config
-        with self._stored():
+        with self._stored(model_config):
             pass
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -64,12 +68,12 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
             BlobstoreError: vLLM cannot take it. The message lists missing and unexpected tensors.
         """
-        with self._stored():
+        with self._stored(model_config):
             return super().load_model(vllm_config, model_config, prefix)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load the weights of a model. Raises as :meth:`load_model`."""
-        with self._stored() as stored:
+        with self._stored(model_config) as stored:
             began = time.perf_counter()
             weights = _weights(stored)
             # Views of plain tensors are best made before the watch begins.
@@ -98,12 +102,16 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             )
 
     @contextlib.contextmanager
-    def _stored(self) -> Iterator[Model]:
-        """Give the model. The outermost block opens it and closes it."""
+    def _stored(self, model_config: Any) -> Iterator[Model]:
+        """Give the model. The outermost block opens it and closes it.
+
+        If vLLM has read that the weights are quantized, it expects 8-bit floats as they are.
+        """
         if self._opened is not None:
             yield self._opened
             return
-        with self._settings.open() as opened:
+        is_quantized = bool(getattr(model_config.hf_config, "quantization_config", None))
+        with self._settings.open(dequantize=DECODED_TYPES if is_quantized else True) as opened:
             check_types(opened)
             self._opened = opened
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,6 +13,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.integrations.model_files import read_json, temporary_folder
+from blobstore.integrations.source_names import is_dequantized
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify
 from blobstore.models.frameworks import NAMES
@@ -21,14 +23,15 @@ from blobstore.quantization.mlx_layout import exported_config
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from blobstore.operations.open import Model
 
 LOAD_FORMAT = "blobstore"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _UNSUPPORTED = {DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.C64}
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of drivers. Asking torch would initialise CUDA, which vLLM must do in its own processes."""
 _WHERE = "--model-loader-extra-config of load format blobstore"
 
 
@@ -72,8 +75,11 @@ class Settings:
         return cls(**value)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Model]:
-        """Open the model for torch, dequantized, and close it at the end.
+    def open(self, *, dequantize: bool | Collection[str] = True) -> Iterator[Model]:
+        """Open the model for torch, and close it at the end.
+
+        Args:
+            dequantize: as in :func:`blobstore.open`.
 
         Raises:
             ModelNotFound: the store has no such name.
@@ -85,7 +91,7 @@ class Settings:
             reference,
             store=self.store,
             framework="torch",
-            dequantize=True,
+            dequantize=dequantize,
             verify=self.verify,
             read=self.read,
             prefetch=self.prefetch,
@@ -128,6 +134,7 @@ def engine_options(
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
     strict: bool = True,
+    dequantize: bool | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Check a model of the store, and give the arguments of ``vllm.LLM`` for it.
 
@@ -141,11 +148,14 @@ def engine_options(
         read: as in :func:`blobstore.open`.
         prefetch: as in :func:`blobstore.open`.
         strict: fail if tensors are missing or vLLM does not use some.
+        dequantize: give vLLM plain values of FP8 weights, and not the weights for its own kernels.
+            The default is to do so without a GPU. All other types are always dequantized.
 
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
         BlobstoreError: the model has no config.
+        UsageError: ``dequantize`` is false, and vLLM's kernels cannot be used for the model.
     """
     reference, store = Reference.of(name), LocalStore.of(store)
     checked = Settings(name=str(reference), store=str(store.root), verify=verify)
@@ -161,7 +171,10 @@ def engine_options(
         with checked.open() as model:
             check_types(model)
             stated = read_json(model, "config.json")
-            config = exported_config(stated, {}) or stated
+            config = stated
+            has_gpu = any(map(os.path.exists, _GPUS))
+            if is_dequantized(model, stated, dequantize, default=not has_gpu):
+                config = exported_config(stated, {}) or stated
             sections = [config, *(part for part in config.values() if isinstance(part, dict))]
             if not any(section.get(key) for section in sections for key in _DTYPE_KEYS):
                 # Otherwise vLLM would look into weight files, which the folder does not have.

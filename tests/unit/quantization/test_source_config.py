@@ -194,3 +194,24 @@ def test_reads_the_group_sizes_of_4_bit_floats() -> None:
     config = groups(*({**small, "group_size": size} for size in (16, None, "32")), FLOAT8)
     assert SourceQuantConfig(config).group_sizes(4) == {16}
     assert SourceQuantConfig({}).group_sizes(4) == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "is_static"),
+    [
+        ({}, False),
+        ({"quant_method": "fp8"}, False),
+        ({"activation_scheme": "dynamic"}, False),
+        ({"activation_scheme": "static"}, True),
+        ({"quant_method": "modelopt"}, True),
+        ({"config_groups": 7}, False),
+        ({"config_groups": {"group_0": 7}}, False),
+        ({"config_groups": {"group_0": {"input_activations": None}}}, False),
+        ({"config_groups": {"group_0": {"input_activations": {"dynamic": True}}}}, False),
+        ({"config_groups": {"group_0": {"input_activations": {"dynamic": "local"}}}}, True),
+        ({"config_groups": {"group_0": {"input_activations": {"dynamic": False}}}}, True),
+    ],
+)
+def test_finds_whether_the_scales_of_activations_are_stored(section: Any, is_static: bool) -> None:
+    found = SourceQuantConfig({"quantization_config": section})
+    assert found.has_static_activations is is_static

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import blobstore
@@ -14,12 +17,10 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
+from blobstore.integrations.vllm import settings
 from blobstore.integrations.vllm.settings import Settings, engine_options
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WHERE = "--model-loader-extra-config of load format blobstore"
 
@@ -164,5 +165,62 @@ def test_rejects_a_model_without_a_config(store: LocalStore) -> None:
     with (
         pytest.raises(BlobstoreError, match=r"^m:latest has no config\.json"),
         engine_options("m", store=store),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("section", "kept", "reason"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True, ""),
+        ({"quant_method": "fp8"}, True, ""),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            False,
+            "scales of its activations",
+        ),
+        ({"quant_method": "modelopt"}, False, "scales of its activations"),
+        (None, False, "its config does not say how they are quantized"),
+    ],
+)
+def test_the_config_of_8_bit_floats_is_kept_for_kernels_of_vllm(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: Any,
+    kept: bool,
+    reason: str,
+) -> None:
+    weight = np.ones((128, 128), ml_dtypes.float8_e4m3fn)
+    tensors: Any = {"w.weight": weight, "w.weight_scale": np.array(2, np.float32)}
+    config = {"dtype": "bfloat16"} | ({"quantization_config": section} if section else {})
+    files = {"config.json": json.dumps(config).encode()}
+    blobstore.create(write_folder(tmp_path / "m", tensors, files=files), "m", store=store)
+
+    def written(dequantize: bool | None) -> Any:
+        with engine_options("m", store=store, dequantize=dequantize) as options:
+            return json.loads(Path(options["model"], "config.json").read_text())
+
+    assert written(True) == {"dtype": "bfloat16"}
+    if kept:
+        assert written(False) == config
+    else:
+        with pytest.raises(UsageError, match=f"m:latest must be dequantized: .*{reason}"):
+            written(False)
+    for has_gpu in (False, True):
+        monkeypatch.setattr(settings, "_GPUS", ("/" if has_gpu else "/nowhere",))
+        assert written(None) == (config if kept and has_gpu else written(True))
+
+
+def test_weights_of_other_types_are_never_given_as_they_are(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "m", quantizable_tensors())
+    blobstore.create(source, "m", store=store, quantize="int4")
+    with (
+        pytest.raises(
+            UsageError, match="must be dequantized: not all of its quantized weights are"
+        ),
+        engine_options("m", store=store, dequantize=False),
     ):
         pass
