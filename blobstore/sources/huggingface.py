@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
+from blobstore.sources.pytorch.values import with_values
 from blobstore.sources.selection import read_json, select_files
 from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
 
@@ -52,6 +53,8 @@ class HuggingFaceFolder(ShardSet):
                 self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
+            self.files, notices = with_values(self.files, self.values, path)
+            self.notices += notices
         except BaseException:
             self.close()
             raise

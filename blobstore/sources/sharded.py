@@ -51,6 +51,8 @@ class ShardSet:
         self.notices: list[str] = []
         self.versions = SourceVersions()
         self.metadata: dict[Path, Mapping[str, str]] = {}
+        self.values: dict[str, Any] = {}
+        """The simple values of PyTorch checkpoints, by their names relative to the source."""
         self._options = options
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, Shard] = {}
@@ -78,6 +80,7 @@ class ShardSet:
                 ) from None
             self._shards[path] = shard
             checkpoint.check_readable(skip=self._options.skip_unreadable)
+            self.values[prefix + path.name] = checkpoint.values
         elif self._options.subtree is not None:
             raise UsageError(
                 f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"

@@ -56,6 +56,7 @@ class MemoryShard:
         }
         self.path = Path("memory")
         self.notices: Sequence[str] = ["a notice"]
+        self.values: Any = None
         self.is_open = False
         self.longest_read = 0
         self._data = {name: raw(tensor) for name, tensor in tensors.items()}

@@ -16,6 +16,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import encode_header, in_file_order
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
+from blobstore.sources.pytorch.values import VALUES_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -96,6 +97,8 @@ def convert_checkpoint(
         specs = in_file_order(opened.specs.values())
         notices = list(opened.notices)
         metadata, differing = _common(opened.metadata.values())
+        if any(file.name == VALUES_FILE and file.content for file in opened.files):
+            notices.append("left out: the values that are not tensors; create keeps them")
         if differing:
             keys = join_some([*map(quote, differing)], _SHOWN)
             notices.append(f"left out: metadata {keys}, which differs between the files")

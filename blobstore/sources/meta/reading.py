@@ -31,6 +31,9 @@ _COMPARED_SIZE = 1 << 16
 class Shard(base.Shard, Protocol):
     """A shard of which parts of tensors can be read, too."""
 
+    values: Any
+    """See :class:`Checkpoint`."""
+
     def read_range(
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:

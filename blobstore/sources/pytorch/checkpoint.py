@@ -6,7 +6,7 @@ import contextlib
 import os
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileVersion, open_regular
@@ -26,6 +26,7 @@ from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.state_dict import find_state_dict, find_tensors, subtrees_of
 from blobstore.sources.pytorch.storages import StorageReader
 from blobstore.sources.pytorch.tensors import TensorReader, UnreadableTensor
+from blobstore.sources.pytorch.values import plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,9 @@ class Checkpoint:
     def __init__(self, path: Path, *, subtree: str | None = None) -> None:
         self.path = path
         self.notices: Sequence[str] = ()
+        self.values: Any = None
+        """The simple values next to the tensors, as JSON has them: a list or dict; None if there are
+        none."""
         self.unreadable: dict[str, str] = {}
         """Tensors of an unsupported kind, with the reason."""
         self._map: memoryview | None = None
@@ -177,7 +181,8 @@ class Checkpoint:
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
         )
-        self.notices = [*choice.notices, *container.notices()]
+        self.values, notices = plain_values(container.result.value)
+        self.notices = [*choice.notices, *notices, *container.notices()]
         self._is_swapped = container.is_swapped
         self._reader = StorageReader(self._descriptor)
         found = []

@@ -64,8 +64,6 @@ class Tree(NamedTuple):
 
     tensors: Sequence[tuple[Path, Reduced]]
     """The tensors, with the keys that lead to them."""
-    others: Counter[str]
-    """Number of values that are not tensors, by their outermost key."""
     is_module: bool
     """Whether it is a complete module: all of it is the model."""
 
@@ -76,7 +74,7 @@ class Choice(NamedTuple):
     tensors: Mapping[str, Reduced]
     """The tensors by name: their keys below the model, joined by dots."""
     notices: list[str]
-    """Remarks about the values that are left out."""
+    """Remarks about the tensors that are left out."""
 
 
 class Subtree(NamedTuple):
@@ -100,7 +98,7 @@ def find_tensors(result: Result, size: int) -> Tree:
     while walk.todo:
         parent, last, value = walk.todo.pop()
         walk.visit(parent if last is None else (*parent, last), value)
-    return Tree(walk.tensors, walk.others, type(result.value) is Record)
+    return Tree(walk.tensors, type(result.value) is Record)
 
 
 class _Walk:
@@ -108,7 +106,6 @@ class _Walk:
 
     def __init__(self, size: int) -> None:
         self.tensors: list[tuple[Path, Reduced]] = []
-        self.others: Counter[str] = Counter()
         self.todo: list[tuple[Path, Part | None, Any]] = []
         # Every value needs a byte of the pickle, unless it is shared.
         self._steps = size + min(size * 3, _MAX_CONTAINERS) + _SPARE_STEPS
@@ -120,8 +117,6 @@ class _Walk:
         if children is None:
             if is_tensor(value):
                 self.tensors.append((path, value))
-            else:
-                self.others[_shown(path[:1])] += 1
             return
         if len(path) >= _MAX_DEPTH:
             raise CheckpointRefused(
@@ -148,10 +143,9 @@ class _Walk:
     def _add_children(
         self, path: Path, children: Iterable[tuple[Part, Any]]
     ) -> list[tuple[Path, Part | None, Any]]:
-        """Add a container's tensors and plain values; return its containers."""
+        """Add a container's tensors; return its containers."""
         inner: list[tuple[Path, Part | None, Any]] = []
         letters = sum(len(key) for key in path if type(key) is str)
-        plain = 0
         for key, child in children:
             if type(child) is Reduced and is_tensor(child):
                 self._letters -= letters + (len(key) if type(key) is str else 0)
@@ -162,12 +156,6 @@ class _Walk:
                 inner.append((path, key, child))
                 if len(inner) > self._containers:
                     break
-            elif path:
-                plain += 1
-            else:
-                self.others[_shown((key,))] += 1
-        if plain:
-            self.others[_shown(path[:1])] += plain
         self._containers -= len(inner)
         return inner
 
@@ -218,7 +206,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
             if name in chosen:
                 raise CheckpointRefused(f"two tensors would be called {quote(name)}")
             chosen[name] = value
-    return Choice(chosen, list(_notices(left, tree.others if subtree != EVERYTHING else {})))
+    return Choice(chosen, list(_notices(left)))
 
 
 def subtrees_of(paths: Iterable[Path]) -> list[Subtree]:
@@ -304,17 +292,12 @@ def _is_training(key: Part) -> bool:
     return type(key) is str and _TRAINING.match(key) is not None
 
 
-def _notices(left: Mapping[str, int], others: Mapping[str, int]) -> Iterator[str]:
+def _notices(left: Mapping[str, int]) -> Iterator[str]:
     if left:
         parts = [
             f"{quote(key)} ({count} tensor{'s' * (count != 1)})" for key, count in left.items()
         ]
         yield f"left out: {join_some(parts, _SHOWN)}; choose another part with --subtree"
-    if others:
-        parts = [quote(key) for key in others]
-        count = sum(others.values())
-        noun = "value that is not a tensor" if count == 1 else "values that are not tensors"
-        yield f"left out: {count} {noun}, in {join_some(parts, _SHOWN)}"
 
 
 def _joined(path: Path, depth: int) -> str:

@@ -72,9 +72,12 @@ class Reduced:
         self.state: Any = None
 
 
+_TENSORS = (Use.TENSOR, Use.UNREADABLE)
+
+
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of any kind, supported or not."""
-    return type(value) is Reduced and value.function.use in (Use.TENSOR, Use.UNREADABLE)
+    return type(value) is Reduced and value.function.use in _TENSORS
 
 
 class Record:

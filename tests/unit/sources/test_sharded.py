@@ -233,9 +233,12 @@ def test_a_tensor_of_two_checkpoints_is_an_error(shards: ShardSet, tmp_path: Pat
 
 def test_notices_say_which_file_they_are_of(shards: ShardSet, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 1}, path)
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 1, "key": b"x"}, path)
     shards.add(path)
-    assert shards.notices == [f"'{path}': left out: 1 value that is not a tensor, in 'epoch'"]
+    assert shards.notices == [
+        f"'{path}': left out: 1 value that is neither a tensor nor simple, in 'key'"
+    ]
+    assert shards.values == {"x.ckpt": {"epoch": 1}}
 
 
 def test_one_part_is_taken_of_all_checkpoints(tmp_path: Path) -> None:
