@@ -100,6 +100,12 @@ def _parse_optional_name(
     help="Store other files as they are too, for example '*.onnx'.",
 )
 @click.option(
+    "--exclude",
+    metavar="GLOB",
+    multiple=True,
+    help="Ignore files and folders of SOURCE, for example '*.txt'.",
+)
+@click.option(
     "--all",
     "is_all",
     is_flag=True,
@@ -128,6 +134,7 @@ def command(
     keep_names: bool,
     skip_unreadable: bool,
     keep: tuple[str, ...],
+    exclude: tuple[str, ...],
     is_all: bool,
     paranoid: bool,
     jobs: int | None,
@@ -160,6 +167,7 @@ def command(
         "keep_names": keep_names,
         "skip_unreadable": skip_unreadable,
         "keep": keep,
+        "exclude": exclude,
         "paranoid": paranoid,
         "jobs": jobs,
     }
@@ -185,6 +193,7 @@ def command(
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
             keep=keep,
+            exclude=exclude,
         )
         store.check_name(name)
         with render.progress_bar() as progress:

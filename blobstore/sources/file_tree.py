@@ -6,16 +6,21 @@ What is read of a folder is decided from a tree, so that it can be decided befor
 from __future__ import annotations
 
 import fnmatch
+import os
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.errors import DamagedSource
+from blobstore.errors import DamagedSource, SourceError
 from blobstore.manifests.file_names import MAX_DEPTH
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+
+CACHED_REPOSITORY = "models--"
+"""Start of the name of a repository's folder in the Hub's cache."""
 
 
 class FileTree:
@@ -49,7 +54,7 @@ class FileTree:
         self._entries: dict[str, set[str]] = {}
         for file in listed or ():
             name = file
-            while name and not self._is_excluded(name):
+            while name and not self.is_excluded(name):
                 folder, _, last = name.rpartition("/")
                 self._entries.setdefault(folder, set()).add(last)
                 name = folder
@@ -68,7 +73,7 @@ class FileTree:
             path = self.root / folder
             there = [entry.name for entry in path.iterdir()] if path.is_dir() else []
             self._entries[folder] = {
-                name for name in there if not self._is_excluded(joined(folder, name))
+                name for name in there if not self.is_excluded(joined(folder, name))
             }
         return sorted(self._entries.get(folder, ()))
 
@@ -81,7 +86,7 @@ class FileTree:
         """Return whether there is a folder of this name."""
         if self._listed is not None:
             return name in self._entries
-        return (self.root / name).is_dir()
+        return (self.root / name).is_dir() and not self.is_excluded(name)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file; None for a folder, a pipe or a device.
@@ -97,8 +102,19 @@ class FileTree:
         return path.stat().st_size if path.is_file() else None
 
     def path(self, name: str) -> Path:
-        """Return the path of a file that is about to be read."""
+        """Return the path of a file that is about to be read.
+
+        Raises:
+            SourceError: a link leads to a file outside the folder.
+        """
         path = self.root / name
+        if self._listed is None and not Path(os.path.realpath(path)).is_relative_to(
+            self._link_boundary
+        ):
+            raise SourceError(
+                f"{self.label(name)} leads out of the model's folder by a link; copy the file into the "
+                f"folder, or leave it out with --exclude {quote(name)}"
+            )
         self.versions.record(path)
         return path
 
@@ -112,8 +128,21 @@ class FileTree:
             elif not entry.startswith("."):  # .git and .cache
                 yield from self.files_below(name)
 
-    def _is_excluded(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude)
+    def is_excluded(self, name: str) -> bool:
+        """Return whether a pattern matches a name, or a folder that it is in."""
+        while name:
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude):
+                return True
+            name = name.rpartition("/")[0]
+        return False
+
+    @cached_property
+    def _link_boundary(self) -> Path:
+        """The folder that links must not leave: the root, or the repository in a Hub cache that has it."""
+        root = Path(os.path.realpath(self.root))
+        snapshots = (folder for folder in (root, *root.parents) if folder.name == "snapshots")
+        caches = (it.parent for it in snapshots if it.parent.name.startswith(CACHED_REPOSITORY))
+        return next(caches, root)
 
 
 def joined(folder: str, name: str) -> str:

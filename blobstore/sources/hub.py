@@ -23,7 +23,7 @@ from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
 from blobstore.sources.base import DEFAULT_OPTIONS
-from blobstore.sources.file_tree import FileTree
+from blobstore.sources.file_tree import CACHED_REPOSITORY, FileTree
 from blobstore.sources.hub_listing import (
     COMMIT,
     Listing,
@@ -51,8 +51,6 @@ _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 _URL = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 # The references that git allows, so that a revision cannot lead out of the client's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
-_CACHED = "models--"
-"""Start of the name of a repository's folder in the cache."""
 _MAX_REPO = 96
 """The client's own limit."""
 _DOWNLOADS = 4
@@ -183,9 +181,9 @@ def download(
 
 def cached_repository(path: Path) -> str | None:
     """Return the repository that a folder of a cache has; None if ``path`` is no such folder."""
-    if not path.name.startswith(_CACHED) or not (path / "snapshots").is_dir():
+    if not path.name.startswith(CACHED_REPOSITORY) or not (path / "snapshots").is_dir():
         return None
-    return path.name.removeprefix(_CACHED).replace("--", "/", 1)
+    return path.name.removeprefix(CACHED_REPOSITORY).replace("--", "/", 1)
 
 
 def open_cached(

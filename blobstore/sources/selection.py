@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_valid_part
@@ -30,7 +30,7 @@ from blobstore.sources.small_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.sources.base import SourceOptions
@@ -47,6 +47,25 @@ _TRAINING_STATE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state)[^/]*\.(bin|pt|pth|ckpt)"
 )
 """Checkpoints next to the weights that have no model."""
+
+_LIBRARIES = ("diffusers", "transformers", "sentence_transformers")
+"""Libraries whose classes have weights, unless their names match the next pattern."""
+_WITHOUT_WEIGHTS = re.compile(
+    r".*(Scheduler|Tokenizer|Processor|FeatureExtractor|Guidance|Guider)(Fast)?|Mel"
+    r"|(Splade)?Pooling|Normalize|Dropout|BoW|Router|Asym"
+)
+"""Classes of components that have no weights."""
+_MODEL_KEYS = {"_class_name", "architectures"}
+"""Keys that the config of every model has."""
+
+
+class _Listed(NamedTuple):
+    """A component that ``model_index.json`` or ``modules.json`` lists."""
+
+    folder: str
+    """The folder of the component; empty for the model itself."""
+    library: str
+    class_name: str
 
 
 class ComponentWeights(NamedTuple):
@@ -85,16 +104,20 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
         SourceError: there are no weights, or several sets and ``options.weights`` chooses none.
     """
     selection = Selection()
-    components = _components(tree)
+    listed = _listed(tree)
+    folders = {part.folder for part in listed if part.folder}
+    components = sorted(folder for folder in folders if tree.is_folder(folder))
     for folder in ("", *components):
         _select_weights(tree, folder, options.weights, selection)
     used = selection.weight_names()
     folders = (*components, *_EXTRA_FOLDERS)
     kept = matching_files(tree, options.keep, used)
     small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
-    files = set(small_files(tree, (name for name in small if name not in kept)))
+    files = set(small_files(tree, (name for name in small if name not in kept), selection.notices))
     if not any(part.files for part in selection.weights) and not kept:
         raise _no_weights(tree, options.weights)
+    for part in listed:
+        selection.notices.extend(_check_has_weights(tree, part, kept))
     selection.files = sorted(files | kept)
     selection.notices.extend(
         f"left out: {tree.label(name)}; choose other weights with --weights"
@@ -121,40 +144,78 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
-    """Return the decoded file; an empty ``kind`` if it is missing, malformed or of another kind."""
+    """Return the decoded file; an empty ``kind`` if there is none.
+
+    Raises:
+        DamagedSource: it cannot be read, or is of another kind.
+    """
     if not tree.has(name):
         return kind()
+    path = tree.path(name)
     try:
-        value = json.loads(read_regular(tree.path(name), MAX_SMALL_FILE))
-    except (OSError, ValueError, RecursionError, BlobstoreError):
-        return kind()
-    return value if isinstance(value, kind) else kind()
+        value = json.loads(read_regular(path, MAX_SMALL_FILE))
+    except (OSError, ValueError, RecursionError, BlobstoreError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DamagedSource(
+            f"{tree.label(name)} cannot be read: {reason}; download the complete model"
+        ) from None
+    if not isinstance(value, kind):
+        expected = "object" if kind is dict else "list"
+        raise DamagedSource(
+            f"{tree.label(name)} is not a JSON {expected}; download the complete model"
+        )
+    return value
 
 
-def _components(tree: FileTree) -> list[str]:
-    """Return the names of the component folders, checked and sorted."""
+def _listed(tree: FileTree) -> list[_Listed]:
+    """Return the components that the folder's lists name, checked; not those that are excluded."""
     # A component is [library, class], or [null, null] if the pipeline does not have it.
-    parts = [
-        name
+    pipeline = [
+        _Listed(name, str(value[0]), str(value[1]))
         for name, value in read_json(tree, "model_index.json", dict).items()
         if isinstance(value, list) and len(value) == 2 and value[1] is not None  # noqa: PLR2004
     ]
     modules = [
-        path
+        _Listed(path, *str(module.get("type")).rpartition(".")[::2])
         for module in read_json(tree, "modules.json", list)
-        if isinstance(module, dict) and isinstance(path := module.get("path"), str) and path
+        if isinstance(module, dict) and isinstance(path := module.get("path"), str)
     ]
-    for name in (*parts, *modules):
-        if not is_valid_part(name):
+    for part in (*pipeline, *modules):
+        name = part.folder
+        if name and not is_valid_part(name):
             raise DamagedSource(
                 f"{tree.label()} lists a component {quote(name)}, which is not a folder name"
             )
-        if name in parts and not tree.is_folder(name):
+        if part in pipeline and not tree.is_folder(name) and not tree.is_excluded(name):
             raise DamagedSource(
                 f"model_index.json of {tree.label()} lists component {quote(name)}, but "
                 "there is no such folder; download the complete model"
             )
-    return sorted(name for name in {*parts, *modules} if tree.is_folder(name))
+    return [part for part in (*pipeline, *modules) if not tree.is_excluded(part.folder)]
+
+
+def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> Iterator[str]:
+    """Check that a component has weights; yield a notice if it has none and may not need any.
+
+    A download that was interrupted often has the config of a component and not its weights.
+
+    Raises:
+        DamagedSource: it needs weights and has none.
+    """
+    folder = part.folder
+    names = [name for name in tree.entries(folder) if not _TRAINING_STATE.fullmatch(name)]
+    if any(name.endswith((SAFETENSORS, *CHECKPOINTS)) for name in names):
+        return
+    if _WITHOUT_WEIGHTS.fullmatch(part.class_name) or any(
+        name.startswith(f"{folder}/" if folder else "") for name in kept
+    ):
+        return
+    what = f"{tree.label(folder)}, a {escape(part.class_name)}, has no weights"
+    config = read_json(tree, joined(folder, "config.json"), dict)
+    if part.library.partition(".")[0] in _LIBRARIES or not _MODEL_KEYS.isdisjoint(config):
+        advice = f", or leave it out with --exclude {folder}" if folder else ""
+        raise DamagedSource(f"{what}; download the complete model{advice}")
+    yield what
 
 
 def _select_weights(tree: FileTree, folder: str, weights: str | None, selection: Selection) -> None:

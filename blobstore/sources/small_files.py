@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from typing import TYPE_CHECKING
 
-from blobstore.errors import SourceError
+from blobstore.core.escape import quote
 from blobstore.manifests.file_names import is_valid_name, is_valid_part
 from blobstore.sources.base import KEPT_FILES
 
@@ -23,23 +23,25 @@ def is_kept(name: str) -> bool:
     return _matches(name, KEPT_FILES) and not _matches(name, _WEIGHT_INDEXES)
 
 
-def small_files(tree: FileTree, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of ``names`` that are files to keep.
+def small_files(tree: FileTree, names: Iterable[str], notices: list[str]) -> Iterator[str]:
+    """Yield those of ``names`` that are files to keep; add notices of those that cannot be kept.
 
     Raises:
         DamagedSource: a file is a broken link.
-        SourceError: a file is too large.
     """
     for name in names:
         if not is_kept(name.rpartition("/")[2]) or not is_valid_name(name):
             continue
         size = tree.size(name)
         if size is not None and size > MAX_SMALL_FILE:
-            raise SourceError(
-                f"{tree.label(name)} is over {MAX_SMALL_FILE} bytes, too large to keep"
+            notices.append(
+                f"left out: {tree.label(name)}, over {MAX_SMALL_FILE >> 20} MiB; store it with "
+                f"--keep {quote(name)}"
             )
-        if size is not None:
+        elif size is not None:
             yield name
+        elif not tree.is_folder(name):
+            notices.append(f"left out: {tree.label(name)}, not a regular file")
 
 
 def matching_files(tree: FileTree, keep: Collection[str], used: Collection[str]) -> set[str]:

@@ -116,8 +116,8 @@ def plan_blobs(
         policy: decides which plain tensors are quantized; without one, none are.
 
     Raises:
-        UnsupportedSource: the experts of a projection differ in dtype or shape and cannot be
-            stacked, or two tensors would have the same name.
+        UnsupportedSource: the experts of a projection differ in dtype or shape, or one is missing, so
+            that they cannot be stacked; or two tensors would have the same name.
         UsageError: ``experts`` is unknown, or a tensor cannot be quantized as the policy asks.
     """
     if experts not in EXPERT_FORMS:
@@ -193,8 +193,15 @@ def _stack_experts(members: Iterable[Recipe]) -> list[Recipe]:
         projections[f"{match['prefix']}.{match['rest']}"].append((number, recipe))
     stacked: list[Recipe] = []
     for name, numbered in sorted(projections.items()):
-        experts = [expert for _, expert in sorted(numbered, key=itemgetter(0))]
+        numbered.sort(key=itemgetter(0))
+        experts = [expert for _, expert in numbered]
         first = experts[0]
+        for index, ((_, digits), expert) in enumerate(numbered):
+            if digits != str(index):
+                raise UnsupportedSource(
+                    f"there is no expert {index} of {quote(name)} before {quote(expert.spec.name)}, so "
+                    "the experts cannot be stacked; use --experts packed"
+                )
         for expert in experts:
             if _stacking_key(expert) != _stacking_key(first):
                 raise UnsupportedSource(

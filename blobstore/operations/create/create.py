@@ -88,6 +88,7 @@ def create(
     keep_names: bool = False,
     skip_unreadable: bool = False,
     keep: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
@@ -117,6 +118,8 @@ def create(
             another type that the safetensors format does not have. Otherwise they are an error.
         keep: patterns of files to store as they are, besides the small files that runtimes need. The
             names are relative to the folder; ``*`` matches ``/`` too.
+        exclude: patterns of files and folders to treat as if they did not exist, by their names
+            relative to the folder.
         paranoid: read blobs that exist already, and compare their digests.
         jobs: number of threads; by default one per processor.
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
@@ -142,6 +145,7 @@ def create(
         keep_names=keep_names,
         skip_unreadable=skip_unreadable,
         keep=tuple(keep),
+        exclude=tuple(exclude),
     )
     quantize_options = QuantizeOptions(
         quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides

@@ -136,7 +136,9 @@ class MetaFolder:
 
     def _list_files(self, tree: FileTree, options: SourceOptions) -> None:
         weights = {path.name for path in self._paths}
-        kept = {*small_files(tree, tree.entries()), *matching_files(tree, options.keep, weights)}
+        kept = matching_files(tree, options.keep, weights)
+        small = (name for name in tree.entries() if name not in kept)
+        kept |= {*small_files(tree, small, self.notices)}
         if not options.keep_names and _CONFIG in kept:
             kept.remove(_CONFIG)
             self.notices.append(

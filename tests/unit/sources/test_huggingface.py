@@ -268,7 +268,12 @@ def pipeline(folder: Path, **components: Any) -> Path:
 
 
 def test_reads_the_components_of_a_pipeline(tmp_path: Path) -> None:
-    pipeline(tmp_path, unet=["diffusers", "U"], text_encoder=["transformers", "T"], s=["d", "S"])
+    pipeline(
+        tmp_path,
+        unet=["diffusers", "U"],
+        text_encoder=["transformers", "T"],
+        s=["diffusers", "DDIMScheduler"],
+    )
     put(tmp_path / "unet", diffusion_pytorch_model=ONE)
     put(tmp_path / "text_encoder", model=ONE, model__fp16=TWO)
     touch(tmp_path, "s/scheduler_config.json", "unet/config.json", "safety/x.json", "README.md")
@@ -331,10 +336,10 @@ def test_a_name_below_a_component_and_one_with_a_slash_collide(tmp_path: Path) -
 
 def test_reads_sentence_transformers_modules(tmp_path: Path) -> None:
     modules = [
-        {"idx": 0, "path": "", "type": "T"},
-        {"idx": 1, "path": "1_Pooling", "type": "P"},
-        {"idx": 2, "path": "2_Dense", "type": "D"},
-        {"idx": 3, "path": "3_Normalize", "type": "N"},
+        {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+        {"idx": 3, "path": "3_Normalize", "type": "sentence_transformers.models.Normalize"},
         {"idx": 4},
         "odd",
     ]
@@ -365,15 +370,108 @@ def test_hostile_component_names_are_refused(tmp_path: Path, name: str) -> None:
         (tmp_path / "model" / list_name).unlink()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "null", "7", '"x"', "[" * 100_000, "\ud800"])
+@pytest.mark.parametrize("content", ["", "{", '{"a": ', "7", '"x"', "[" * 100_000, "\ud800"])
 @pytest.mark.parametrize("name", ["model_index.json", "modules.json", "config.json"])
-def test_lists_that_cannot_be_read_list_nothing(tmp_path: Path, name: str, content: str) -> None:
+def test_lists_and_configs_that_cannot_be_read_are_damage(
+    tmp_path: Path, name: str, content: str
+) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / name).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(DamagedSource, match=rf"{name}' (cannot be read: |is not a JSON )"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("model_index.json", "[]"), ("modules.json", "{}"), ("config.json", "[]")]
+)
+def test_an_object_is_no_list_and_a_list_no_object(tmp_path: Path, name: str, content: str) -> None:
+    touch(put(tmp_path, model=ONE), name, content=content)
+    with pytest.raises(DamagedSource, match=f"{name}' is not a JSON"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "component",
+    [
+        ["diffusers", "UNet2DConditionModel"],
+        ["transformers", "CLIPTextModel"],
+        ["custom", "X"],  # by its config
+    ],
+)
+def test_a_component_without_its_weights_is_damage(tmp_path: Path, component: list[str]) -> None:
+    pipeline(tmp_path, vae=["diffusers", "AutoencoderKL"], part=component)
+    put(tmp_path / "vae", diffusion_pytorch_model=ONE)
+    touch(tmp_path, "part/config.json", content=json.dumps({"_class_name": component[1]}))
+    touch(tmp_path, "part/training_args.bin")
+    with pytest.raises(DamagedSource, match=rf"/part', a {component[1]}, has no weights; download"):
+        Found(tmp_path)
+    assert Found(tmp_path, exclude=("part",)).names == {"vae/a"}
+    touch(tmp_path, "part/model.onnx")
+    assert "part/model.onnx" in Found(tmp_path, keep=("*.onnx",)).files
+    put(tmp_path / "part", diffusion_pytorch_model__fp16=TWO)
+    assert Found(tmp_path).names == {"vae/a", "part/b"}
+    assert Found(tmp_path, weights="diffusion_pytorch_model.safetensors").names == {"vae/a"}
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "FlowMatchEulerDiscreteScheduler",
+        "CLIPTokenizer",
+        "T5TokenizerFast",
+        "CLIPFeatureExtractor",
+        "CLIPImageProcessor",
+        "Qwen2VLProcessor",
+        "Qwen2VLImageProcessorFast",
+        "Mel",
+    ],
+)
+def test_some_components_need_no_weights(tmp_path: Path, class_name: str) -> None:
+    pipeline(tmp_path, vae=["diffusers", "AutoencoderKL"], part=["diffusers", class_name])
+    put(tmp_path / "vae", diffusion_pytorch_model=ONE)
+    touch(tmp_path, "part/config.json", content='{"_class_name": "X"}')
     found = Found(tmp_path)
-    assert found.names == {"a"}
-    assert found.files == [name]  # kept as it is
-    assert found.config == {}
+    assert (found.names, found.notices) == ({"vae/a"}, [])
+
+
+def test_a_component_of_another_library_may_have_no_weights(tmp_path: Path) -> None:
+    pipeline(tmp_path, vae=["diffusers", "AutoencoderKL"], part=["custom", "Notes"])
+    put(tmp_path / "vae", diffusion_pytorch_model=ONE)
+    touch(tmp_path, "part/x.json")
+    assert Found(tmp_path).notices == [f"'{tmp_path}/part', a Notes, has no weights"]
+
+
+@pytest.mark.parametrize("path", ["2_Dense", "", "3_Absent"])
+def test_a_module_without_its_weights_is_damage(tmp_path: Path, path: str) -> None:
+    modules = [
+        {"path": path, "type": "sentence_transformers.models.Dense"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    touch(tmp_path, "modules.json", content=json.dumps(modules))
+    touch(put(tmp_path, **({"model": ONE} if path else {})), "2_Dense/config.json")
+    put(tmp_path / "1_Pooling", model=TWO)
+    with pytest.raises(DamagedSource, match="a Dense, has no weights; download"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["secret.txt", "config.json", "model.safetensors", "vae/x.json"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = put(tmp_path / "model", model=ONE)
+    pipeline(folder, vae=["diffusers", "AutoencoderKL"])
+    put(folder / "vae", diffusion_pytorch_model=TWO)
+    put(tmp_path, other={"a": np.zeros(1)})
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "other.safetensors")
+    with pytest.raises(SourceError, match=r"leads out of the model's folder by a link"):
+        Found(folder)
+
+
+def test_links_within_the_folder_and_to_the_folder_are_followed(tmp_path: Path) -> None:
+    folder = put(tmp_path / "real", weights=ONE)
+    (folder / "model.safetensors").symlink_to("weights.safetensors")
+    (tmp_path / "link").symlink_to(folder)
+    assert Found(tmp_path / "link").names == {"a"}
+    assert Found(tmp_path / "link" / "model.safetensors").names == {"a"}
 
 
 # Small files
@@ -450,7 +548,7 @@ def test_excluded_files_do_not_exist(tmp_path: Path) -> None:
 
 
 def test_keeps_folders_of_a_component_to_a_depth(tmp_path: Path) -> None:
-    pipeline(tmp_path, tokenizer=["transformers", "T"])
+    pipeline(tmp_path, tokenizer=["transformers", "CLIPTokenizer"])
     touch(
         put(tmp_path, model=ONE), "tokenizer/x.json", "tokenizer/a/x.json", "tokenizer/a/b/x.json"
     )
@@ -473,22 +571,28 @@ def test_only_regular_files_with_plain_names_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_folders_ends(tmp_path: Path) -> None:
-    pipeline(tmp_path, t=["transformers", "T"])
+    pipeline(tmp_path, t=["transformers", "TTokenizer"])
     touch(put(tmp_path, model=ONE), "t/x.json")
     (tmp_path / "t" / "loop").symlink_to(tmp_path / "t")
     assert Found(tmp_path).files == ["model_index.json", "t/loop/x.json", "t/x.json"]
 
 
-def test_a_huge_small_file_is_an_error(tmp_path: Path) -> None:
-    touch(put(tmp_path, model=ONE), "tokenizer.json")
-    os.truncate(tmp_path / "tokenizer.json", 64 * 2**20 + 1)
-    with pytest.raises(SourceError, match="is over 67108864 bytes, too large to keep"):
-        Found(tmp_path)
+def test_a_huge_small_file_is_left_out_unless_it_is_kept(tmp_path: Path) -> None:
+    touch(put(tmp_path, model=ONE), "train.txt")
+    os.truncate(tmp_path / "train.txt", 64 * 2**20 + 1)
+    found = Found(tmp_path)
+    assert (found.names, found.files) == ({"a"}, [])
+    assert found.notices == [
+        f"left out: '{tmp_path}/train.txt', over 64 MiB; store it with --keep 'train.txt'"
+    ]
+    found = Found(tmp_path, keep=("*.txt",))
+    assert (found.files, found.notices) == (["train.txt"], [])
 
 
 def test_reads_the_links_of_the_hub_cache(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
+    blobs = tmp_path / "models--o--m" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     write_folder(tmp_path / "real", ONE | TWO, shards=2, files={"1_Pooling/config.json": b"{}"})
     touch(tmp_path / "real", "modules.json", content='[{"path":"1_Pooling"}]')

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import DamagedSource, SourceError
+from blobstore.errors import DamagedSource
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.small_files import is_kept, small_files
 
@@ -27,17 +27,23 @@ def test_lists_files_and_no_folders(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "folder.json").mkdir()
     tree = FileTree(tmp_path)
-    assert list(small_files(tree, tree.entries())) == ["config.json"]
+    assert list(small_files(tree, tree.entries(), [])) == ["config.json"]
 
 
 def test_rejects_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("nowhere")
     with pytest.raises(DamagedSource, match="broken link"):
-        list(small_files(FileTree(tmp_path), ["config.json"]))
+        list(small_files(FileTree(tmp_path), ["config.json"], []))
 
 
-def test_rejects_a_file_too_large_to_keep(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", 64 * 2**20 + 1)
-    with pytest.raises(SourceError, match="too large"):
-        list(small_files(FileTree(tmp_path), ["config.json"]))
+def test_skips_files_that_cannot_be_kept_with_a_notice(tmp_path: Path) -> None:
+    for name in ("config.json", "huge.txt"):
+        (tmp_path / name).touch()
+    os.truncate(tmp_path / "huge.txt", 64 * 2**20 + 1)
+    os.mkfifo(tmp_path / "pipe.json")
+    tree, notices = FileTree(tmp_path), list[str]()
+    assert list(small_files(tree, tree.entries(), notices)) == ["config.json"]
+    assert notices == [
+        f"left out: '{tmp_path}/huge.txt', over 64 MiB; store it with --keep 'huge.txt'",
+        f"left out: '{tmp_path}/pipe.json', not a regular file",
+    ]
