@@ -105,8 +105,8 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     """
     selection = Selection()
     listed = _listed(tree)
-    folders = {part.folder for part in listed if part.folder}
-    components = sorted(folder for folder in folders if tree.is_folder(folder))
+    named = {part.folder for part in listed if part.folder}
+    components = sorted(folder for folder in named if tree.is_folder(folder))
     for folder in ("", *components):
         _select_weights(tree, folder, options.weights, selection)
     used = selection.weight_names()

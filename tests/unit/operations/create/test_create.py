@@ -96,7 +96,6 @@ def test_keeps_files_unchanged(folder: Path, store: LocalStore) -> None:
         (b'{"vision_config": {}, "audio_config": {}}', ["completion", "vision", "audio"]),
         (b'{"has_vision": true, "sound_config": {}}', ["completion", "vision", "audio"]),
         (b'{"has_vision": false}', ["completion"]),
-        (b"[", ["completion"]),
     ],
 )
 def test_the_config_blob_lists_the_capabilities_of_the_model(
