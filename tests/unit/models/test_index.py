@@ -108,6 +108,8 @@ def test_an_unproven_manifest_gets_no_index(store: LocalStore) -> None:
         '[{}, [["DIGEST", 8]], {"t": ["int4", 32]}]',
         '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": ["int4", "32"]}]',
         '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": [4, 32]}]',
+        '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": ["fp8", 0, 128]}]',
+        '[{"t": ["U32", [1], 0, 0]}, [["DIGEST", 8]], {"t": ["fp8", 0, "tensor", "x"]}]',
     ],
 )
 def test_a_malformed_index_is_ignored_despite_its_checksum(store: LocalStore, text: str) -> None:
@@ -150,6 +152,19 @@ def test_a_quantized_weight_is_indexed_with_its_companions_by_runtime_name(tmp_p
     assert list(index.entries) == ["x", "w", "w_scale", "w_qbias"]
     assert [slot for _, _, slot, _ in index.entries.values()] == [0, 1, 1, 1]
     assert index.quantized == {"w": ("int4", 32)}
+
+
+def test_8_bit_floats_and_their_scales_are_indexed_under_their_own_names(tmp_path: Path) -> None:
+    weight, scale = ("w", "F8_E4M3", (2, 4), bytes(8)), ("w_scale_inv", "F32", (1, 2), bytes(8))
+    store = LocalStore(tmp_path)
+    add_blobs(store, "tiny", {"w": blob(weight, scale, quant_type="fp8", block_size="2x2")})
+    fresh = load_index(store, manifest(store))
+    assert list(fresh.entries) == ["w", "w_scale_inv"]
+    assert fresh.quantized == {"w": ("fp8", 2, "2x2")}
+    write_index(store, manifest(store), fresh)
+    cached = load_index(store, manifest(store))
+    assert cached.is_cached
+    assert {name: tuple(known) for name, known in cached.quantized.items()} == fresh.quantized
 
 
 @pytest.mark.parametrize(

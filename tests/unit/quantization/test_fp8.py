@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import UsageError
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.models.frameworks import FloatName, dequantizer
 from blobstore.quantization.fp8 import decode
 from blobstore.quantization.metadata import parse_quant_metadata
@@ -284,6 +284,35 @@ def as_numpy(framework: str, found: Any, dtype: str) -> Array:
 
         return np.array(found.view(getattr(mx, kind.name)))
     return np.asarray(found)
+
+
+SIDES = st.integers(0, 9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.lists(SIDES, max_size=4).map(tuple),
+    scale_shape=st.lists(SIDES, max_size=4).map(tuple),
+    block_size=st.sampled_from(["tensor", "channel"])
+    | st.builds("{}x{}".format, st.integers(1, 12), st.integers(1, 12)),
+    dtypes=st.tuples(st.sampled_from(DType), st.sampled_from(DType)),
+)
+def test_whatever_metadata_accepts_can_be_decoded(
+    shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    block_size: str,
+    dtypes: tuple[DType, DType],
+) -> None:
+    weight, scale = TensorSpec("w", dtypes[0], shape), TensorSpec("w_scale", dtypes[1], scale_shape)
+    metadata = {"quant_type": "fp8", "block_size": block_size}
+    try:
+        known = parse_quant_metadata(weight, {".scale": scale}, metadata)
+    except BlobDamaged:
+        return
+    assert known is not None
+    arrays = [as_array(memoryview(bytes(one.nbytes)), 0, one) for one in (weight, scale)]
+    found = dequantizer("numpy")(arrays[0], arrays[1], None, *known, "bfloat16", None)
+    assert found.shape == shape
 
 
 @pytest.mark.parametrize(
