@@ -54,9 +54,12 @@ class FileTree:
         self._entries: dict[str, set[str]] = {}
         for file in listed or ():
             name = file
-            while name and not self.is_excluded(name):
+            while name:
                 folder, _, last = name.rpartition("/")
-                self._entries.setdefault(folder, set()).add(last)
+                if not self.is_excluded(folder):
+                    names = self._entries.setdefault(folder, set())
+                    if not self.is_excluded(name):
+                        names.add(last)
                 name = folder
 
     def label(self, name: str = "") -> str:
@@ -69,18 +72,21 @@ class FileTree:
         Raises:
             OSError: the folder cannot be read.
         """
+        return sorted(self._names_in(folder))
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file or folder of this name. Raises as :meth:`entries`."""
+        folder, _, last = name.rpartition("/")
+        return last in self._names_in(folder)
+
+    def _names_in(self, folder: str) -> set[str]:
         if self._listed is None and folder not in self._entries:
             path = self.root / folder
             there = [entry.name for entry in path.iterdir()] if path.is_dir() else []
             self._entries[folder] = {
                 name for name in there if not self.is_excluded(joined(folder, name))
             }
-        return sorted(self._entries.get(folder, ()))
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a file or folder of this name."""
-        folder, _, last = name.rpartition("/")
-        return last in self.entries(folder)
+        return self._entries.get(folder, set())
 
     def is_folder(self, name: str) -> bool:
         """Return whether there is a folder of this name."""

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import DamagedSource
+from blobstore.sources.file_tree import FileTree
+
+NAMES = ("config.json", "unet/config.json", "unet/a/b.bin", "a/b/c/d.json")
+
+
+@pytest.fixture(params=["disk", "listing"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def tree_of(folder: Path, kind: str, *, exclude: tuple[str, ...] = ()) -> FileTree:
+    """Return the same files as a folder on disk and as a listing of files that are not there yet."""
+    if kind == "listing":
+        return FileTree(folder, exclude=exclude, listed=dict.fromkeys(NAMES, 2))
+    for name in NAMES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return FileTree(folder, exclude=exclude)
+
+
+def test_a_folder_and_a_listing_have_the_same_files(tmp_path: Path, kind: str) -> None:
+    tree = tree_of(tmp_path, kind)
+    assert tree.entries() == ["a", "config.json", "unet"]
+    assert tree.entries("unet") == ["a", "config.json"]
+    assert tree.entries("none") == tree.entries("config.json") == []
+    for name, is_there, is_folder in (
+        ("unet", True, True),
+        ("unet/a", True, True),
+        ("unet/a/b.bin", True, False),
+        ("none", False, False),
+        ("none/x", False, False),
+    ):
+        assert (tree.has(name), tree.is_folder(name)) == (is_there, is_folder)
+    assert tree.size("config.json") == 2
+    assert tree.size("unet") is None
+    # The names in a store have at most three parts.
+    assert list(tree.files_below()) == ["config.json", "unet/a/b.bin", "unet/config.json"]
+    assert tree.label("unet") == f"'{tmp_path}/unet'"
+    assert pickle.loads(pickle.dumps(tree)).entries() == tree.entries()
+
+
+def test_excluded_files_and_folders_are_not_there(tmp_path: Path, kind: str) -> None:
+    tree = tree_of(tmp_path, kind, exclude=("unet/*.json", "a", "un*/a/*"))
+    assert tree.entries() == ["config.json", "unet"]
+    assert tree.entries("unet") == ["a"]
+    assert list(tree.files_below()) == ["config.json"]
+    assert not tree.has("unet/config.json")
+
+
+def test_hidden_folders_are_not_searched(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config.json").touch()
+    (tmp_path / ".x.json").touch()
+    assert list(FileTree(tmp_path).files_below()) == [".x.json"]
+
+
+def test_a_broken_link_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "x.json").symlink_to("nowhere")
+    with pytest.raises(DamagedSource, match=r"x\.json' is a broken link"):
+        FileTree(tmp_path).size("x.json")
