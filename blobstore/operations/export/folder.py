@@ -17,6 +17,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
 from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.frameworks import FLOATS, original_dtype
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS_STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
+_ADAPTER_STEM = "adapter_model"
+"""The stem of PEFT's adapters, such as LoRAs."""
+_ADAPTER_PREFIX = "base_model."
+"""Prefix of the tensor names of adapters that change modules of their model."""
 _OTHER_WEIGHTS = (media_types.MODEL, media_types.PROJECTOR, media_types.ADAPTER)
 
 
@@ -76,6 +81,11 @@ class Component(NamedTuple):
     stem: str
     """Start of the names of the weight files, including the folder."""
     specs: Sequence[TensorSpec]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether its library reads a single weight file only."""
+        return self.stem == _ADAPTER_STEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +124,10 @@ def plan_export(
     contents = folder_contents(store, manifest, dequantize=dequantize)
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
-    for prefix, stem, specs in contents.components:
-        parts = [in_file_order(part) for part in split_by_size(specs, shard_size)]
+    for component in contents.components:
+        prefix, stem, specs = component
+        size = MAX_SIZE if component.is_single else shard_size
+        parts = [in_file_order(part) for part in split_by_size(specs, size)]
         shards = [
             weight_file(name, part, contents.joins, prefix)
             for name, part in zip(file_names(stem, len(parts)), parts, strict=True)
@@ -172,6 +184,11 @@ def folder_contents(
             for name in stacks.get(stored.name, (stored.name,))
         }
     stems = _stems(store, files)
+    if "adapter_config.json" in files and (
+        "config.json" not in files
+        or all(tensor.spec.name.startswith(_ADAPTER_PREFIX) for tensor in tensors)
+    ):
+        stems[""] = _ADAPTER_STEM
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
     for spec in specs:

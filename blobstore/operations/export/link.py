@@ -193,7 +193,7 @@ def _result(
     if gathered:
         notices.append(
             f"weight files that are copies: {gathered}, {gathered_size} bytes; their tensors have "
-            "another order in such a folder than in the store"
+            "another order in such a folder than in the store, or have to be in one file"
         )
     weights = len(plan.links) + len(plan.relabelled) + gathered
     return Linked(

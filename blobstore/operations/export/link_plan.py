@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.operations.export.folder import check_file_names, folder_contents
 from blobstore.operations.export.shards import (
     SHARD_SIZE,
@@ -103,12 +104,18 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
     gathered: list[WeightFile] = []
     weights: list[str] = []
     written: dict[str, bytes] = {}
-    for prefix, stem, specs in contents.components:
+    for component in contents.components:
+        prefix, stem, specs = component
+        own = blobs[prefix]
         others = [spec for spec in specs if spec.name in rest.names]
-        parts = split_by_size(others, SHARD_SIZE) if others else []
-        names = iter(file_names(stem, len(blobs[prefix]) + len(parts)))
+        if component.is_single and len(specs) > 1:
+            rest.tensors.extend(tensor for blob in own for tensor in blob.tensors)
+            own, others = [], list(specs)
+        size = MAX_SIZE if component.is_single else SHARD_SIZE
+        parts = split_by_size(others, size) if others else []
+        names = iter(file_names(stem, len(own) + len(parts)))
         tensors: dict[str, Sequence[str]] = {}  # by file
-        for blob in blobs[prefix]:
+        for blob in own:
             name, (first, *_) = next(names), blob.tensors
             local = [spec._replace(name=spec.name.removeprefix(prefix)) for spec in blob.specs]
             tensors[name] = [spec.name for spec in local]

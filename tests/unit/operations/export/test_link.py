@@ -436,3 +436,48 @@ def test_rejects_hard_links_to_another_file_system(
         link_model(NAME, target, store=store, hard=True)
     assert not target.exists()
     assert not list(shared_memory.glob(f".{os.getpid()}-*.tmp"))
+
+
+ADAPTER = {
+    f"base_model.model.layers.{layer}.q_proj.lora_{part}.weight": np.full((4, 2), layer, np.float32)
+    for layer in range(2)
+    for part in "AB"
+}
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_one_file_with_the_name_that_peft_reads(
+    store: LocalStore, tmp_path: Path, has_config: bool
+) -> None:
+    files = {"adapter_config.json": b"{}"} | ({"config.json": b"{}"} if has_config else {})
+    source = write_folder(tmp_path / "source", ADAPTER, files=files)
+    (source / "model.safetensors").rename(source / "adapter_model.safetensors")
+    if not has_config:
+        (source / "config.json").unlink()
+    create(source, NAME, store=store)
+    linked = link_model(NAME, tmp_path / "farm", store=store)
+    assert counts(linked) == (0, 0, 1)
+    assert sorted(path.name for path in (tmp_path / "farm").iterdir()) == sorted(
+        [*files, "adapter_model.safetensors"]
+    )
+    assert raw_tensors(tmp_path / "farm") == raw_tensors(source)
+    export_model(NAME, tmp_path / "exported", store=store, shard_size=1)
+    assert raw_tensors(tmp_path / "exported" / "adapter_model.safetensors") == raw_tensors(source)
+
+
+def test_an_adapter_of_one_tensor_is_a_link(store: LocalStore, tmp_path: Path) -> None:
+    files = {"adapter_config.json": b"{}"}
+    source = write_folder(tmp_path / "source", {"prompt_embeddings": np.ones((2, 2))}, files=files)
+    (source / "config.json").unlink()
+    create(source, NAME, store=store)
+    assert counts(link_model(NAME, tmp_path / "farm", store=store)) == (1, 0, 0)
+    assert (tmp_path / "farm" / "adapter_model.safetensors").is_symlink()
+
+
+def test_a_model_with_an_adapter_config_keeps_the_names_of_a_model(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    files = {"adapter_config.json": b"{}"}
+    create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+    link_model(NAME, tmp_path / "farm", store=store)
+    assert (tmp_path / "farm" / INDEX).exists()
