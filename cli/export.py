@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("export", short_help="Write a model as a Hugging Face folder.")
+@click.command("export", short_help="Write the files that a model was imported from.")
 @click.argument("name", callback=options.parse_name)
 @click.argument("folder", metavar="DIR")
 @options.store_option
 @click.option(
+    "--shards",
     "--shard-size",
+    "shard_size",
+    metavar="SIZE",
     callback=options.parse_size,
-    default="5GB",
-    show_default=True,
-    help="Bytes of tensors per file; larger models become several files with an index.",
+    help="Write new weight files of at most SIZE, such as 5GB, instead of those of the source.",
+)
+@click.option(
+    "--single", is_flag=True, help="Write one new weight file instead of those of the source."
 )
 @click.option(
     "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
@@ -34,14 +38,16 @@ def command(
     name: Reference,
     folder: str,
     store: LocalStore,
-    shard_size: int,
+    shard_size: int | None,
+    single: bool,
     dequantize: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Write the model NAME to the new folder DIR, in the layout of Hugging Face's libraries.
+    """Write the files that the model NAME was imported from to the new folder DIR.
 
-    Tensors have the names and the bytes that they had in the source.
+    They are those of the source, byte for byte. If the import converted tensors or read a PyTorch
+    checkpoint, the tensors are written to new safetensors files instead.
     """
     from blobstore.operations.export.export import export_model
 
@@ -51,17 +57,19 @@ def command(
             folder,
             store=store,
             shard_size=shard_size,
+            single=single,
             dequantize=dequantize,
             jobs=jobs,
             progress=progress,
         )
     if as_json:
-        fields = "folder files tensors shards bytes_written seconds"
+        fields = "folder files tensors shards bytes_written original=is_original seconds"
         render.show_json({"name": name} | render.record(exported, fields))
         return
     render.show(
         f"exported {name} to {escape(str(exported.folder))}: "
         f"{render.count_of(exported.tensors, 'tensor')} in "
         f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
-        f"{render.human_bytes(exported.bytes_written)}, {render.human_seconds(exported.seconds)}"
+        f"{render.human_bytes(exported.bytes_written)}, "
+        f"{'as in the source, ' * exported.is_original}{render.human_seconds(exported.seconds)}"
     )

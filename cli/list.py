@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Order = Literal["name", "size", "modified"]
 
-_FIELDS = "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified error"
+_FIELDS = (
+    "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified source error"
+)
 _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 
 
@@ -45,7 +47,7 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     """
     from blobstore.operations.maintenance.list import list_models
 
-    models: Sequence[ListedModel] = list_models(store)
+    models: Sequence[ListedModel] = list_models(store, read_sources=as_json)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
@@ -55,6 +57,8 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
             model["modified"] = moment.isoformat(timespec="seconds")
             if model["error"]:
                 model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+            if model["source"]:
+                model["source"] = render.record(model["source"], "kind repository commit options")
         render.show_json({"models": shown})
     elif models:
         render.show(_as_table(models))

@@ -53,8 +53,10 @@ def parse_names(
     return tuple(map(Reference.parse, values))
 
 
-def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Return the bytes that ``5GB``, ``500MiB`` or a plain number spell; a callback of click."""
+def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes that ``5GB``, ``500MiB`` or a plain number spell; None if it was not given."""
+    if value is None:
+        return None
     match = _SIZE.fullmatch(value.strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     if match is None or unit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
+    from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.maintenance.show import (
         BlobDescription,
         ModelDescription,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     Row: TypeAlias = TensorDescription | BlobDescription
 
-View = Literal["tensors", "layers", "files", "manifest"]
+View = Literal["tensors", "layers", "files", "manifest", "source"]
 Order = Literal["name", "size", "type", "params"]
 
 _TENSOR_FIELDS = (
@@ -57,6 +59,9 @@ _SORT_KEYS: dict[Order, Callable[[Row], Any]] = {
     "--manifest", "view", flag_value="manifest", help="Print the manifest, byte for byte."
 )
 @click.option(
+    "--source", "view", flag_value="source", help="Show what the model was imported from."
+)
+@click.option(
     "--sort",
     "order",
     type=click.Choice(["name", "size", "type", "params"]),
@@ -79,13 +84,16 @@ def command(
     a blob is missing or damaged, its row says so and the exit code is 4. Only "blobstore verify"
     reads the data itself. Long names are shortened, except in JSON.
     """
-    from blobstore.operations.maintenance.show import describe_model
+    from blobstore.operations.maintenance.show import describe_model, model_source
 
     with options.suggesting_names(store, [name]):
-        if view == "manifest":
+        if view in ("manifest", "source"):
             if patterns or order:
-                raise click.UsageError("--manifest takes no PATTERN and no --sort", ctx)
-            render.show_bytes(store.read_manifest(name))
+                raise click.UsageError(f"--{view} takes no PATTERN and no --sort", ctx)
+            if view == "manifest":
+                render.show_bytes(store.read_manifest(name))
+            else:
+                _show_source(name, model_source(name, store=store), as_json=as_json)
             return
         model = describe_model(name, store=store)
     if view is None:
@@ -214,3 +222,36 @@ def _show_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> None
         shown[key] = shown[key] or None
     faults = render.records(model.faults, f"{_BLOB_FIELDS} message=fault")
     render.show_json(shown | {view: listed, "faults": faults})
+
+
+def _show_source(name: Reference, source: SourceRecord | None, *, as_json: bool) -> None:
+    if source is None:
+        raise NotFound(f"model {name} does not say what it was imported from; import it again")
+    if as_json:
+        shown = render.record(source, "kind repository commit options converted=is_converted")
+        files = [
+            {**shown_file, "sha256": file.sha256.hex if file.sha256 else None}
+            for file, shown_file in zip(
+                source.files, render.records(source.files, "name format bytes=size"), strict=True
+            )
+        ]
+        render.show_json({"name": name, **shown, "files": files})
+        return
+    origin = f"{source.repository} at {source.commit}" if source.repository else f"a {source.kind}"
+    lines = [f"{render.cell(name)}: imported from {render.cell(origin)}"]
+    lines += [
+        render.cell(f"option {key}: {json.dumps(value)}") for key, value in source.options.items()
+    ]
+    rows = [
+        (
+            render.cell(file.name),
+            file.format,
+            render.human_bytes(file.size),
+            file.sha256.short if file.sha256 else "-",
+        )
+        for file in source.files
+    ]
+    lines.append(render.table(("FILE", "FORMAT", "SIZE", "SHA256"), rows, right=(2,)))
+    if source.is_converted:
+        lines.append("the import converted tensors, so an export writes new files")
+    render.show("\n".join(lines))

@@ -24,7 +24,7 @@ def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if value is None:
         return None
     rate = options.parse_size(ctx, param, value.strip().removesuffix("/s"))
-    if rate < 1:
+    if not rate or rate < 1:
         raise click.BadParameter(f"rate must be above 0, got {quote(value)}", ctx, param)
     return rate
 

@@ -1,4 +1,4 @@
-"""The names that a model's small files may have: ``file``, ``folder/file`` or one folder more."""
+"""The names that files of a model may have: ``file``, ``folder/file`` or one folder more."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def is_valid_name(name: str) -> bool:
     """Return whether a layer may have this name as a file."""
     parts = name.split("/")
     return len(parts) <= MAX_DEPTH and all(map(is_valid_part, parts))
+
+
+def is_safe_name(name: str) -> bool:
+    """Return whether a weight file may be written under this name, relative to a folder.
+
+    Weight files keep the names of the source, which may have any printable characters.
+    """
+    parts = name.split("/")
+    return len(parts) <= MAX_DEPTH and all(
+        part.isprintable()
+        and "\\" not in part
+        and part not in ("", ".", "..")
+        and len(part.encode()) <= 255  # noqa: PLR2004 - the limit of file systems
+        for part in parts
+    )

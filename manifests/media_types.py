@@ -1,4 +1,4 @@
-"""Media types of manifests, configs and layers: Ollama's, and the two of our own."""
+"""Media types of manifests, configs and layers: Ollama's, and the three of our own."""
 
 from __future__ import annotations
 
@@ -24,3 +24,5 @@ FILE: Final = "application/vnd.blobstore.file.v1"
 """One file of the source that is not JSON, or too large for it, as it is. Ollama ignores it."""
 STACKS: Final = "application/vnd.blobstore.stacks.v1+json"
 """Which source tensors each stacked expert tensor was made of. Ollama ignores it."""
+SOURCE: Final = "application/vnd.blobstore.source.v1+json"
+"""What the model was imported from. Ollama ignores it."""

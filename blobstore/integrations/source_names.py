@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
-from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.source_layers import read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileVersion
     from blobstore.core.tensor import TensorSpec
+    from blobstore.manifests.source_record import SourceRecord
     from blobstore.sources.versions import SourceVersions
 
 KEPT_FILES = (
@@ -81,6 +82,9 @@ class Shard(Protocol):
     def version(self) -> FileVersion:
         """Return the version that the open file has now."""
 
+    def header(self) -> bytes:
+        """Return the bytes before the data of a safetensors file; none for other files."""
+
     def close(self) -> None:
         """Close the file."""
 
@@ -134,6 +138,9 @@ class TensorSource(Protocol):
         Raises:
             DamagedSource: one has; what was read may be a mixture.
         """
+
+    def record(self) -> SourceRecord:
+        """Return the kind of the source, its files, and the repository if it is one of the Hub."""
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in pieces, each in ``buffer`` and valid until the next one.

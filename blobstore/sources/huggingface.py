@@ -9,11 +9,13 @@ import fnmatch
 import functools
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.digest import Digest
+from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.pytorch.values import with_values
 from blobstore.sources.selection import read_json, select_files
-from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
+from blobstore.sources.sharded import ShardSet, add_indexed, read_index, read_weight_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +47,8 @@ class HuggingFaceFolder(ShardSet):
         self.repository = self.commit = ""
         self.digests: Mapping[str, str] = {}
         """The SHA-256 of files by name, as the Hub lists them, in hexadecimal digits."""
+        self._path = path
+        self._indexes: list[Path] = []
         try:
             if path.is_dir():
                 self._open_folder(tree or FileTree(path, exclude=options.exclude), options)
@@ -59,6 +63,28 @@ class HuggingFaceFolder(ShardSet):
             self.close()
             raise
 
+    def record(self) -> SourceRecord:
+        """See :class:`TensorSource`."""
+        is_folder = self._path.is_dir()
+
+        def name_of(path: Path) -> str:
+            return path.relative_to(self._path).as_posix() if is_folder else path.name
+
+        files = []
+        for file in self.recorded(name_of):
+            digest = self.digests.get(file.name)
+            files.append(file._replace(sha256=Digest(digest) if digest else None))
+        for path in self._indexes:
+            data = read_index(path)
+            files.append(RecordedFile(name_of(path), "index", len(data), data))
+        return SourceRecord(
+            kind="hub" if self.repository else "folder" if is_folder else "file",
+            repository=self.repository,
+            commit=self.commit,
+            files=tuple(sorted(files)),
+            is_converted=self.is_partial or any(file.format == "pytorch" for file in files),
+        )
+
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
         tree.versions = self.versions
         self.config = read_json(tree, "config.json", dict)
@@ -71,6 +97,7 @@ class HuggingFaceFolder(ShardSet):
                     self.add(tree.path(name), prefix=prefix)
                 continue
             path = tree.path(part.index_name)
+            self._indexes.append(path)
             weight_map, ignore = read_weight_map(path), options.ignore_unindexed
             # Adding shards adds notices too.
             self.notices += [*add_indexed(self, path, weight_map, prefix=prefix, ignore=ignore)]

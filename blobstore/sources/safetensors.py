@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, open_regular
+from blobstore.core.files import FileVersion, open_regular, read_exactly
 from blobstore.errors import BlobstoreError, DamagedSource, InvalidHeader, SourceError
 from blobstore.safetensors.file import read_header
 
@@ -84,6 +84,10 @@ class SafetensorsShard:
     def version(self) -> FileVersion:
         """See :class:`Shard`."""
         return FileVersion.of_status(os.fstat(self._descriptor))
+
+    def header(self) -> bytes:
+        """See :class:`Shard`."""
+        return read_exactly(self._descriptor, self._header.data_start, 0)
 
     def close(self) -> None:
         """See :class:`Shard`."""

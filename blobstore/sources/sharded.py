@@ -15,6 +15,7 @@ from blobstore.errors import (
     UnsupportedSource,
     UsageError,
 )
+from blobstore.manifests.source_record import Format, RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.formats import format_of_name
 from blobstore.sources.pytorch.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -49,6 +50,8 @@ class ShardSet:
     def __init__(self, options: SourceOptions = DEFAULT_OPTIONS) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.notices: list[str] = []
+        self.is_partial = False
+        """Whether a file has tensors that were not added."""
         self.versions = SourceVersions()
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self.values: dict[str, Any] = {}
@@ -91,6 +94,7 @@ class ShardSet:
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         for name, spec in shard.specs.items():
             if names is not None and name not in names:
+                self.is_partial = True
                 continue
             full = prefix + name
             if full in self.specs:
@@ -115,10 +119,24 @@ class ShardSet:
         """See :class:`TensorSource`."""
         self.versions.check({path: shard.version() for path, shard in self._shards.items()})
 
+    def recorded(self, name_of: Callable[[Path], str]) -> Iterator[RecordedFile]:
+        """Yield the record of each file, under the name that ``name_of`` returns for its path."""
+        for path, shard in self._shards.items():
+            kind: Format = "safetensors" if path.suffix == SAFETENSORS else "pytorch"
+            yield RecordedFile(name_of(path), kind, shard.version().size, shard.header())
+
     def close(self) -> None:
         """Close the files."""
         while self._shards:
             self._shards.popitem()[1].close()
+
+
+def read_index(index: Path) -> bytes:
+    """Return the bytes of an ``*.index.json``. Raises DamagedSource if it cannot be read."""
+    try:
+        return read_regular(index, _MAX_INDEX_SIZE)
+    except (OSError, BlobstoreError) as error:
+        raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -129,9 +147,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
             ending than it should.
     """
     try:
-        value: Any = strict_json.loads(read_regular(index, _MAX_INDEX_SIZE))
-    except (OSError, ValueError, BlobstoreError) as error:
-        raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
+        value: Any = strict_json.loads(read_index(index))
+    except ValueError as error:
+        raise DamagedSource(f"weight index {quote(index)} is {error}") from None
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()

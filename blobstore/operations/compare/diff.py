@@ -231,8 +231,8 @@ def _other_layers(manifest: Manifest) -> dict[tuple[str, str, int], Descriptor]:
     found: dict[tuple[str, str, int], Descriptor] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for layer in (manifest.config, *manifest.layers):
-        # The list of stacked tensors has their names, which are compared with the tensors.
-        if layer.media_type not in (media_types.TENSOR, media_types.STACKS):
+        # The names of stacked tensors are compared with the tensors. Equal models may have other sources.
+        if layer.media_type not in (media_types.TENSOR, media_types.STACKS, media_types.SOURCE):
             key = layer.media_type, layer.name
             found[(*key, counts[key])] = layer
             counts[key] += 1

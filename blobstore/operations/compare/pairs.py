@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
 from blobstore.manifests import media_types
-from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.source_layers import read_stacks
 from blobstore.models.tensors import read_tensors
 
 if TYPE_CHECKING:

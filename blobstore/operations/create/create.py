@@ -22,8 +22,9 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
+from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.convert import Converter
-from blobstore.operations.create.files import config_json, file_layers, stacks_layer
+from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
 from blobstore.operations.create.jobs import (
     SharedImport,
     add_blob,
@@ -32,18 +33,19 @@ from blobstore.operations.create.jobs import (
     reporting,
 )
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.operations.create.record import ImportOptions, source_record
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Executor
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
-    from blobstore.operations.create.files import FileLayer
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
@@ -138,21 +140,28 @@ def create(
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
     store.check_name(reference)
-    source_options = SourceOptions(
-        weights=weights,
-        ignore_unindexed=ignore_unindexed,
-        subtree=subtree,
-        keep_names=keep_names,
-        skip_unreadable=skip_unreadable,
-        keep=tuple(keep),
-        exclude=tuple(exclude),
+    options = ImportOptions(
+        SourceOptions(
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
+            keep=tuple(keep),
+            exclude=tuple(exclude),
+        ),
+        QuantizeOptions(
+            quant_type=quantize, group_size=group_size, policy=policy, overrides=tuple(overrides)
+        ),
+        experts,
+        decode,
     )
-    quantize_options = QuantizeOptions(
-        quant_type=quantize, group_size=group_size, policy=policy, overrides=overrides
-    )
-    with contextlib.closing(open_source(source, source_options, progress=progress)) as opened:
-        plan = plan_source(opened, experts=experts, quantize=quantize_options, decode=decode)
-        files = [*stacks_layer(plan.blobs), *file_layers(opened)]
+    with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
+        plan = plan_source(opened, experts=experts, quantize=options.quantize, decode=decode)
+        record = source_record(opened, plan.blobs, options)
+        notices = [*plan.notices, *_same_imports(store, record)]
+        source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+        files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
         total = sum(blob.size for blob in plan.blobs)
         total += sum(file.size for file in files if file.is_large())
         pool = WorkerPool(jobs, progress, total, executor=executor)
@@ -180,7 +189,7 @@ def create(
         repository=opened.repository or None,
         commit=opened.commit or None,
         seconds=time.monotonic() - started,
-        notices=plan.notices,
+        notices=tuple(notices),
     )
 
 
@@ -231,7 +240,7 @@ def _add_files(
     added: list[Ingested],
     pool: WorkerPool,
 ) -> Manifest:
-    """Add the files and the config; return the manifest of the model.
+    """Add the other layers and the config; return the manifest of the model.
 
     ``added`` holds the blobs of the tensors, and gets those of the files.
     """
@@ -257,6 +266,16 @@ def _add_files(
     added.append(item)
     config = Descriptor(media_type=media_types.CONFIG, digest=item.digest, size=item.size)
     return Manifest(config=config, layers=tuple(layers))
+
+
+def _same_imports(store: LocalStore, record: SourceRecord) -> Iterator[str]:
+    """Yield a notice for each model that was imported from the same commit with the same options."""
+    for reference in store.references() if record.repository else ():
+        with contextlib.suppress(BlobstoreError):
+            other = read_source_record(store, store.resolve(reference))
+            keys = ("repository", "commit", "options")
+            if all(getattr(other, key, None) == getattr(record, key) for key in keys):
+                yield f"{reference} was imported from the same commit of {record.repository}"
 
 
 def _with_advice(

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export import writer
 from blobstore.operations.export.folder import plan_export
+from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
 from blobstore.store.local import LocalStore
 
@@ -36,6 +38,8 @@ class Exported:
     tensors: int
     shards: int
     """Weight files."""
+    is_original: bool
+    """Whether the files are those of the source, byte for byte."""
     bytes_written: int
     seconds: float
 
@@ -45,23 +49,32 @@ def export_model(
     folder: str | os.PathLike[str],
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
-    shard_size: int = SHARD_SIZE,
+    shard_size: int | None = None,
+    single: bool = False,
     dequantize: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a model as a Hugging Face folder: its tensors, bit for bit, and its small files.
+    """Write the files that a model was imported from, or a Hugging Face folder of the model.
 
-    Stacked experts become the tensors that the stack was made of. Quantized weights are written as
-    stored, with the names and the ``config.json`` that MLX expects. Layers that such a folder does
-    not have (Ollama's template, system, parameter and license layers) are left out.
+    Without other wishes, the weight files, their indexes and the small files are those of the source,
+    byte for byte. That is possible if the source had safetensors files, of which the import converted
+    no tensor; earlier versions did not record what it takes. Whole files are compared with their
+    digests if the Hub lists them.
+
+    Otherwise the folder has the tensors, bit for bit, and the small files. Stacked experts become the
+    tensors that the stack was made of. Quantized weights are written as stored, with the names and the
+    ``config.json`` that MLX expects. Layers that such a folder does not have (Ollama's template,
+    system, parameter and license layers) are left out.
 
     Args:
         reference: the name, ``[host/][namespace/]model[:tag]``.
         folder: the folder to create; it may exist if it is empty.
         store: the store or its folder; by default the store of ``$BLOBSTORE_HOME`` or
             ``~/.blobstore``.
-        shard_size: bytes of tensors per file; a larger model becomes several files with an index.
+        shard_size: bytes of tensors per file, instead of the source's files; a larger model becomes
+            several files with an index.
+        single: write the tensors of each component to one file, instead of the source's files.
         dequantize: write quantized weights as plain values of their original element type if the
             store knows it, otherwise as bfloat16.
         jobs: number of threads; by default one per processor.
@@ -71,19 +84,26 @@ def export_model(
         ModelNotFound: the store has no model of this name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must
             not be written.
-        UsageError: ``shard_size`` or ``jobs`` is below 1.
+        UsageError: ``shard_size`` or ``jobs`` is below 1, or both ``shard_size`` and ``single`` are
+            given.
         BlobstoreError: the model has no tensors, or the folder exists or cannot be written.
     """
     started = time.monotonic()
     check_jobs(jobs)
     reference = Reference.of(reference)
-    if shard_size < 1:
+    if shard_size is not None and shard_size < 1:
         raise UsageError(f"the shard size must be at least 1 byte, got {shard_size}")
+    if single and shard_size is not None:
+        raise UsageError("a single file has no shards; give --single or --shards")
     store = LocalStore.of(store)
     manifest = store.resolve(reference)
     target = writer.resolve_target(folder)
     try:
-        plan = plan_export(store, manifest, shard_size, dequantize=dequantize)
+        original = None
+        if shard_size is None and not single and not dequantize:
+            original = plan_original(store, manifest)
+        size = MAX_SIZE if single else shard_size or SHARD_SIZE
+        plan = original or plan_export(store, manifest, size, dequantize=dequantize)
         with writer.atomic_folder(target) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
             for name, layer in plan.files.items():
@@ -99,6 +119,7 @@ def export_model(
         files=len(written),
         tensors=len(plan.tensors),
         shards=len(plan.weights),
+        is_original=original is not None,
         bytes_written=size,
         seconds=time.monotonic() - started,
     )

@@ -19,8 +19,8 @@ from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
-from blobstore.models.expert_stacks import read_stacks
 from blobstore.models.frameworks import FLOATS, original_dtype
+from blobstore.models.source_layers import read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
@@ -218,7 +218,7 @@ def check_file_names(contents: FolderContents, weights: Iterable[str]) -> None:
     """
     # Names of indexes are reserved even if there is none: another file there would mislead readers.
     indexes = [index_name(component.stem) for component in contents.components]
-    _check_paths([*contents.files, *indexes, *weights])
+    check_paths([*contents.files, *indexes, *weights])
 
 
 def _source_tensors(
@@ -337,12 +337,12 @@ def small_files(manifest: Manifest) -> dict[str, Descriptor]:
                 f"layer {quote(layer.name)} is not a file name: expected at most {MAX_DEPTH} parts "
                 "of letters, digits, '_', '.' and '-'"
             )
-    _check_paths(layer.name for layer in layers)  # the dict would lose duplicates
+    check_paths(layer.name for layer in layers)  # the dict would lose duplicates
     return {layer.name: layer for layer in layers}
 
 
-def _check_paths(names: Iterable[str]) -> None:
-    """Check that no two files clash."""
+def check_paths(names: Iterable[str]) -> None:
+    """Check that no two files clash. Raises InvalidManifest if they do."""
     files: set[str] = set()
     folders: set[str] = set()
     for name in names:

@@ -12,6 +12,7 @@ from blobstore.safetensors.header import encode_header
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from blobstore.core.digest import Digest
     from blobstore.core.tensor import TensorSpec
 
 SHARD_SIZE = 5 * 10**9
@@ -29,6 +30,10 @@ class WeightFile:
     """Names of its tensors, without the component's prefix."""
     header: bytes
     offsets: Mapping[str, int]
+    constants: Sequence[tuple[int, bytes]] = ()
+    """Offsets and bytes of tensors that no blob holds."""
+    sha256: Digest | None = None
+    """The digest that the whole file must have, if it is known."""
 
 
 def weight_file(

@@ -3,7 +3,8 @@
 Each blob is one job of a thread pool. It is read once, from start to end, and each tensor is written
 to its offset in a file. So the digest is computed on the way, even if the tensors of a blob are
 scattered over many files (stacked experts are), and a damaged blob is found before the folder gets
-its name. Each thread needs one buffer.
+its name. A file whose own digest is known is one job instead, written from start to end. Each thread
+needs one buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from blobstore.operations.export.folder import FolderTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
+
+_BUFFER_SIZE = 4 << 20
 
 
 def write_weights(
@@ -62,22 +65,80 @@ def write_weights(
         OSError: a file cannot be written.
     """
     places: dict[str, tuple[Path, int]] = {}
+    whole = []
+    paths = []
     for file in files:
         path = folder / file.name
+        paths.append(path)
         write_new(path, file.header)
+        if file.sha256 is not None:
+            whole.append(file)
+            continue
         places.update((name, (path, offset)) for name, offset in file.offsets.items())
+        with path.open("r+b") as stream:
+            for offset, data in file.constants:
+                stream.seek(offset)
+                stream.write(data)
     pool = WorkerPool(jobs, progress, sum(tensor.spec.nbytes for tensor in tensors))
+    by_name = {tensor.spec.name: tensor for tensor in tensors}
+    pool.run(whole, lambda file: _write_file(store, pool, file, by_name, folder))
     by_blob = [
         sorted(group, key=attrgetter("begin"))
-        for _, group in groupby(tensors, key=attrgetter("layer"))
+        for _, group in groupby(
+            (tensor for tensor in tensors if tensor.spec.name in places), key=attrgetter("layer")
+        )
     ]
     pool.run(by_blob, partial(_write_blob, store, pool, places))
-    for path in {path for path, _ in places.values()}:
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _write_file(
+    store: LocalStore,
+    pool: WorkerPool,
+    file: WeightFile,
+    tensors: Mapping[str, FolderTensor],
+    folder: Path,
+) -> None:
+    """Write all tensors of a file whose digest is known, in their order: a job of ``pool``."""
+    digester = Digester()
+    digester.update(file.header)
+    buffer = memoryview(bytearray(_BUFFER_SIZE))
+    parts: list[tuple[int, FolderTensor | bytes]] = [
+        *((offset, tensors[name]) for name, offset in file.offsets.items()),
+        *file.constants,
+    ]
+    layers = {}
+    with (folder / file.name).open("r+b", buffering=0) as stream:
+        stream.seek(len(file.header))
+        for _, part in sorted(parts, key=itemgetter(0)):
+            if isinstance(part, bytes):
+                digester.update(part)
+                write_all(stream.fileno(), part)
+                continue
+            layer = part.layer
+            layers[layer.id] = layer
+            for done in range(0, part.spec.nbytes, _BUFFER_SIZE):
+                piece = buffer[: part.spec.nbytes - done]
+                store.read_into(layer.digest, layer.size, part.begin + done, piece)
+                digester.update(piece)
+                write_all(stream.fileno(), piece)
+                pool.report(len(piece), layer.name)
+    if digester.digest() == file.sha256:
+        return
+    for layer in layers.values():  # the damaged one, if any, explains it
+        try:
+            store.check_digest(layer.digest, layer.size)
+        except BlobstoreError as error:
+            raise error.at(f"layer {quote(layer.name)}") from error
+    raise BlobDamaged(
+        f"file {quote(file.name)} of the source has digest {digester.digest()}, but the source layer "
+        f"records {file.sha256}, although all blobs are whole"
+    )
 
 
 def _write_blob(
@@ -124,11 +185,11 @@ def _tensor_bytes(
         return
     with contextlib.closing(store.read_pieces(layer.digest, layer.size)) as pieces:
         blob = _BlobReader(pieces)
-        for _ in blob.read(tensors[0].begin):  # the header, only to be hashed
-            pass
         for tensor in tensors:
+            blob.skip(tensor.begin - blob.digester.size)
             data = blob.read(tensor.spec.nbytes)
             yield tensor, _reciprocal(data) if tensor.is_reciprocal else data
+        blob.skip(layer.size - blob.digester.size)
     blob.check(store, layer)
 
 
@@ -162,6 +223,11 @@ class _BlobReader:
         self._pieces = pieces
         self._left = memoryview(b"")
         """The unread rest of the last piece."""
+
+    def skip(self, size: int) -> None:
+        """Hash the next ``size`` bytes: a header, or tensors that the folder does not have."""
+        for _ in self.read(size):
+            pass
 
     def read(self, size: int) -> Iterator[memoryview]:
         """Yield the next ``size`` bytes in pieces. Each is valid until the next is requested.

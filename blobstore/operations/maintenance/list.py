@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.errors import Damaged
+from blobstore.models.source_layers import read_source_record
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
+    from blobstore.manifests.source_record import SourceRecord
+    from blobstore.store.catalog import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +37,22 @@ class ListedModel:
     """Bytes of the blobs that other names use too."""
     frozen: int = 0
     """Bytes of the blobs that are only cold, before compression."""
+    source: SourceRecord | None = None
+    """What the model was imported from, if that was asked for and is known."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
 
 def list_models(
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: LocalStore | str | os.PathLike[str] | None = None, *, read_sources: bool = False
 ) -> tuple[ListedModel, ...]:
     """Return all models of a store, sorted by name. Returns none if the store does not exist.
 
     A manifest that cannot be read is listed with its error.
+
+    Args:
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        read_sources: read what the models were imported from too.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
@@ -58,7 +69,16 @@ def list_models(
             size=sum(entry.blobs.values()),
             shared=sum(size for digest, size in entry.blobs.items() if uses[digest] > 1),
             frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
+            source=_source(store, entry) if read_sources else None,
             error=entry.error,
         )
         for entry in entries
     )
+
+
+def _source(store: LocalStore, entry: CatalogEntry) -> SourceRecord | None:
+    """Return the record of a model's source; None if there is none, or it is damaged."""
+    with contextlib.suppress(Damaged):
+        if entry.manifest is not None:
+            return read_source_record(store, entry.manifest)
+    return None

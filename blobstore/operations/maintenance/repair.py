@@ -9,7 +9,6 @@ never used.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import threading
 import time
@@ -21,10 +20,11 @@ from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, write_all
 from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
-from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.create.record import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
     OtherForms,
@@ -33,7 +33,7 @@ from blobstore.operations.maintenance.repair_sources import (
     open_other_store,
 )
 from blobstore.operations.maintenance.verify import verify_models
-from blobstore.sources.base import SourceOptions
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
     from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault, Verified
@@ -131,14 +132,21 @@ def repair_models(
     other = None if source is None else open_other_store(source, store)
     with contextlib.ExitStack() as stack:
         opened: TensorSource | None = None
+        options = SourceOptions(
+            weights=weights,
+            ignore_unindexed=ignore_unindexed,
+            subtree=subtree,
+            keep_names=keep_names,
+        )
         if source is not None and other is None:
-            options = SourceOptions(
-                weights=weights,
-                ignore_unindexed=ignore_unindexed,
-                subtree=subtree,
-                keep_names=keep_names,
-                keep=tuple(sorted(_kept_files(store, chosen))),
-            )
+            manifests = list(_manifests(store, chosen or store.references()))
+            recorded = {it.source for it in _recorded(store, manifests) or ()}
+            if options == DEFAULT_OPTIONS and len(recorded) == 1:
+                (options,) = recorded
+            elif options == DEFAULT_OPTIONS:
+                options = replace(
+                    options, keep=tuple({name for it in recorded for name in it.keep})
+                )
             opened = open_source(source, options, progress=progress)
             stack.callback(opened.close)
         restored: tuple[Restored, ...] = ()
@@ -153,8 +161,14 @@ def repair_models(
         if other is not None:
             provider = OtherStore(other)
         elif opened is not None:
-            lists = set(_layer_lists(store, verified.damaged))
-            provider = RebuiltBlobs(opened, overrides, lists)
+            wanted = {blob.id for blob in verified.damaged}
+            users = [
+                manifest
+                for manifest in _manifests(store, store.references())
+                if any(blob.id in wanted for blob in manifest.blobs)
+            ]
+            lists = {layers_digest(manifest.layers) for manifest in users}
+            provider = RebuiltBlobs(opened, options, overrides, lists, _recorded(store, users))
         work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
         work.run(provider)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
@@ -172,29 +186,25 @@ def repair_models(
     )
 
 
-def _kept_files(store: LocalStore, chosen: Sequence[Reference]) -> set[str]:
-    """Return patterns that match the files of the models, so that none of them is left out."""
-    names: set[str] = set()
-    for reference in chosen or store.references():
+def _manifests(store: LocalStore, references: Iterable[Reference]) -> Iterator[Manifest]:
+    """Yield the manifests that can be read."""
+    for reference in references:
         with contextlib.suppress(BlobstoreError):
-            _, manifest = store.parse(reference)
-            names.update(layer.name for layer in manifest.layers_of(media_types.FILE))
-    return set(map(glob.escape, names))
+            yield store.parse(reference)[1]
 
 
-def _layer_lists(store: LocalStore, damaged: Sequence[Descriptor]) -> Iterator[Digest]:
-    """Yield the digests of the layer lists of models whose config is damaged.
-
-    The config holds this digest, so a config cannot be rebuilt without it.
-    """
-    wanted = {blob.id for blob in damaged}
-    if not any(blob.media_type == media_types.CONFIG for blob in damaged):
-        return
-    for reference in store.references():
-        with contextlib.suppress(BlobstoreError):
-            _, manifest = store.parse(reference)
-            if manifest.config.id in wanted:
-                yield layers_digest(manifest.layers)
+def _recorded(store: LocalStore, manifests: Iterable[Manifest]) -> list[ImportOptions] | None:
+    """Return the options that models were created with, each once; None if a model does not say."""
+    found: dict[ImportOptions, None] = {}
+    for manifest in manifests:
+        try:
+            record = read_source_record(store, manifest)
+            if record is None:
+                return None
+            found[ImportOptions.from_json(record.options)] = None
+        except BlobstoreError:
+            return None
+    return list(found)
 
 
 def _remaining(

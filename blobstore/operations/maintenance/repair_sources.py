@@ -1,9 +1,8 @@
 """The places from which ``repair`` gets blobs: the model's source, another store, or other forms.
 
-A manifest does not say how its model was created. So a source is planned in every way that ``create``
-supports, and a planned blob with the name and size of a wanted blob is a candidate. Plans cost next to
-nothing. Building the bytes of a candidate is expensive, but few candidates are wrong. Candidates are
-not trusted: the caller compares the digest of their bytes.
+The source layer of a manifest says with which options its model was created. If a model has none, the
+source is planned in every way that ``create`` supports. A planned blob with the name and size of a wanted
+blob is a candidate. Candidates are not trusted: the caller compares the digest of their bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ from blobstore.operations.create.blobs import EXPERT_FORMS
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.operations.create.record import ImportOptions, source_record
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
+from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.create.plan import ModelPlan
-    from blobstore.sources.base import TensorSource
+    from blobstore.sources.base import SourceOptions, TensorSource
 
 Wanted = Mapping["BlobId", "Descriptor"]
 
@@ -104,16 +105,26 @@ class RebuiltBlobs:
     """Blobs built again from the source that a model was created from, or one with equal tensors."""
 
     def __init__(
-        self, source: TensorSource, overrides: Sequence[str] = (), lists: Collection[Digest] = ()
+        self,
+        source: TensorSource,
+        options: SourceOptions = DEFAULT_OPTIONS,
+        overrides: Sequence[str] = (),
+        lists: Collection[Digest] = (),
+        recorded: Sequence[ImportOptions] | None = None,
     ) -> None:
         """Store the arguments.
 
         Args:
             source: an open source.
+            options: the options that it was opened with.
             overrides: the overrides that the model was quantized with.
             lists: the digests of the layer lists of models whose config blobs are wanted.
+            recorded: the options that the models were created with, each once; None if a model does
+                not say.
         """
         self._source = source
+        self._options = options
+        self._recorded = recorded
         self._lists = lists
         self._overrides = tuple(overrides)
         self._converter = Converter(source.read)
@@ -127,8 +138,9 @@ class RebuiltBlobs:
         """
         tried: set[tuple[str, Digest]] = set()
         files = list(file_layers(self._source))
-        for planned in self._plans():
+        for planned, options in self._plans():
             made = [layer.data for layer in stacks_layer(planned.blobs)]
+            made.append(source_record(self._source, planned.blobs, options).to_bytes())
             made += [
                 config_json(self._source, planned.quant_type, layers)
                 for layers in (*self._lists, None)
@@ -160,8 +172,14 @@ class RebuiltBlobs:
             if not wanted:
                 return
 
-    def _plans(self) -> Iterator[ModelPlan]:
-        """Yield all plans, the most likely first."""
+    def _plans(self) -> Iterator[tuple[ModelPlan, ImportOptions]]:
+        """Yield all plans with their options, the most likely first."""
+        for recorded in self._recorded or ():
+            with contextlib.suppress(UnsupportedSource, UsageError):  # another form of the model
+                plan = plan_source(
+                    self._source, experts=recorded.experts, quantize=recorded.quantize
+                )
+                yield plan, recorded._replace(source=self._options)
         quantizing = [
             QuantizeOptions(
                 quant_type=item.name, group_size=size, policy=policy, overrides=self._overrides
@@ -172,7 +190,9 @@ class RebuiltBlobs:
             for size in sorted(item.group_sizes, key=lambda size: size != item.group_size)
         ]
         # Without overrides, a source that cannot be quantized is no error.
-        for requests, must_be in (([QuantizeOptions()], True), (quantizing, bool(self._overrides))):
+        plain = ([QuantizeOptions()], True)
+        every = [plain, (quantizing, bool(self._overrides))]
+        for requests, must_be in every if self._recorded is None or self._overrides else [plain]:
             failure: BlobstoreError | None = None
             planned = None
             for request, experts, decode in product(requests, EXPERT_FORMS, (False, True)):
@@ -185,7 +205,7 @@ class RebuiltBlobs:
                 except (UnsupportedSource, UsageError) as error:
                     failure = failure or error
                 else:
-                    yield planned
+                    yield planned, ImportOptions(self._options, request, experts)
             if must_be and planned is None and failure is not None:
                 raise failure
 

@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_source_record
 from blobstore.models.tensors import read_tensors
 from blobstore.store.local import LocalStore
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.source_record import SourceRecord
 
 CONFIG_NAME = "(config)"
 """The name under which the config blob is listed; it has none of its own."""
@@ -200,6 +202,20 @@ def describe_model(
             for tensor in contents.tensors.values()
         ),
     )
+
+
+def model_source(
+    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+) -> SourceRecord | None:
+    """Return what a model was imported from; None if an earlier version imported it.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        BlobMissing, BlobDamaged, InvalidManifest: the manifest or its source layer is damaged.
+        StoreError: the store cannot be read.
+    """
+    store = LocalStore.of(store)
+    return read_source_record(store, store.resolve(reference))
 
 
 def _first_text(config: Mapping[str, Any], key: str) -> str:

@@ -33,8 +33,9 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
-from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.source_layers import read_stacks
 from blobstore.models.tensors import COMPANIONS, read_tensors
+from blobstore.operations.export.original import plan_original
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import bases_of, damaged_blobs
@@ -330,6 +331,11 @@ def _layer_fault(
     if layer.media_type == media_types.STACKS:
         try:
             read_stacks(store, manifest)
+        except BlobstoreError as broken:
+            return "", _without_advice(broken)
+    elif layer.media_type == media_types.SOURCE:
+        try:
+            plan_original(store, manifest)
         except BlobstoreError as broken:
             return "", _without_advice(broken)
     elif layer is manifest.config:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import DamagedSource
+from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
@@ -108,6 +109,14 @@ class MetaFolder:
     def check_unchanged(self) -> None:
         """See :class:`TensorSource`."""
         self.versions.check({shard.path: shard.version() for shard in self._shards})
+
+    def record(self) -> SourceRecord:
+        """See :class:`TensorSource`."""
+        files = [
+            RecordedFile(path.name, "pytorch", shard.version().size, b"")
+            for path, shard in zip(self._paths, self._shards, strict=True)
+        ]
+        return SourceRecord(kind="meta-llama", files=tuple(files), is_converted=True)
 
     def close(self) -> None:
         """See :class:`TensorSource`."""

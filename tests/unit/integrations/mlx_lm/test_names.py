@@ -9,7 +9,7 @@ import pytest
 import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
-from blobstore.models.expert_stacks import read_stacks
+from blobstore.models.source_layers import read_stacks
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder

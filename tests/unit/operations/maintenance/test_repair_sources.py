@@ -97,13 +97,13 @@ def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     left = all_blobs(store)
     had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), left)
     assert [blob.name for blob in left.values()] == ["model.layers.0.mlp.experts"]
-    had(RebuiltBlobs(open_source(folder), overrides), left)
+    had(RebuiltBlobs(open_source(folder), overrides=overrides), left)
     assert not left
 
 
 def test_an_override_that_fits_nothing_is_an_error(store: LocalStore, tmp_path: Path) -> None:
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4")
-    origin = RebuiltBlobs(open_source(folder), ["nothing=int8"])
+    origin = RebuiltBlobs(open_source(folder), overrides=["nothing=int8"])
     with pytest.raises(UsageError, match="no tensor of the source matches"):
         had(origin, all_blobs(store))
 

@@ -1,4 +1,4 @@
-"""The list of stacked tensors: a layer that names the source tensors of each of them."""
+"""The layers about a model's source: its record, and the list of stacked tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import strict_json
 from blobstore.errors import BlobDamaged
 from blobstore.manifests import media_types
+from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
 
 if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
@@ -37,3 +38,24 @@ def read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
             )
         stacks.update(value)
     return stacks
+
+
+def read_source_record(store: LocalStore, manifest: Manifest) -> SourceRecord | None:
+    """Return what a model was imported from; None if its manifest does not say.
+
+    Raises:
+        BlobMissing, BlobDamaged: the layer is missing, damaged or malformed.
+    """
+    layers = manifest.layers_of(media_types.SOURCE)
+    if not layers:
+        return None
+    if len(layers) > 1:
+        raise BlobDamaged(f"the manifest has {len(layers)} source layers, expected one")
+    (layer,) = layers
+    if layer.size > MAX_RECORD_SIZE:
+        raise BlobDamaged(f"the source layer of {layer.size} bytes is over {MAX_RECORD_SIZE}")
+    content = store.read_blob(layer.digest, layer.size)
+    try:
+        return SourceRecord.from_bytes(content)
+    except BlobDamaged as error:
+        raise BlobDamaged(f"the source layer, blob {layer.digest.short}, {error.message}") from None

@@ -1,0 +1,135 @@
+"""Completes the record of a source with the options of its import and what its blobs leave out."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged
+from blobstore.manifests.file_names import is_safe_name
+from blobstore.operations.create.blobs import EXPERT_FORMS, ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.quantization.formats import parse_format
+from blobstore.quantization.recipes import Copied, Prequantized
+from blobstore.sources.base import SourceOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.create.blobs import BlobPlan
+    from blobstore.sources.base import TensorSource
+
+_Options = TypeVar("_Options", SourceOptions, QuantizeOptions)
+
+_MAX_LEFT_OUT = 16 * 2**20
+"""Bytes of tensors that a record itself holds: more than the input scales of any model."""
+_BUFFER_SIZE = 1 << 16
+_PUBLIC_NAMES = {"quant_type": "quantize"}
+"""Names of fields that ``create`` calls otherwise."""
+
+
+class ImportOptions(NamedTuple):
+    """The options of an import that decide which bytes it stores."""
+
+    source: SourceOptions = SourceOptions()
+    quantize: QuantizeOptions = QuantizeOptions()
+    experts: ExpertForm = "packed"
+    decode: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, each in one spelling."""
+        quantize = self.quantize
+        if quantize.quant_type is not None:
+            item = parse_format(quantize.quant_type)
+            size = None if quantize.group_size == item.group_size else quantize.group_size
+            quantize = replace(quantize, quant_type=item.name, group_size=size)
+        changed: dict[str, Any] = {} if self.experts == "packed" else {"experts": self.experts}
+        if self.decode:
+            changed["decode"] = True
+        for options in (self.source, quantize):
+            for field in fields(options):
+                value = getattr(options, field.name)
+                if value != field.default:
+                    name = _PUBLIC_NAMES.get(field.name, field.name)
+                    changed[name] = list(value) if isinstance(value, tuple) else value
+        return changed
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ImportOptions:
+        """Return the options of a record, which are not trusted.
+
+        Raises:
+            BlobDamaged: one is unknown, or of a wrong type.
+        """
+        left = dict(value)
+        experts, decode = left.pop("experts", "packed"), left.pop("decode", False) is True
+        source, quantize = _parsed(SourceOptions(), left), _parsed(QuantizeOptions(), left)
+        if left or experts not in EXPERT_FORMS:
+            raise BlobDamaged(f"the source layer has an unknown option: {quote(left or experts)}")
+        return cls(source, quantize, experts, decode)
+
+
+def _parsed(options: _Options, value: dict[str, Any]) -> _Options:
+    """Return ``options`` with the fields that ``value`` has, which are removed from it."""
+    changes: dict[str, Any] = {}
+    for field in fields(options):
+        name = _PUBLIC_NAMES.get(field.name, field.name)
+        if name not in value:
+            continue
+        found = value.pop(name)
+        expected: type = type(field.default)
+        if field.default is None:
+            expected = int if field.name == "group_size" else str
+        elif isinstance(found, list) and all(isinstance(item, str) for item in found):
+            found = tuple(found)
+        if type(found) is not expected:
+            raise BlobDamaged(f"the source layer has the option {name} {quote(found)}")
+        changes[field.name] = found
+    return replace(options, **changes)
+
+
+def source_record(
+    source: TensorSource, blobs: Iterable[BlobPlan], options: ImportOptions
+) -> SourceRecord:
+    """Return the record of an import.
+
+    Args:
+        source: the source of the model.
+        blobs: the plans of all blobs.
+        options: the options of the import.
+
+    Raises:
+        DamagedSource: the source cannot be read.
+    """
+    record = source.record()
+    is_converted = record.is_converted or not all(is_safe_name(file.name) for file in record.files)
+    left_out = dict(source.specs)
+    stored_names: dict[str, str] = {}
+    for recipe in (recipe for blob in blobs for recipe in blob.tensors):
+        if isinstance(recipe, Copied):
+            for name in recipe.sources:
+                del left_out[name]
+        elif isinstance(recipe, Prequantized):
+            for part in recipe.parts:
+                (name,) = part.sources
+                if part.is_reciprocal:  # 1 / (1 / x) is not always x, so the record holds x
+                    continue
+                del left_out[name]
+                if name != part.spec.name:
+                    stored_names[name] = part.spec.name
+        else:
+            is_converted = True
+    if sum(spec.nbytes for spec in left_out.values()) > _MAX_LEFT_OUT:
+        is_converted = True
+    if is_converted:
+        files = tuple(file for file in record.files if is_safe_name(file.name))
+        return replace(record, files=files, options=options.to_json(), is_converted=True)
+    buffer = memoryview(bytearray(_BUFFER_SIZE))
+    return replace(
+        record,
+        options=options.to_json(),
+        stored_names=stored_names,
+        left_out={name: b"".join(map(bytes, source.read(name, buffer))) for name in left_out},
+    )

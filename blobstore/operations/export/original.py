@@ -1,0 +1,128 @@
+"""Plans the folder that a model was imported from, byte for byte. Nothing is written.
+
+The source layer has the headers of the weight files, which say where each tensor lies; the bytes of the
+tensors are in the blobs. The layer is not trusted: a header that does not fit the blobs is damage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.core.tensor import TensorSpec
+from blobstore.errors import BlobDamaged, InvalidHeader
+from blobstore.manifests import media_types
+from blobstore.models.source_layers import read_source_record, read_stacks
+from blobstore.models.tensors import at_layer, only_tensor
+from blobstore.operations.export.folder import (
+    ExportPlan,
+    FolderTensor,
+    check_paths,
+    small_files,
+)
+from blobstore.operations.export.shards import WeightFile
+from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+
+if TYPE_CHECKING:
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.source_record import RecordedFile, SourceRecord
+    from blobstore.store.local import LocalStore
+
+
+class _Place(NamedTuple):
+    """Where the bytes of a source tensor are."""
+
+    layer: Descriptor
+    header: Header
+    begin: int
+    """Offset in the blob."""
+    size: int
+
+
+def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
+    """Return the files that a model was imported from.
+
+    Returns None if they cannot be written: the import converted tensors or read a PyTorch checkpoint,
+    or an earlier version made it.
+
+    Raises:
+        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, its source layer does not fit
+            its blobs, or a file has a name that must not be written.
+    """
+    record = read_source_record(store, manifest)
+    if record is None or record.is_converted:
+        return None
+    places = _places(store, manifest)
+    tensors: list[FolderTensor] = []
+    weights: list[WeightFile] = []
+    written: dict[str, bytes] = {}
+    for file in record.files:
+        if file.format == "index":
+            written[file.name] = file.start
+            continue
+        weights.append(_plan_file(file, record, places, tensors))
+    files = small_files(manifest)
+    check_paths([*files, *(file.name for file in record.files)])
+    order = {layer.digest: number for number, layer in enumerate(manifest.layers)}
+    tensors.sort(key=lambda tensor: (order[tensor.layer.digest], tensor.begin))
+    return ExportPlan(tensors, weights, written, files)
+
+
+def _places(store: LocalStore, manifest: Manifest) -> dict[str, _Place]:
+    """Return where the source tensors are, by the names of the blobs, or of the sources of stacks."""
+    stacks = read_stacks(store, manifest)
+    layers = manifest.layers_of(media_types.TENSOR)
+    places: dict[str, _Place] = {}
+    headers = store.read_headers([layer.id for layer in layers])
+    for layer, header in zip(layers, headers, strict=True):
+        if not isinstance(header, Header):
+            raise at_layer(header, layer)
+        entries = header.tensors
+        if len(entries) == 1:
+            entries = dict([only_tensor(layer, header)])
+        for name, (_, begin, end) in entries.items():
+            start = header.data_start + begin
+            sources = stacks.get(name, (name,))
+            size, rest = divmod(end - begin, len(sources))
+            if rest:
+                raise BlobDamaged(f"tensor {quote(name)} is no stack of {len(sources)} tensors")
+            for number, source in enumerate(sources):
+                places[source] = _Place(layer, header, start + number * size, size)
+    return places
+
+
+def _plan_file(
+    file: RecordedFile,
+    record: SourceRecord,
+    places: dict[str, _Place],
+    tensors: list[FolderTensor],
+) -> WeightFile:
+    """Return a weight file, add its tensors to ``tensors``, and remove them from ``places``."""
+    place = f"the source layer: file {quote(file.name)}"
+    try:
+        end = PREFIX_SIZE + header_size(file.start, file.size)
+        if end != len(file.start):
+            raise BlobDamaged(f"{place}: it holds {len(file.start)} bytes of a header of {end}")
+        header = parse_header(file.start[PREFIX_SIZE:], file.size)
+    except InvalidHeader as error:
+        raise BlobDamaged(f"{place}: {error}") from None
+    folder, slash, _ = file.name.rpartition("/")
+    offsets: dict[str, int] = {}
+    constants: list[tuple[int, bytes]] = []
+    for name, (spec, begin, end) in header.tensors.items():
+        full = folder + slash + name
+        offset, size = header.data_start + begin, end - begin
+        constant = record.left_out.get(full)
+        if constant is not None and len(constant) == size:
+            constants.append((offset, constant))
+            continue
+        found = places.pop(record.stored_names.get(full, full), None)
+        if found is None or found.size != size:
+            raise BlobDamaged(f"{place}: no blob has the {size} bytes of tensor {quote(full)}")
+        offsets[full] = offset
+        named = TensorSpec(full, spec.dtype, spec.shape)
+        tensors.append(FolderTensor(named, found.layer, found.begin, found.header))
+    return WeightFile(
+        file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
+    )

@@ -1,0 +1,188 @@
+"""The source layer of a manifest: the files that a model was imported from, and what its blobs do not hold.
+
+With it, an export writes the weight files of the source byte for byte: the layer holds their headers, and
+the blobs hold their tensors. The layer is a JSON object, described in docs/format.md. It names no path,
+machine, user, time or version, so equal sources with equal options have equal layers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged, InvalidDigest
+from blobstore.manifests.descriptor import MAX_SIZE
+from blobstore.manifests.file_names import is_safe_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Format = Literal["safetensors", "pytorch", "index"]
+_FORMATS = get_args(Format)
+_KEYS = frozenset({"kind", "repository", "commit", "options", "converted", "files", "data"})
+_LEVEL: Final = 9
+"""Higher levels of zstd save a quarter of the layer, and take fifty times as long."""
+MAX_RECORD_SIZE: Final = 256 * 2**20
+"""Bytes; a larger layer is refused before it is read."""
+_SPARE_SIZE: Final = 64 * 2**20
+_MAX_RATIO: Final = 256
+"""Limit of the decompressed data, in sizes of the compressed data; headers reach about 30."""
+
+
+class RecordedFile(NamedTuple):
+    """A weight file of the source, or an index of weight files."""
+
+    name: str
+    """Relative to the folder of the source."""
+    format: Format
+    size: int
+    start: bytes
+    """The first bytes of the file: the header of a safetensors file, all of an index, else none."""
+    sha256: Digest | None = None
+    """The digest of the whole file, if the Hub lists it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRecord:
+    """What a model was imported from."""
+
+    kind: str
+    """``folder``, ``file``, ``hub`` or ``meta-llama``."""
+    files: tuple[RecordedFile, ...]
+    """Sorted by name."""
+    repository: str = ""
+    commit: str = ""
+    """Both are empty unless the source is a repository of the Hub."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the import that differ from their defaults."""
+    is_converted: bool = False
+    """Whether bytes of the weight files are neither in the blobs nor here."""
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    """The names in the blobs of source tensors that have other names there; not those of stacks."""
+    left_out: Mapping[str, bytes] = field(default_factory=dict)
+    """The bytes of source tensors that no blob holds unchanged, by name."""
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the layer."""
+        import zstandard
+
+        rest = {
+            "stored_names": dict(self.stored_names),
+            "left_out": {
+                name: base64.b64encode(data).decode() for name, data in self.left_out.items()
+            },
+        }
+        data = b"".join(file.start for file in self.files) + strict_json.dumps(rest).encode()
+        packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
+        hub = {"repository": self.repository, "commit": self.commit} if self.repository else {}
+        files = [
+            {"name": file.name, "format": file.format, "size": file.size, "held": len(file.start)}
+            | ({"sha256": file.sha256.hex} if file.sha256 else {})
+            for file in self.files
+        ]
+        value = {
+            "kind": self.kind,
+            **hub,
+            "options": dict(self.options),
+            **({"converted": True} if self.is_converted else {}),
+            "files": files,
+            "data": base64.b64encode(packed).decode(),
+        }
+        return strict_json.dumps(value).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> SourceRecord:
+        """Parse the content of the layer, which is not trusted.
+
+        Raises:
+            BlobDamaged: it is malformed, too large, or names files that must not be written. The
+                message begins with the JSON path.
+        """
+        try:
+            value = strict_json.loads(content)
+        except ValueError as error:
+            raise BlobDamaged(f"is {error}") from None
+        if not isinstance(value, dict):
+            raise BlobDamaged("is not a JSON object")
+        texts = {key: value.get(key, "") for key in ("kind", "repository", "commit")}
+        options, listed, packed = value.get("options"), value.get("files"), value.get("data")
+        for key, text in texts.items():
+            if not isinstance(text, str) or len(text) > 255 or not text.isprintable():  # noqa: PLR2004
+                raise BlobDamaged(f"$.{key}: expected a short text, got {quote(text)}")
+        if not isinstance(options, dict) or not isinstance(listed, list):
+            raise BlobDamaged("$: expected an object 'options' and a list 'files'")
+        sizes = [_checked_file(index, file) for index, file in enumerate(listed)]
+        data = _unpacked(packed)
+        files: dict[str, RecordedFile] = {}
+        offset = 0
+        for file, held in zip(listed, sizes, strict=True):
+            start = data[offset : offset + held]
+            offset += held
+            digest = Digest.parse(f"sha256:{file['sha256']}") if "sha256" in file else None
+            recorded = RecordedFile(file["name"], file["format"], file["size"], start, digest)
+            if len(start) < held or files.setdefault(recorded.name, recorded) is not recorded:
+                raise BlobDamaged(f"$.files: {quote(recorded.name)} occurs twice, or has no data")
+        stored_names, left_out = _parsed_rest(data[offset:])
+        return cls(
+            **texts,
+            options=options,
+            is_converted=value.get("converted") is True,
+            files=tuple(files.values()),
+            stored_names=stored_names,
+            left_out=left_out,
+        )
+
+
+def _checked_file(index: int, value: Any) -> int:
+    """Check an entry of ``files``; return the number of bytes that the layer holds of it."""
+    place = f"$.files[{index}]"
+    if not isinstance(value, dict):
+        raise BlobDamaged(f"{place}: expected an object, got {quote(value)}")
+    name, size, held = value.get("name"), value.get("size"), value.get("held")
+    if not isinstance(name, str) or not is_safe_name(name):
+        raise BlobDamaged(f"{place}.name: {quote(name)} must not be the name of a file")
+    if value.get("format") not in _FORMATS:
+        raise BlobDamaged(f"{place}.format: expected one of {', '.join(_FORMATS)}")
+    if not (type(size) is type(held) is int and 0 <= held <= size <= MAX_SIZE):
+        raise BlobDamaged(f"{place}: expected sizes in bytes with held <= size")
+    try:
+        if "sha256" in value:
+            Digest.parse(f"sha256:{value['sha256']}")
+    except InvalidDigest as error:
+        raise BlobDamaged(f"{place}.sha256: {error}") from None
+    return held
+
+
+def _unpacked(packed: Any) -> bytes:
+    """Return the decompressed data. Raises BlobDamaged unless it is one zstd frame of a fair size."""
+    import zstandard
+
+    if not isinstance(packed, str):
+        raise BlobDamaged("$.data: expected a text")
+    try:
+        frame = base64.b64decode(packed, validate=True)
+        size = zstandard.frame_content_size(frame)
+        if not 0 <= size <= _SPARE_SIZE + _MAX_RATIO * len(frame):
+            raise BlobDamaged(f"$.data: declares {size} bytes, too many for {len(frame)}")
+        return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except (binascii.Error, ValueError, zstandard.ZstdError) as error:
+        raise BlobDamaged(f"$.data: {error}") from None
+
+
+def _parsed_rest(text: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return the stored names and the tensors left out, which follow the starts of the files."""
+    try:
+        value = strict_json.loads(text)
+        stored_names, encoded = value["stored_names"], value["left_out"]
+        left_out = {name: base64.b64decode(data, validate=True) for name, data in encoded.items()}
+        is_sound = all(isinstance(name, str) for name in stored_names.values())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise BlobDamaged("$.data: does not end with the names of the stored tensors")
+    return stored_names, left_out

@@ -1,0 +1,355 @@
+"""The files of a source come back byte for byte, and a forged record of them is damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobDamaged, Damaged, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.source_record import RecordedFile, SourceRecord
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.damage import blob_path, flip
+from tests.unit.operations.export.folders import NAME, add_layers, contents, remove_layers
+
+DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
+Tensors = Mapping[str, tuple[str, list[int], bytes]]
+
+
+def weights(names: str, size: int = 64) -> Tensors:
+    """Return F32 vectors of different bytes; ``names`` are separated by spaces."""
+    return {
+        name: ("F32", [size // 4], bytes((number * 7 + i) % 251 for i in range(size)))
+        for number, name in enumerate(names.split())
+    }
+
+
+def file_of(
+    tensors: Tensors, metadata: Mapping[str, str] | None = None, *, padding: int = 0, **json_: Any
+) -> bytes:
+    """Return a safetensors file with the tensors in the order given, whatever its header looks like."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        span = [offset, offset + len(data)]
+        header[name] = {"shape": shape, "data_offsets": span, "dtype": dtype}
+        offset += len(data)
+    text = json.dumps(header, **json_).encode() + b" " * padding
+    data = b"".join(data for _, _, data in tensors.values())
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def index_of(**files: str) -> bytes:
+    """Return an index with unusual spaces; values are names of tensors, separated by spaces."""
+    names = {name: f"{file}.safetensors" for file, held in files.items() for name in held.split()}
+    return json.dumps({"weight_map": names, "metadata": {"total_size": 5}}, indent=3).encode()
+
+
+def scaled(name: str, groups: int = 4) -> Tensors:
+    """Return a weight of compressed-tensors NVFP4 with its companions and an input scale."""
+    return {
+        f"{name}.weight_packed": ("U8", [4, groups * 8], bytes(range(4 * groups * 8))),
+        f"{name}.weight_scale": ("F8_E4M3", [4, groups], bytes(range(56, 56 + 4 * groups))),
+        # 1 / (1 / x) is not x for this value.
+        f"{name}.weight_global_scale": ("F32", [1], b"\x29\x5c\x0f\x41"),
+        f"{name}.input_global_scale": ("F32", [1], b"\x01\x02\x03\x40"),
+    }
+
+
+EXPERTS = weights(" ".join(f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(12)))
+LORA = {"format": "pt", "lora": "rank 8"}
+SOURCES: dict[str, dict[str, bytes]] = {
+    "a single file": {"model.safetensors": file_of(weights("b a c"), {"format": "pt"})},
+    "an indented header with padding": {
+        "model.safetensors": file_of(weights("z a é"), padding=13, indent=1, ensure_ascii=False)
+    },
+    "shards and an index": {
+        "model-00001-of-00002.safetensors": file_of(weights("a b"), {"format": "pt"}),
+        "model-00002-of-00002.safetensors": file_of(weights("x y", 32)),
+        "model.safetensors.index.json": index_of(
+            **{"model-00001-of-00002": "b a", "model-00002-of-00002": "x y"}
+        ),
+    },
+    "an adapter": {
+        "adapter_model.safetensors": file_of(weights("a.lora_A.weight a.lora_B.weight"), LORA),
+        "adapter_config.json": b'{"r": 8}',
+    },
+    "experts": {"model.safetensors": file_of(EXPERTS)},
+    "no elements": {
+        "model.safetensors": file_of(
+            {"e": ("F32", [0, 4], b""), **weights("a"), "f": ("I8", [0], b"")}
+        )
+    },
+    "a pipeline": {
+        "model_index.json": b'{"unet": ["diffusers", "UNet"], "text": ["transformers", "T5"]}',
+        "unet/diffusion_pytorch_model.safetensors": file_of(weights("x"), {"format": "pt"}),
+        "unet/config.json": b'{"_diffusers_version": "1"}',
+        "text/model.safetensors": file_of(weights("x y", 32)),
+    },
+    "packed weights and input scales": {
+        "model.safetensors": file_of({**scaled("q"), **weights("norm"), **scaled("k")}),
+        "config.json": json.dumps(
+            {"quantization_config": {"quant_method": "compressed-tensors"}}
+        ).encode(),
+    },
+}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a folder with the files of one of the sources."""
+    folder = tmp_path / "source"
+    for name, data in SOURCES[request.param].items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def single(tmp_path: Path, name: str = "model.safetensors", tensors: str = "a b") -> Path:
+    path = tmp_path / "source" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(file_of(weights(tensors), {"format": "pt"}))
+    return path
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_every_file_comes_back(
+    source: Path, experts: Any, is_frozen: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    expected = contents(source)
+    create(source, NAME, store=store, experts=experts)
+    shutil.rmtree(source)
+    if is_frozen:
+        freeze_models([NAME], store=store)
+    collect_garbage(store, older_than=0)
+    exported = export_model(NAME, tmp_path / "out", store=store)
+    assert exported.is_original
+    assert contents(tmp_path / "out") == expected
+    assert exported.bytes_written == sum(map(len, expected.values()))
+    assert verify_models(store=store).faults == ()
+
+
+@pytest.mark.parametrize("model", ["dense", "moe", "odd", "mlx-mode", "ct-nvfp4"])
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_the_golden_folders_come_back(
+    model: str, experts: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    create(DATA / model, NAME, store=store, experts=experts)
+    assert export_model(NAME, tmp_path / "out", store=store).is_original
+    assert contents(tmp_path / "out") == contents(DATA / model)
+
+
+@pytest.mark.parametrize(
+    "name", ["my weights (v2).safetensors", "модель.safetensors", "-x.safetensors"]
+)
+def test_a_single_file_keeps_its_name(name: str, store: LocalStore, tmp_path: Path) -> None:
+    path = single(tmp_path, name)
+    create(path, NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    assert contents(tmp_path / "out") == {name: path.read_bytes()}
+
+
+def test_a_name_that_a_terminal_would_obey_is_not_kept(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path, "a\x1b[2J.safetensors"), NAME, store=store)
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
+
+
+def test_equal_sources_have_equal_manifests(store: LocalStore, tmp_path: Path) -> None:
+    first = single(tmp_path).parent
+    second = shutil.copytree(first, tmp_path / "elsewhere")
+    os.utime(second / "model.safetensors", (0, 0))
+    create(first, "a", store=store)
+    create(second, "b", store=store)
+    assert store.read_manifest("a") == store.read_manifest("b")
+
+
+def test_an_exported_folder_makes_the_same_manifest(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path).parent, NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    create(tmp_path / "out", "again", store=store)
+    assert store.read_manifest("again") == store.read_manifest(NAME)
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int4"}, {"quantize": "int8", "group_size": 32}])
+def test_converted_tensors_are_exported_to_new_files(
+    options: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    tensors = {"model.layers.0.mlp.up_proj.weight": ("F32", [64, 64], bytes(4 * 64 * 64))}
+    (folder / "weird name.safetensors").write_bytes(file_of(tensors))
+    create(folder, NAME, store=store, **options)
+    record = read_source_record(store, store.resolve(NAME))
+    assert record is not None
+    assert record.is_converted
+    assert record.options == options
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+    assert "model.safetensors" in contents(tmp_path / "out")
+
+
+def test_tensors_that_the_index_does_not_name_are_not_exported(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = single(tmp_path).parent
+    (folder / "model.safetensors.index.json").write_bytes(index_of(model="a"))
+    create(folder, NAME, store=store, ignore_unindexed=True)
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+
+
+@pytest.mark.parametrize("options", [{"single": True}, {"shard_size": 1000}, {"dequantize": True}])
+def test_another_layout_can_be_chosen(options: Any, store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path, "odd.safetensors"), NAME, store=store)
+    assert not export_model(NAME, tmp_path / "out", store=store, **options).is_original
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
+
+
+def test_a_single_file_has_no_shard_size(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path), NAME, store=store)
+    with pytest.raises(UsageError, match="--single or --shards"):
+        export_model(NAME, tmp_path / "out", store=store, single=True, shard_size=5)
+
+
+def test_a_model_of_an_earlier_version_is_exported_as_before(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    create(single(tmp_path, "odd.safetensors"), NAME, store=store)
+    remove_layers(store, media_types.SOURCE)
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
+
+
+# Digests of whole files
+
+
+def record_digest(store: LocalStore, digest: Digest) -> None:
+    """Record a digest for all weight files of model ``m``, as an import from the Hub does."""
+    change(store, lambda it: replace(it, files=tuple(f._replace(sha256=digest) for f in it.files)))
+
+
+def change(store: LocalStore, edit: Callable[[SourceRecord], SourceRecord]) -> None:
+    """Replace the record of model ``m``."""
+    record = read_source_record(store, store.resolve(NAME))
+    assert record is not None
+    remove_layers(store, media_types.SOURCE)
+    add_layers(store, (media_types.SOURCE, "", edit(record).to_bytes()))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("kind", ["a single file", "packed weights and input scales", "experts"])
+def test_files_are_compared_with_the_digests_of_the_hub(
+    kind: str, is_frozen: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, data in SOURCES[kind].items():
+        (folder / name).write_bytes(data)
+    create(folder, NAME, store=store)
+    data = SOURCES[kind]["model.safetensors"]
+    record_digest(store, Digest(hashlib.sha256(data).hexdigest()))
+    if is_frozen:
+        freeze_models([NAME], store=store)
+    export_model(NAME, tmp_path / "out", store=store)
+    assert contents(tmp_path / "out") == SOURCES[kind]
+
+
+def test_a_file_with_another_digest_is_damage(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path), NAME, store=store)
+    record_digest(store, Digest.of(b"other"))
+    with pytest.raises(BlobDamaged, match="has digest sha256:.*although all blobs are whole"):
+        export_model(NAME, tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_damaged_blob_is_named(is_known: bool, store: LocalStore, tmp_path: Path) -> None:
+    path = single(tmp_path)
+    create(path, NAME, store=store)
+    if is_known:
+        record_digest(store, Digest.of(path.read_bytes()))
+    flip(blob_path(store, "b"))
+    with pytest.raises(BlobDamaged, match=r"layer 'b': blob .* is damaged"):
+        export_model(NAME, tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+
+
+# Forged records
+
+
+def renamed(name: str) -> Callable[[RecordedFile], RecordedFile]:
+    return lambda file: file._replace(name=name)
+
+
+def with_header(data: bytes, size: int | None = None) -> Callable[[RecordedFile], RecordedFile]:
+    """Return an edit that replaces the header by that of a file, of ``size`` bytes."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return lambda file: file._replace(start=data[:end], size=len(data) if size is None else size)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (renamed("../../evil.safetensors"), "must not be the name of a file"),
+        (renamed("/evil.safetensors"), "must not be the name of a file"),
+        (renamed("config.json"), "two files would both be 'config.json'"),
+        (renamed("sub/model.safetensors"), "no blob has the 64 bytes of tensor 'sub/a'"),
+        (with_header(file_of(weights("a b c"))), "no blob has the 64 bytes of tensor 'c'"),
+        (with_header(file_of(weights("a b", 32))), "no blob has the 32 bytes of tensor 'a'"),
+        (with_header(file_of(weights("a b")), 10**15), "trailing bytes"),
+        (with_header(file_of(weights("a b")), 200), "cut short"),
+        (lambda file: file._replace(start=file.start[:-1]), "bytes of a header of"),
+        (lambda file: file._replace(start=b""), "too short"),
+        (lambda file: file._replace(start=b"\xff" * 8), "over the limit"),
+        (lambda file: file._replace(start=file.start + b"x"), "bytes of a header of"),
+        (lambda file: file._replace(start=file.start.replace(b'"a"', b'"b"')), "twice|repeated"),
+    ],
+)
+def test_a_forged_record_is_damage(
+    edit: Callable[[RecordedFile], RecordedFile], message: str, store: LocalStore, tmp_path: Path
+) -> None:
+    path = single(tmp_path)
+    (path.parent / "config.json").write_bytes(b"{}")
+    create(path.parent, NAME, store=store)
+    change(store, lambda record: replace(record, files=tuple(map(edit, record.files))))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(Damaged, match=message):
+        export_model(NAME, tmp_path / "out", store=store)
+    (fault,) = verify_models(store=store).faults
+    assert fault.layer == media_types.SOURCE
+    assert {p for p in tmp_path.rglob("*") if store.root not in p.parents} <= set(before)
+
+
+def test_a_tensor_that_two_files_claim_is_damage(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path), NAME, store=store)
+    change(
+        store,
+        lambda record: replace(
+            record, files=(*record.files, record.files[0]._replace(name="other.safetensors"))
+        ),
+    )
+    with pytest.raises(BlobDamaged, match="'other.safetensors': no blob has"):
+        export_model(NAME, tmp_path / "out", store=store)
+
+
+def test_a_second_record_is_damage(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path), NAME, store=store)
+    add_layers(store, (media_types.SOURCE, "", b"{}"))
+    with pytest.raises(BlobDamaged, match="2 source layers"):
+        export_model(NAME, tmp_path / "out", store=store)
