@@ -142,6 +142,16 @@ def plan_export(
     return ExportPlan(contents.tensors, weights, written, kept)
 
 
+def check_no_gguf(manifest: Manifest) -> None:
+    """Check that no layer is a GGUF file of Ollama. Raises BlobstoreError if one is."""
+    for layer in manifest.layers:
+        if layer.media_type in _OTHER_WEIGHTS:
+            raise BlobstoreError(
+                f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
+                "only models stored as tensors have such a folder"
+            )
+
+
 def folder_contents(
     store: LocalStore, manifest: Manifest, *, dequantize: bool = False
 ) -> FolderContents:
@@ -153,12 +163,7 @@ def folder_contents(
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must not
             be written.
     """
-    for layer in manifest.layers:
-        if layer.media_type in _OTHER_WEIGHTS:
-            raise BlobstoreError(
-                f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
-                "only models stored as tensors have such a folder"
-            )
+    check_no_gguf(manifest)
     kinds = {layer.media_type for layer in manifest.layers}
     if kinds.isdisjoint((media_types.TENSOR, media_types.FILE)):
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")

@@ -17,6 +17,7 @@ from blobstore.models.tensors import at_layer, only_tensor
 from blobstore.operations.export.folder import (
     ExportPlan,
     FolderTensor,
+    check_no_gguf,
     check_paths,
     small_files,
 )
@@ -51,8 +52,9 @@ def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
             its blobs, or a file has a name that must not be written.
     """
     record = read_source_record(store, manifest)
-    if record is None or record.is_converted:
+    if record is None or record.is_converted or not manifest.layers_of(media_types.TENSOR):
         return None
+    check_no_gguf(manifest)
     places = _places(store, manifest)
     tensors: list[FolderTensor] = []
     weights: list[WeightFile] = []
@@ -81,14 +83,23 @@ def _places(store: LocalStore, manifest: Manifest) -> dict[str, _Place]:
         entries = header.tensors
         if len(entries) == 1:
             entries = dict([only_tensor(layer, header)])
-        for name, (_, begin, end) in entries.items():
+        for name, (spec, begin, end) in entries.items():
             start = header.data_start + begin
-            sources = stacks.get(name, (name,))
-            size, rest = divmod(end - begin, len(sources))
-            if rest:
-                raise BlobDamaged(f"tensor {quote(name)} is no stack of {len(sources)} tensors")
+            sources = stacks.pop(name, None) or [name]
+            if sources != [name] and spec.shape[:1] != (len(sources),):
+                raise BlobDamaged(
+                    f"tensor {quote(name)} of shape {list(spec.shape)} is listed as a stack of "
+                    f"{len(sources)} tensors"
+                )
+            size = (end - begin) // len(sources)
             for number, source in enumerate(sources):
-                places[source] = _Place(layer, header, start + number * size, size)
+                place = _Place(layer, header, start + number * size, size)
+                if places.setdefault(source, place) is not place:
+                    raise BlobDamaged(f"two tensors would both be exported as {quote(source)}")
+    if stacks:
+        raise BlobDamaged(
+            f"the list of stacked tensors names {quote(min(stacks))}, which does not exist"
+        )
     return places
 
 

@@ -125,19 +125,20 @@ def verify_models(
         check.add(manifest for _, manifest in manifests.values())
         doubted = []
         for reference, (data, manifest) in manifests.items():
-            faults[reference] = list(_model_faults(store, reference, data, manifest, check))
+            found = list(_model_faults(store, reference, data, manifest, check))
+            faults[reference] = found or list(_record_faults(store, reference, manifest))
             # A blob that is frozen or thawed at this moment may be missed in both places.
             if faults[reference] and (is_first or not _is_unchanged(store, reference, data)):
                 doubted.append(reference)
         names, must_exist, is_first = tuple(doubted), False, False
-    found = tuple(fault for of_model in faults.values() for fault in of_model)
-    faulty = {fault.blob for fault in found}
+    every = tuple(fault for of_model in faults.values() for fault in of_model)
+    faulty = {fault.blob for fault in every}
     return Verified(
         models=len(faults),
         blobs=len(check.seen),
         bytes_read=check.bytes_read,
         seconds=time.monotonic() - started,
-        faults=found,
+        faults=every,
         damaged=tuple(
             check.seen[key]
             for key, error in check.damaged.items()
@@ -304,6 +305,16 @@ def _model_faults(
     yield from _clashes(str(reference), contents)
 
 
+def _record_faults(store: LocalStore, reference: Reference, manifest: Manifest) -> Iterator[Fault]:
+    """Yield the fault of a source layer that does not fit the blobs of its model, which are intact."""
+    try:
+        plan_original(store, manifest)
+    except BlobstoreError as error:
+        (*_, layer) = manifest.layers_of(media_types.SOURCE)
+        message = _without_advice(error)
+        yield Fault(str(reference), layer.media_type, "", message, str(layer.digest))
+
+
 def _clashes(reference: str, contents: ModelTensors) -> Iterator[Fault]:
     """Yield tensors whose runtime name, which differs for companions, is the name of another."""
     names = set(contents.tensors)
@@ -331,11 +342,6 @@ def _layer_fault(
     if layer.media_type == media_types.STACKS:
         try:
             read_stacks(store, manifest)
-        except BlobstoreError as broken:
-            return "", _without_advice(broken)
-    elif layer.media_type == media_types.SOURCE:
-        try:
-            plan_original(store, manifest)
         except BlobstoreError as broken:
             return "", _without_advice(broken)
     elif layer is manifest.config:
