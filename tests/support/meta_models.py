@@ -65,6 +65,9 @@ class MemoryShard:
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         return self.read_range(name, 0, len(self._data[name]), buffer)
 
+    def header(self) -> bytes:
+        return b""
+
     def read_range(
         self, name: str, begin: int, end: int, buffer: memoryview
     ) -> Iterator[memoryview]:

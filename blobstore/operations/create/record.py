@@ -114,9 +114,8 @@ def source_record(
         elif isinstance(recipe, Prequantized):
             for part in recipe.parts:
                 (name,) = part.sources
-                if part.is_reciprocal:  # 1 / (1 / x) is not always x, so the record holds x
-                    continue
-                del left_out[name]
+                if not part.is_reciprocal:  # 1 / (1 / x) is not always x, so the record holds x
+                    del left_out[name]
                 if name != part.spec.name:
                     stored_names[name] = part.spec.name
         else:

@@ -64,6 +64,8 @@ def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
             written[file.name] = file.start
             continue
         weights.append(_plan_file(file, record, places, tensors))
+    if places:
+        raise BlobDamaged(f"the source layer does not say where tensor {quote(min(places))} was")
     files = small_files(manifest)
     check_paths([*files, *(file.name for file in record.files)])
     order = {layer.digest: number for number, layer in enumerate(manifest.layers)}
@@ -125,10 +127,10 @@ def _plan_file(
         full = folder + slash + name
         offset, size = header.data_start + begin, end - begin
         constant = record.left_out.get(full)
+        found = places.pop(record.stored_names.get(full, full), None)
         if constant is not None and len(constant) == size:
             constants.append((offset, constant))
             continue
-        found = places.pop(record.stored_names.get(full, full), None)
         if found is None or found.size != size:
             raise BlobDamaged(f"{place}: no blob has the {size} bytes of tensor {quote(full)}")
         offsets[full] = offset

@@ -9,6 +9,7 @@ never used.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, write_all
 from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
@@ -143,11 +145,9 @@ def repair_models(
             recorded = {it.source for it in _recorded(store, manifests) or ()}
             if options == DEFAULT_OPTIONS and len(recorded) == 1:
                 (options,) = recorded
-            elif options == DEFAULT_OPTIONS:
-                options = replace(
-                    options, keep=tuple({name for it in recorded for name in it.keep})
-                )
-            opened = open_source(source, options, progress=progress)
+            kept = {layer.name for it in manifests for layer in it.layers_of(media_types.FILE)}
+            every = replace(options, keep=(*options.keep, *map(glob.escape, sorted(kept))))
+            opened = open_source(source, every, progress=progress)
             stack.callback(opened.close)
         restored: tuple[Restored, ...] = ()
         if other is not None:

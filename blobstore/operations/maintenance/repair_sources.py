@@ -177,7 +177,10 @@ class RebuiltBlobs:
         for recorded in self._recorded or ():
             with contextlib.suppress(UnsupportedSource, UsageError):  # another form of the model
                 plan = plan_source(
-                    self._source, experts=recorded.experts, quantize=recorded.quantize
+                    self._source,
+                    experts=recorded.experts,
+                    quantize=recorded.quantize,
+                    decode=recorded.decode,
                 )
                 yield plan, recorded._replace(source=self._options)
         quantizing = [
@@ -205,7 +208,7 @@ class RebuiltBlobs:
                 except (UnsupportedSource, UsageError) as error:
                     failure = failure or error
                 else:
-                    yield planned, ImportOptions(self._options, request, experts)
+                    yield planned, ImportOptions(self._options, request, experts, decode)
             if must_be and planned is None and failure is not None:
                 raise failure
 

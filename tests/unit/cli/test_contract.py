@@ -52,7 +52,9 @@ EXIT_CODES = {"diff": 1, **DAMAGED}
 JSON = {
     "create": "blobs bytes_present bytes_written commit name notices repository seconds tensors",
     "list": """models models[].bytes models[].digest models[].error models[].frozen_bytes
-        models[].modified models[].name models[].shared_bytes""",
+        models[].modified models[].name models[].shared_bytes models[].source
+        models[].source.commit models[].source.kind models[].source.options
+        models[].source.repository""",
     "show": """architecture bytes faults faults[].bytes faults[].digest faults[].frozen
         faults[].media_type faults[].message faults[].name faults[].state format frozen_bytes
         model_type name parameters tensors tensors[].bits_per_weight tensors[].bytes
@@ -60,7 +62,7 @@ JSON = {
         tensors[].shape tensors[].type""",
     "verify": """blobs bytes_read faults faults[].blob faults[].layer faults[].message
         faults[].reference faults[].tensor models seconds""",
-    "export": "bytes_written files folder name seconds shards tensors",
+    "export": "bytes_written files folder name original seconds shards tensors",
     "link": """bytes_copied bytes_linked bytes_shared copied files folder links name notices
         seconds shared tensors""",
     "compare": """base name only_in_base only_in_name tensors tensors[].base_bits_per_weight

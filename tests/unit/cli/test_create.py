@@ -37,7 +37,7 @@ def test_reports_that_everything_existed_already(stored: LocalStore, dense: Path
 
 def test_prints_one_line_and_nothing_else_when_piped(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "dense:v1")
-    assert result.stdout.startswith("created dense:v1: 9 tensors in 13 blobs, ")
+    assert result.stdout.startswith("created dense:v1: 9 tensors in 14 blobs, ")
     assert ", 0 B already there, " in result.stdout
     assert result.stdout.count("\n") == 1
     assert result.stderr == ""

@@ -36,11 +36,11 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
     heading, *rows = result.stdout.splitlines()
     assert heading.split() == ["NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS"]
     blobs = str(len(stored.resolve(Reference.parse("dense")).blobs))
-    cells = ["1.6", "kB", "0", "B", "1.6", "kB", blobs]
+    cells = ["2.1", "kB", "0", "B", "2.1", "kB", blobs]
     assert rows[0].split() == ["copy:latest", *cells]
     assert rows[1].split() == ["dense:latest", *cells]
     assert rows[2] == (
-        f"store: 2 models, 1.6 kB in {blobs} blobs; without sharing 3.1 kB (2.00 times as much)"
+        f"store: 2 models, 2.1 kB in {blobs} blobs; without sharing 4.2 kB (2.00 times as much)"
     )
     assert 'blobs that no model needs; "blobstore gc" frees them' in rows[3]
     assert "  2 B in 1 file: temporary files" in rows
@@ -87,7 +87,7 @@ def test_shows_only_the_models_that_were_named(stored: LocalStore, dense: Path, 
     result = run("du", "dense")
     lines = result.stdout.splitlines()
     assert lines[1].startswith("dense:latest")
-    assert lines[2].startswith("together 1.9 kB, of which no other model needs 1.6 kB")
+    assert lines[2].startswith("together 2.4 kB, of which no other model needs 2.1 kB")
     assert lines[3].startswith("store: 2 models")
     assert "did you mean 'dense'?" in run("du", "dens", exit_code=3).stderr
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 
 from blobstore.errors import BlobstoreError
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance import list as listing
 from blobstore.operations.maintenance import verify
@@ -122,7 +123,8 @@ def test_damage_is_reported_on_clean_lines(hostile: Path, store: LocalStore) -> 
         assert_clean(done.stderr)
         assert len(max((done.stdout + done.stderr).split(b"\n"), key=len)) < 2000
     done = run_process("verify", "--json")
-    assert {fault["layer"] for fault in json.loads(done.stdout)["faults"]} == set(HOSTILE.values())
+    layers = {fault["layer"] for fault in json.loads(done.stdout)["faults"]}
+    assert layers == {*HOSTILE.values(), media_types.SOURCE}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_messages_of_libraries_are_escaped(
     assert_clean(result.stdout_bytes)
     assert result.stdout.count("\n") == 2
 
-    def fail(_: LocalStore) -> NoReturn:
+    def fail(_: LocalStore, **__: bool) -> NoReturn:
         raise BlobstoreError(text)
 
     monkeypatch.setattr(listing, "list_models", fail)

@@ -45,7 +45,7 @@ def test_prints_aligned_rows(stored: LocalStore) -> None:
     assert row.split() == [
         "dense:latest",
         digest.removeprefix("sha256:")[:12],
-        "1.6",
+        "2.1",
         "kB",
         "0",
         "B",

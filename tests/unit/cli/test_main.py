@@ -168,7 +168,7 @@ def test_an_error_is_json_too_when_asked(
 def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     code = (
         "import blobstore.operations.maintenance.list as m, sys\n"
-        "m.list_models = lambda store: 1 / 0\n"
+        "m.list_models = lambda store, read_sources: 1 / 0\n"
         "sys.argv = ['blobstore', 'list']\n"
         "from blobstore.cli.main import main\nmain()"
     )

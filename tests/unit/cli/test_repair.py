@@ -54,7 +54,7 @@ def test_prints_json(stored: LocalStore, dense: Path) -> None:
     ]
     (fault,) = repaired["faults"]
     assert (fault["reference"], fault["layer"]) == ("dense:latest", "merges.txt")
-    assert (repaired["dry_run"], repaired["models"], repaired["blobs"]) == (False, 1, 13)
+    assert (repaired["dry_run"], repaired["models"], repaired["blobs"]) == (False, 1, 14)
 
 
 def test_lists_the_remaining_faults_and_exits_with_4(stored: LocalStore, dense: Path) -> None:

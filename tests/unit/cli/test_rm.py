@@ -26,7 +26,7 @@ def test_removes_names_and_reports_what_gc_frees(stored: LocalStore) -> None:
     result = run("rm", "copy")
     assert result.stdout.splitlines() == [
         "removed copy:latest",
-        f'"blobstore gc" frees 1.6 kB: {len(blobs)} blobs that no other model needs',
+        f'"blobstore gc" frees 2.1 kB: {len(blobs)} blobs that no other model needs',
     ]
     assert listed(stored) == []
     assert len(list(stored.folder("blobs").iterdir())) == len(blobs)

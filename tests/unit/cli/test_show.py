@@ -135,8 +135,9 @@ def test_lists_layers(stored: LocalStore) -> None:
     assert [
         (layer["media_type"], layer["name"], layer["bytes"], layer["digest"]) for layer in shown
     ] == [
-        (blob.media_type, blob.name or "(config)", blob.size, str(blob.digest))
+        (blob.media_type, name, blob.size, str(blob.digest))
         for blob in (manifest.config, *manifest.layers)
+        for name in [blob.name if blob is not manifest.config else "(config)"]
     ]
     text = run("show", "dense", "--layers").stdout
     assert all(layer.digest.short in text and layer.media_type in text for layer in manifest.layers)

@@ -24,7 +24,7 @@ def flip_last_byte(store: LocalStore, layer_name: str) -> None:
 
 def test_says_that_all_is_well(stored: LocalStore) -> None:
     result = run("verify")
-    assert result.stdout.startswith("ok: 1 model, 13 blobs, ")
+    assert result.stdout.startswith("ok: 1 model, 14 blobs, ")
     assert result.stdout.count("\n") == 1
     verified = run_json("verify", "dense", "--jobs", 1)
     assert verified["models"] == 1
@@ -71,7 +71,7 @@ def test_an_absent_store_is_not_found(store: LocalStore, arguments: list[str]) -
 def test_a_quick_check_reads_no_data(stored: LocalStore) -> None:
     flip_last_byte(stored, "model.embed_tokens.weight")
     result = run("verify", "--quick")
-    assert result.stdout.startswith("ok: 1 model, 13 blobs, sizes and headers only, ")
+    assert result.stdout.startswith("ok: 1 model, 14 blobs, sizes and headers only, ")
     run("verify", exit_code=4)
     blob_path(stored, "merges.txt", "dense").unlink()
     (fault,) = run_json("verify", "--quick", exit_code=4)["faults"]

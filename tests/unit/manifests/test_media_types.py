@@ -19,6 +19,7 @@ TYPES = {name: value for name, value in vars(media_types).items() if name.isuppe
         (media_types.JSON, "a `*.json` file of the source"),
         (media_types.FILE, "another small file of the source"),
         (media_types.STACKS, "what stacking forgets (3.5)"),
+        (media_types.SOURCE, "what the model was imported from (5)"),
     ],
 )
 def test_our_models_have_the_types_of_the_format(value: str, meaning: str) -> None:
@@ -37,4 +38,4 @@ def test_ollama_s_own_layers_have_its_types(kind: str) -> None:
 
 
 def test_no_two_types_are_the_same() -> None:
-    assert len(set(TYPES.values())) == len(TYPES) == 13
+    assert len(set(TYPES.values())) == len(TYPES) == 14

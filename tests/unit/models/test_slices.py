@@ -25,6 +25,7 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models import slices
 from blobstore.models.index import TensorLocation
@@ -682,7 +683,7 @@ def test_a_part_of_a_cold_blob_is_decoded(tmp_path: Path) -> None:
         assert np.array_equal(part[:, 10:20], array[:, 10:20])
         assert np.array_equal(part[199:, 299:], array[199:, 299:])
         assert part[5:5].shape == (0, 300)
-    (layer,) = store.resolve(Reference.parse("a")).layers
+    (layer,) = store.resolve(Reference.parse("a")).layers_of(media_types.TENSOR)
     Path(store.cold_path(layer.digest)).unlink()
     with (
         blobstore.open("a", store=store, read="pread", verify="none") as model,

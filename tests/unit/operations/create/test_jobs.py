@@ -117,7 +117,7 @@ def test_progress_is_reported_per_blob(folder: Path, store: LocalStore, executor
     created = blobstore.create(
         folder, "m", store=store, executor=executor, progress=lambda *call: calls.append(call)
     )
-    tensors = created.blobs - 2  # config and config.json
+    tensors = created.blobs - 3  # the config, config.json and the record of the source
     assert len(calls) == tensors
     assert calls[-1][1] == calls[-1][2]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.blobs import ExpertForm
@@ -40,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def add_layers(store: LocalStore, *layers: tuple[str, str, bytes]) -> None:
-    """Add layers (media type, name, content) to the manifest of model ``m``."""
+    """Add layers (media type, name, content) to model ``m``, whose record of the source they do not fit."""
     added = []
     with store.ingest() as ingest:
         for media_type, name, content in layers:
@@ -49,6 +50,7 @@ def add_layers(store: LocalStore, *layers: tuple[str, str, bytes]) -> None:
                 Descriptor(media_type=media_type, digest=item.digest, size=item.size, name=name)
             )
         ingest.publish()
+    remove_layers(store, media_types.SOURCE)
     manifest = store.resolve(NAME)
     store.publish(NAME, with_layers(store, manifest, (*manifest.layers, *added)))
 

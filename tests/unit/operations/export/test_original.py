@@ -350,6 +350,6 @@ def test_a_tensor_that_two_files_claim_is_damage(store: LocalStore, tmp_path: Pa
 
 def test_a_second_record_is_damage(store: LocalStore, tmp_path: Path) -> None:
     create(single(tmp_path), NAME, store=store)
-    add_layers(store, (media_types.SOURCE, "", b"{}"))
+    add_layers(store, *((media_types.SOURCE, "", data) for data in (b"{}", b"{ }")))
     with pytest.raises(BlobDamaged, match="2 source layers"):
         export_model(NAME, tmp_path / "out", store=store)

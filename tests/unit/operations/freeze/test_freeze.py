@@ -125,7 +125,7 @@ def test_small_files_and_configs_stay_hot(store: LocalStore, tmp_path: Path) -> 
     (folder / "vocab.txt").write_bytes(b"a word\n" * 10_000)
     blobstore.create(folder, "a", store=store)
     freeze_models(["a"], store=store)
-    assert forms_of(store, "a") == {"x": "cold", "vocab.txt": "hot"}
+    assert forms_of(store, "a") == {"x": "cold", "vocab.txt": "hot", "": "hot"}
     assert store.has_hot(store.resolve(Reference.parse("a")).config.digest)
 
 
@@ -453,7 +453,7 @@ def test_create_reuses_frozen_blobs(store: LocalStore, tmp_path: Path) -> None:
     for options in ({}, {"paranoid": True}):
         created = blobstore.create(folder, "b", store=store, **options)  # type: ignore[arg-type]
         assert created.bytes_written == 0
-    assert forms_of(store, "b") == {"x": "cold"}
+    assert forms_of(store, "b") == {"x": "cold", "": "hot"}
     assert_whole(store, "b", {"x": 1})
     flip(store.cold_path(layers(store, "a")["x"].digest), 500)
     with pytest.raises(BlobDamaged, match="run blobstore repair a:latest"):

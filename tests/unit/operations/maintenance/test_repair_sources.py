@@ -96,7 +96,7 @@ def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4", overrides=overrides)
     left = all_blobs(store)
     had(RebuiltBlobs(open_source(folder), lists=layer_lists(store)), left)
-    assert [blob.name for blob in left.values()] == ["model.layers.0.mlp.experts"]
+    assert [blob.name for blob in left.values()] == ["model.layers.0.mlp.experts", ""]
     had(RebuiltBlobs(open_source(folder), overrides=overrides), left)
     assert not left
 
@@ -116,8 +116,8 @@ def test_a_source_that_is_quantized_already_is_taken_as_it_is(
     export_model(Reference.parse("m"), tmp_path / "exported", store=store)
     left = all_blobs(store)
     had(RebuiltBlobs(open_source(tmp_path / "exported"), lists=layer_lists(store)), left)
-    # What export adds to config.json is not taken away again.
-    assert [blob.name for blob in left.values()] == ["config.json"]
+    # What export adds to config.json is not taken away again, and the record is that of the export.
+    assert [blob.name for blob in left.values()] == ["config.json", ""]
 
 
 def test_a_source_that_makes_no_model_is_an_error(store: LocalStore, tmp_path: Path) -> None:
