@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
