@@ -139,7 +139,10 @@ def test_imports_a_single_file_without_metadata(tmp_path: Path) -> None:
     create(file, NAME, store=store)
     assert_loads_as(store, file)
     export_model(NAME, tmp_path / "out", store=store)
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [file.name]
+    assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    export_model(NAME, tmp_path / "single", store=store, single=True)
+    found = load_file(tmp_path / "single" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(file).items())
 
 
