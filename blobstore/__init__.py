@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
+    from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.model import Model
     from blobstore.operations.archive.pack import Packed
     from blobstore.operations.archive.pack import pack_models as pack
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.repair import repair_models as repair
     from blobstore.operations.maintenance.show import ModelDescription
     from blobstore.operations.maintenance.show import describe_model as show
+    from blobstore.operations.maintenance.show import model_source as show_source
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
@@ -86,6 +88,7 @@ _HOMES = {
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
+    "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreUsage": ("blobstore.operations.maintenance.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
@@ -112,6 +115,7 @@ _HOMES = {
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "show": ("blobstore.operations.maintenance.show", "describe_model"),
+    "show_source": ("blobstore.operations.maintenance.show", "model_source"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
@@ -141,6 +145,7 @@ __all__ = [
     "Reference",
     "RemovedModels",
     "Repaired",
+    "SourceRecord",
     "StoreUsage",
     "Thawed",
     "Unpacked",
@@ -167,6 +172,7 @@ __all__ = [
     "rename",
     "repair",
     "show",
+    "show_source",
     "thaw",
     "unpack",
     "verify",

@@ -22,12 +22,12 @@ create(source, reference, *, store, experts, quantize, group_size, policy, overr
 create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, progress)
 du(references, *, store)
-export(reference, folder, *, store, shard_size, dequantize, jobs, progress)
+export(reference, folder, *, store, shard_size, single, dequantize, jobs, progress)
 freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
 gc(store, *, older_than, dry_run)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, jobs, progress)
-list(store)
+list(store, *, read_sources)
 open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, progress)
 open_archive(path)
 open_checkpoint(path, *, subtree)
@@ -36,6 +36,7 @@ remove(references, *, store, dry_run)
 rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, dry_run, jobs, progress)
 show(reference, *, store)
+show_source(reference, *, store)
 thaw(references, *, store, keep_cold, jobs, progress)
 unpack(path, references, *, store, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress)
@@ -43,7 +44,7 @@ verify(references, *, store, quick, rate, jobs, progress)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
 CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
-Packed Reference RemovedModels Repaired StoreUsage Thawed Unpacked Verified
+Packed Reference RemovedModels Repaired SourceRecord StoreUsage Thawed Unpacked Verified
 """
 
 
