@@ -7,16 +7,18 @@ from pathlib import PurePath
 from typing import Final
 
 JOBLIB: Final = "a joblib file: a pickle of Python objects, not a checkpoint"
+INSTEAD: Final = "use the model's safetensors files, or store it as it is with --keep"
+"""Advice for files that cannot be read."""
 _TAR = (
     "a tar archive: a checkpoint of torch before 0.2, or a packed folder; unpack it, or load it with "
     "torch and save it again"
 )
 _BY_MAGIC: Final = (
-    (0, b"GGUF", "a GGUF file; import it with Ollama, or the model's safetensors files here"),
-    (0, b"\x89HDF\r\n", "an HDF5 file, as Keras writes it"),
-    (0, b"\x93NUMPY", "a numpy array"),
-    (4, b"TFL3", "a TensorFlow Lite file"),
-    (4, b"ET12", "an ExecuTorch program"),
+    (0, b"GGUF", f"a GGUF file; import it with Ollama, or {INSTEAD}"),
+    (0, b"\x89HDF\r\n", f"an HDF5 file, as Keras writes it; {INSTEAD}"),
+    (0, b"\x93NUMPY", f"a numpy array; {INSTEAD}"),
+    (4, b"TFL3", f"a TensorFlow Lite file; {INSTEAD}"),
+    (4, b"ET12", f"an ExecuTorch program; {INSTEAD}"),
     (0, b"\x1f\x8b", "compressed with gzip; decompress it first"),
     (0, b"BZh", "compressed with bzip2; decompress it first"),
     (0, b"\xfd7zXZ\0", "compressed with xz; decompress it first"),
@@ -53,11 +55,11 @@ def format_of_content(head: bytes) -> str | None:
     """Return a description of a file that begins with ``head``; None if the format is not known."""
     if entry := _ZIP_ENTRY.match(head):
         end = 30 + int.from_bytes(entry["length"], "little")
-        return "a NumPy archive" if head[30:end].endswith(b".npy") else None
+        return f"a NumPy archive; {INSTEAD}" if head[30:end].endswith(b".npy") else None
     for offset, magic, what in _BY_MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return what
-    return "an ONNX file" if _ONNX.match(head) else None
+    return f"an ONNX file; {INSTEAD}" if _ONNX.match(head) else None
 
 
 def format_of_name(name: str) -> str | None:

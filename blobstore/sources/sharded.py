@@ -17,7 +17,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.source_record import Format, RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
-from blobstore.sources.formats import format_of_name
+from blobstore.sources.formats import INSTEAD, format_of_name
 from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.pytorch.container import UnknownFormat
 from blobstore.sources.safetensors import SafetensorsShard
@@ -79,7 +79,7 @@ class ShardSet:
                     raise
                 raise UnsupportedSource(
                     f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
-                    advice="use the model's safetensors files, or store it as it is with --keep",
+                    advice=INSTEAD,
                 ) from None
             self._shards[path] = shard
             checkpoint.check_readable(skip=self._options.skip_unreadable)
