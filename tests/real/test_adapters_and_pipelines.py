@@ -40,7 +40,7 @@ def save_adapter(peft: Any, folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT uses it
-@pytest.mark.parametrize("written", ["sharded", "linked"])
+@pytest.mark.parametrize("written", ["exported", "sharded", "linked"])
 def test_peft_loads_an_adapter(written: str, store: LocalStore, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     adapted = save_adapter(peft, tmp_path / "source")
@@ -49,7 +49,10 @@ def test_peft_loads_an_adapter(written: str, store: LocalStore, tmp_path: Path) 
     if written == "linked":
         link_model("lora", folder, store=store)
     else:
-        export_model("lora", folder, store=store, shard_size=1)
+        shard_size = 1 if written == "sharded" else None
+        export_model("lora", folder, store=store, shard_size=shard_size)
+    if written == "exported":
+        assert digests(folder) == digests(tmp_path / "source")
     again = peft.PeftModel.from_pretrained(make("llama"), folder).eval()
     assert torch.equal(logits(again), logits(adapted))
     assert not torch.equal(logits(make("llama")), logits(adapted))
@@ -83,6 +86,13 @@ def save_pipeline(folder: Path) -> dict[str, torch.Tensor]:
     for name, value in configs.items():
         (folder / name).write_text(json.dumps(value))
     return unet
+
+
+def test_a_pipeline_is_exported_file_by_file(store: LocalStore, tmp_path: Path) -> None:
+    save_pipeline(tmp_path / "source")
+    create(tmp_path / "source", "pipeline", store=store)
+    export_model("pipeline", tmp_path / "exported", store=store)
+    assert digests(tmp_path / "exported") == digests(tmp_path / "source")
 
 
 @pytest.mark.parametrize("written", ["sharded", "linked"])

@@ -233,6 +233,31 @@ def test_imports_the_model_of_a_checkpoint_and_notes_the_rest(
     assert [row["name"] for row in run_json("show", "m")["tensors"]] == ["a"]
 
 
+def test_the_values_of_a_checkpoint_are_exported_as_a_file(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    value = {"model": {"a": torch.ones(2)}, "epoch": 3, "args": {"lr": 0.1, "best": float("inf")}}
+    torch.save(value, tmp_path / "x.pt")
+    run("create", tmp_path / "x.pt", "m")
+    run("export", "m", tmp_path / "out")
+    exported = json.loads((tmp_path / "out/checkpoint_values.json").read_bytes())
+    assert exported == {"epoch": 3, "args": {"lr": 0.1, "best": "Infinity"}}
+    run("create", tmp_path / "out", "again")
+    run("export", "again", tmp_path / "second")
+    assert json.loads((tmp_path / "second/checkpoint_values.json").read_bytes()) == exported
+
+
+def test_a_damaged_model_is_repaired_without_the_skipped_tensors(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    torch.save({"a": torch.ones(2), "odd": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
+    run("create", tmp_path / "x.pt", "m", "--skip-unreadable")
+    flip(blob_path(store, "a"))
+    run("verify", exit_code=4)
+    run("repair", "m", "--from", tmp_path / "x.pt")
+    run("verify")
+
+
 @pytest.mark.parametrize("dry", [False, True])
 def test_skips_tensors_of_unknown_types_on_request(
     store: LocalStore, tmp_path: Path, dry: bool
