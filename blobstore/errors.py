@@ -126,9 +126,6 @@ class BlobMissing(Damaged):
 class BlobDamaged(Damaged):
     """A blob does not have the size, digest or content that its manifest states."""
 
-    digest: str = ""
-    """The digest of the blob, if an import found it damaged."""
-
 
 class ColdDamaged(Damaged):
     """A cold blob is truncated, altered, hostile, or was given the wrong base."""

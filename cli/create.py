@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 ExpertForm = Literal["packed", "stacked"]
 PolicyName = Literal["recommended", "uniform"]
 
-_CREATED_FIELDS = "tensors blobs bytes_written bytes_present repository commit seconds notices"
+_CREATED_FIELDS = (
+    "tensors blobs bytes_written bytes_present blobs_repaired repository commit seconds notices"
+)
 _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
 
 
@@ -111,7 +113,7 @@ def _parse_optional_name(
     is_flag=True,
     help="Import every model of SOURCE, a Hub cache or a folder of model folders.",
 )
-@click.option("--paranoid", is_flag=True, help="Hash blobs that the store already has.")
+@click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.jobs_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @options.json_option

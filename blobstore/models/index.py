@@ -13,6 +13,7 @@ read headers do not trust the index.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ from blobstore.quantization.metadata import stated
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from blobstore.core.mmap import MappedRegion
     from blobstore.manifests.descriptor import Descriptor
@@ -224,6 +225,15 @@ def write_index(store: LocalStore, manifest: bytes, index: TensorIndex) -> None:
     data = f"{_checksum(key, text)}\n".encode() + text
     if store.read_index(key) != data:
         store.write_index(key, data)
+
+
+def rewrite_indexes(store: LocalStore, replaced: Collection[Digest]) -> None:
+    """Rewrite the header indexes of the models that use one of the blobs, which were damaged before."""
+    for reference in store.references() if replaced else ():
+        with contextlib.suppress(BlobstoreError):
+            data, manifest = store.parse(reference)
+            if any(blob.digest in replaced for blob in manifest.blobs):
+                write_index(store, data, load_index(store, data, use_index=False))
 
 
 def _runtime_names(

@@ -2,7 +2,8 @@
 
 The order makes a crash harmless. The bytes of each blob are durable before it gets its name, and
 ``Ingest.publish`` makes the names durable before it returns, so that a manifest written afterwards
-lists only blobs that exist. Syncing overlaps with hashing and writing later blobs, because an fsync
+lists only blobs that exist. A blob that the store had is used only if it is intact: it is hashed unless
+it has been since it last changed, and replaced if it is damaged. Syncing overlaps with hashing and writing later blobs, because an fsync
 per blob in line nearly doubles the time of an import.
 
 Worker processes can add blobs to an import too. They write and sync files under names that begin with
@@ -21,10 +22,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.files import sync_folder, write_all
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobDamaged, DamagedSource
+from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource
+from blobstore.store.quarantine import replace_damaged
+from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,6 +55,8 @@ class Ingested:
     written: bool
     file: str = ""
     """Name of the temporary file, if this import wrote one; see :meth:`Ingest.adopt`."""
+    is_repair: bool = False
+    """Whether the store had the blob, but damaged."""
 
 
 class Ingest:
@@ -66,11 +71,15 @@ class Ingest:
         self._layout = store._layout
         self._lease = lease
         self.is_paranoid = paranoid
-        """Whether blobs that exist are hashed before they are used."""
+        """Whether blobs that exist are hashed even if they have been since they last changed."""
         self._sizes = store.blob_sizes()
         """Sizes of the blobs that the store had; a blob of another size is new."""
         self._syncing: list[Future[None]] = []
-        self._unnamed: dict[Path, Digest] = {}
+        self._unnamed: dict[Path, Ingested] = {}
+        self._verified = VerifiedBlobs(store)
+        self._damaged: set[Digest] = set()
+        self.repaired: dict[Digest, Path | None] = {}
+        """The damaged blobs that were replaced, and where the damaged files are now."""
         self._active = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -92,6 +101,7 @@ class Ingest:
         with self._changed:
             self._changed.wait_for(lambda: not self._active)
         self._pool.shutdown()
+        self._verified.save()
         self._lease.remove_files()
 
     def stop(self) -> None:
@@ -102,13 +112,12 @@ class Ingest:
     def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Add a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
 
-        A blob that exists already is not rewritten. If the store has a blob of the same size,
+        A blob that exists already is not rewritten, unless it is damaged. If the store has a blob of the same size,
         ``buffers`` is hashed first, and read again if the blob is new; otherwise it is hashed and
         written in one pass. With ``once`` it always is, for bytes that take longer to compute than to
         write; those of a blob that exists are discarded.
 
         Raises:
-            BlobDamaged: the store has the blob, but damaged; the error has its ``digest``.
             DamagedSource: the buffers do not have ``size`` bytes.
             OSError: writing failed.
             Cancelled: the import has ended.
@@ -135,18 +144,29 @@ class Ingest:
         """Publish with this import what a worker process has added to it."""
         if item.file:
             with self._changed:
-                self._unnamed[self._layout.temporary / item.file] = item.digest
+                self._unnamed[self._layout.temporary / item.file] = item
+                if item.is_repair:
+                    self._damaged.add(item.digest)
 
     def publish(self) -> None:
         """Give every added blob its name, durably.
 
         Raises:
             OSError: a blob could not be synced or renamed. Only synced blobs get names.
+            StoreBusy: waiting for the lock that the replacement of a damaged blob needs timed out.
         """
         for synced in self._syncing:
             synced.result()
-        for path, digest in self._unnamed.items():
-            path.replace(self._layout.blob(digest))
+        for path, item in self._unnamed.items():
+            if item.digest not in self._damaged:
+                path.replace(self._layout.blob(item.digest))
+                continue
+            blob = BlobId(item.digest, item.size)
+            is_replaced, quarantined = replace_damaged(
+                self._store, blob, path, self._lease.exclusive_lock, lambda _: self._check_open()
+            )
+            if is_replaced:
+                self.repaired[item.digest] = quarantined
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
 
@@ -154,22 +174,29 @@ class Ingest:
         if self._is_closed:
             raise Cancelled("the import was stopped")
 
-    def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that the store has, and keep it until the import ends.
+    def find(self, digest: Digest, size: int, *, is_hashed: bool = True) -> Ingested | None:
+        """Return a blob that the store has and that is intact, and keep it until the import ends.
+
+        Unless ``is_hashed``, only its size is checked. A blob that is damaged is replaced if it is added.
 
         Raises:
-            BlobDamaged: it is damaged; the error has its ``digest``.
+            StoreError: it cannot be read.
             OSError: it cannot be leased.
         """
         self._lease.hold([digest])  # before looking for it
+        if digest in self._damaged:
+            return None
         try:
             if not self._store.exists(digest, size):
                 return None
-            if self.is_paranoid:
-                self._store.check_digest(digest, size, lambda _: self._check_open())
-        except BlobDamaged as error:
-            error.digest = str(digest)
-            raise
+            if is_hashed and (self.is_paranoid or not self._verified.has(digest, size)):
+                with self._verified.noting(digest):
+                    self._store.check_digest(digest, size, lambda _: self._check_open())
+        except BlobMissing:
+            return None
+        except BlobDamaged:
+            self._damaged.add(digest)
+            return None
         # The process that wrote it may not have synced it; if it is on disk this costs nothing.
         # A blob that is only cold was synced before it got its name.
         with contextlib.suppress(FileNotFoundError):
@@ -196,7 +223,8 @@ class Ingest:
             if not is_new:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
-        item = Ingested(digest, size, written=True, file=path.name)
+        is_repair = digest in self._damaged
+        item = Ingested(digest, size, written=True, file=path.name, is_repair=is_repair)
         self.adopt(item)
         self._sync_later(descriptor)
         return item
@@ -235,6 +263,7 @@ class WorkerIngest(Ingest):
 
     def close(self) -> None:
         """Leave the import."""
+        self._verified.save()
         self._joined.close()
 
     def _check_open(self) -> None:

@@ -163,6 +163,10 @@ class Lease:
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
             self._held |= fresh
 
+    def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Take the store's exclusive lock; see :meth:`Locks.exclusive`."""
+        return self._locks.exclusive()
+
     def create_file(self) -> tuple[Path, int]:
         """Return the path and the descriptor of a new temporary file, which belongs to this lease."""
         folder, prefix = self._files

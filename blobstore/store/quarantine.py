@@ -14,12 +14,45 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders, sync_folder, write_file
-from blobstore.store.bases import link_base
+from blobstore.store.bases import link_base, states, which_are_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from blobstore.core.digest import BlobId
     from blobstore.store.blobs import BlobReader
+
+
+def replace_damaged(
+    store: BlobReader,
+    blob: BlobId,
+    ready: Path,
+    exclusive_lock: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], None],
+) -> tuple[bool, Path | None]:
+    """Make ``ready``, which is durable and checked, the file of a blob, unless the blob is intact now.
+
+    Returns:
+        Whether the file was needed, and the path of a damaged one in quarantine.
+
+    Raises:
+        StoreBusy: waiting for the exclusive lock timed out. Otherwise as :func:`put_in_place`.
+    """
+    digest, size = blob
+    while True:
+        seen = states(store, digest)
+        is_intact, is_cold_intact = which_are_whole(store, digest, size, progress)
+        if is_intact and is_cold_intact:
+            return False, None
+        with exclusive_lock():
+            if states(store, digest) != seen:
+                continue
+            quarantined = None if is_intact else put_in_place(store, digest, ready)
+            if not is_cold_intact:
+                quarantined = quarantine_cold(store, digest) or quarantined
+            return True, quarantined
 
 
 def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:

@@ -47,7 +47,6 @@ class VerifiedBlobs:
     def __init__(self, store: BlobReader) -> None:
         self._store = store
         self._path = store._layout.verified(os.geteuid())
-        self._known = _read(self._path)
         self._new: dict[str, FileVersion | None] = {}
 
     def has(self, digest: Digest, size: int) -> bool:
@@ -84,6 +83,10 @@ class VerifiedBlobs:
             data = [_HEADER, f"{Digest.of(text)}\n".encode(), text]
             with contextlib.suppress(OSError):
                 write_file(self._path, data, mode=0o600, durable=False)
+
+    @functools.cached_property
+    def _known(self) -> dict[str, FileVersion]:
+        return _read(self._path)
 
     @functools.cached_property
     def _latest(self) -> int:

@@ -77,9 +77,3 @@ def test_errors_with_a_builtin_counterpart_can_be_caught_as_it() -> None:
     assert issubclass(TensorNotFound, KeyError)
     assert issubclass(errors.UnsupportedDType, TypeError)
     assert not issubclass(InvalidHeader, ValueError)
-
-
-def test_the_digest_of_a_damaged_blob_is_pickled() -> None:
-    error = errors.BlobDamaged("damaged")
-    error.digest = "sha256:0"
-    assert pickle.loads(pickle.dumps(error)).digest == "sha256:0"

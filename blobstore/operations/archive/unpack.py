@@ -87,7 +87,6 @@ def unpack_archive(
         NotFound: there is no such file.
         NameTaken: a name belongs to another model of the store.
         NameConflict: a name differs only in case from one in the store or from another model's.
-        BlobDamaged: the store has one of the blobs, and it is damaged.
         StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be written, or is short of space.
         UsageError: an argument is invalid.
@@ -178,7 +177,7 @@ def _ingest_blobs(
     missing: list[int] = []
     for number in archive.needed(models):
         member = archive.members[number]
-        found = ingest.find(member.digest, member.size)
+        found = ingest.find(member.digest, member.size, is_hashed=False)
         if found is None:
             missing.append(number)
         else:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import escape
+from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, write_index
+from blobstore.models.index import load_index, rewrite_indexes, write_index
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
@@ -40,9 +39,11 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
+    from pathlib import Path
 
+    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
@@ -64,6 +65,8 @@ class Created:
     bytes_written: int
     bytes_present: int
     """Bytes of blobs that the store already had."""
+    blobs_repaired: int
+    """Blobs that the store already had, but damaged, and that were replaced."""
     repository: str | None
     """The Hub repository of the source, if it has one."""
     commit: str | None
@@ -122,7 +125,7 @@ def create(
             names are relative to the folder; ``*`` matches ``/`` too.
         exclude: patterns of files and folders to treat as if they did not exist, by their names
             relative to the folder.
-        paranoid: read blobs that exist already, and compare their digests.
+        paranoid: hash all blobs that exist already, also those that were hashed since they last changed.
         jobs: number of threads; by default one per processor.
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
             ``Client.get_executor()`` of Dask. It stays open. Its workers open the source and the
@@ -132,7 +135,7 @@ def create(
 
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be imported.
-        StoreError, NameConflict, BlobDamaged: the store cannot be used.
+        StoreError, StoreBusy, NameConflict: the store cannot be used.
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
@@ -165,31 +168,31 @@ def create(
         total = sum(blob.size for blob in plan.blobs)
         total += sum(file.size for file in files if file.is_large())
         pool = WorkerPool(jobs, progress, total, executor=executor)
-        try:
-            with store.ingest(paranoid=paranoid) as ingest:
-                in_workers = executor is not None
-                added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
-                manifest = _add_files(opened, plan, files, ingest, added, pool)
-                opened.check_unchanged()
-                ingest.publish()
-                # A model gets its name only if it can be resolved, and its index for faster opening.
-                index = load_index(store, manifest.to_bytes())
-                if not index.is_cached:
-                    write_index(store, manifest.to_bytes(), index)
-                opened.check_unchanged()
-                store.publish(reference, manifest)
-        except BlobDamaged as error:
-            raise _with_advice(error, store, source) from None
+        with store.ingest(paranoid=paranoid) as ingest:
+            in_workers = executor is not None
+            added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
+            manifest = _add_files(opened, plan, files, ingest, added, pool)
+            opened.check_unchanged()
+            ingest.publish()
+            rewrite_indexes(store, ingest.repaired)
+            # A model gets its name only if it can be resolved, and its index for faster opening.
+            data = manifest.to_bytes()
+            index = load_index(store, data, use_index=not ingest.repaired)
+            if not index.is_cached:
+                write_index(store, data, index)
+            opened.check_unchanged()
+            store.publish(reference, manifest)
     return Created(
         reference=reference,
         tensors=len(opened.specs),
         blobs=len(added),
         bytes_written=sum(item.size for item in added if item.written),
         bytes_present=sum(item.size for item in added if not item.written),
+        blobs_repaired=len(ingest.repaired),
         repository=opened.repository or None,
         commit=opened.commit or None,
         seconds=time.monotonic() - started,
-        notices=tuple(notices),
+        notices=(*notices, *_repairs(ingest.repaired)),
     )
 
 
@@ -278,18 +281,8 @@ def _same_imports(store: LocalStore, record: SourceRecord) -> Iterator[str]:
                 yield f"{reference} was imported from the same commit of {record.repository}"
 
 
-def _with_advice(
-    error: BlobDamaged, store: LocalStore, source: str | os.PathLike[str]
-) -> BlobDamaged:
-    """Return the error with advice, which depends on whether repair finds the blob by a model."""
-    if not error.digest:
-        return error
-    advice = "no model uses it: remove that file"
-    for reference in store.references():
-        with contextlib.suppress(BlobstoreError):
-            _, manifest = store.parse(reference)
-            if any(str(blob.digest) == error.digest for blob in manifest.blobs):
-                path = shlex.quote(escape(str(source)))
-                advice = f"run blobstore repair {reference} --from {path}"
-                break
-    return BlobDamaged(error.message, advice=f"{advice}, and create again")
+def _repairs(repaired: Mapping[Digest, Path | None]) -> Iterator[str]:
+    """Yield notices of the blobs that were replaced because they were damaged."""
+    for digest, quarantined in repaired.items():
+        where = "" if quarantined is None else f"; the damaged file is now {quote(quarantined)}"
+        yield f"replaced blob {digest}, which was damaged{where}"

@@ -24,7 +24,7 @@ from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, write_index
+from blobstore.models.index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.record import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
@@ -39,7 +39,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import states, which_are_whole
 from blobstore.store.local import LocalStore
-from blobstore.store.quarantine import put_in_place, quarantine_cold
+from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -300,12 +300,7 @@ class _Repair:
         cold = {key: it for key, it in self._wanted.items() if self._store.has_cold(it.digest)}
         self.intact |= {key for key, blob in cold.items() if self._judge(blob) == (True, True)}
         # Header indexes may come from damaged headers.
-        digests = {digest for digest, _ in self.intact}
-        for reference in self._store.references():
-            with contextlib.suppress(BlobstoreError):
-                data, manifest = self._store.parse(reference)
-                if any(blob.digest in digests for blob in manifest.blobs):
-                    write_index(self._store, data, load_index(self._store, data, use_index=False))
+        rewrite_indexes(self._store, {digest for digest, _ in self.intact})
 
     def _try_providers(self, own: OtherForms, provider: BlobProvider | None) -> None:
         self._try_all(own.rounds(self._wanted))
@@ -378,21 +373,19 @@ class _Repair:
 
     def _place(self, blob: Descriptor, ready: Path) -> None:
         """Move a file to a blob's place, unless the blob has become intact in the meantime."""
-        while True:
-            seen = states(self._store, blob.digest)
-            is_intact, is_cold_intact = self._judge(blob)
-            if is_intact and is_cold_intact:
-                self.intact.add(blob.id)
-                return
-            # Threads of one process would keep each other from the store's lock.
-            with self._placing, self._store.exclusive_lock():
-                if states(self._store, blob.digest) != seen:
-                    continue
-                aside = None if is_intact else put_in_place(self._store, blob.digest, ready)
-                if not is_cold_intact:
-                    aside = quarantine_cold(self._store, blob.digest) or aside
-                break
-        self._note_repair(blob, aside)
+        is_replaced, quarantined = replace_damaged(
+            self._store, blob.id, ready, self._lock, lambda _: self._check_running()
+        )
+        if is_replaced:
+            self._note_repair(blob, quarantined)
+        else:
+            self.intact.add(blob.id)
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        # Threads of one process would keep each other from the store's lock.
+        with self._placing, self._store.exclusive_lock():
+            yield
 
     def _judge(self, blob: Descriptor) -> tuple[bool, bool]:
         return which_are_whole(self._store, blob.digest, blob.size, lambda _: self._check_running())

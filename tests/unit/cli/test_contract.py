@@ -50,7 +50,7 @@ DAMAGED = {"verify": 4, "repair": 0, "du": 4, "show": 4}
 EXIT_CODES = {"diff": 1, **DAMAGED}
 # The keys of the JSON of each command; "[]" stands for the items of a list.
 JSON = {
-    "create": "blobs bytes_present bytes_written commit name notices repository seconds tensors",
+    "create": "blobs blobs_repaired bytes_present bytes_written commit name notices repository seconds tensors",
     "list": """models models[].bytes models[].digest models[].error models[].frozen_bytes
         models[].modified models[].name models[].shared_bytes models[].source
         models[].source.commit models[].source.kind models[].source.options

@@ -15,7 +15,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, StoreError
+from blobstore.errors import BlobstoreError, DamagedSource, StoreError
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -152,12 +152,15 @@ def test_a_damaged_blob_is_not_taken_for_an_existing_one(
         put(store, b"xyz")  # so bytes of this size are hashed before they are written
     path.chmod(0o644)
     path.write_bytes(bytes(size))
-    with (
-        pytest.raises(BlobDamaged, match=f"it has {size} bytes, expected 3"),
-        store.ingest() as ingest,
-    ):
-        ingest.add(3, lambda: [b"abc"])
-    assert path.read_bytes() == bytes(size)
+    with store.ingest() as ingest:
+        item = ingest.add(3, lambda: [b"abc"])
+        assert (item.written, item.is_repair) == (True, True)
+        assert path.read_bytes() == bytes(size)
+        ingest.publish()
+    assert path.read_bytes() == b"abc"
+    (quarantined,) = ingest.repaired.values()
+    assert quarantined is not None
+    assert quarantined.read_bytes() == bytes(size)
     assert temporary(store) == []
 
 
@@ -176,12 +179,26 @@ def test_only_a_regular_file_counts_as_a_blob(
     path = Path(store.blob_path(put(store, b"abc")))
     path.unlink()
     make(path)
-    with (
-        pytest.raises(BlobDamaged, match="is damaged: it is a link, folder or device"),
-        store.ingest() as ingest,
-    ):
+    with store.ingest() as ingest:
         ingest.add(3, lambda: [b"abc"])
-    assert not path.is_file() or path.is_symlink()
+        assert not path.is_file() or path.is_symlink()
+        ingest.publish()
+    assert not path.is_symlink()
+    assert path.read_bytes() == b"abc"
+    assert temporary(store) == []
+
+
+def test_a_damaged_blob_that_two_threads_add_is_replaced_once(store: LocalStore) -> None:
+    path = Path(store.blob_path(put(store, b"abc")))
+    path.chmod(0o644)
+    path.write_bytes(b"abd")
+    with store.ingest() as first, store.ingest() as second:
+        for ingest in (first, second):
+            ingest.add(3, lambda: [b"abc"])
+        first.publish()
+        second.publish()
+    assert (len(first.repaired), len(second.repaired)) == (1, 0)
+    assert path.read_bytes() == b"abc"
     assert temporary(store) == []
 
 
@@ -342,8 +359,7 @@ def test_a_found_blob_is_leased_until_the_import_ends(store: LocalStore) -> None
         assert ingest.find(added.digest, 4) == replace(added, written=False, file="")
         assert ingest.find(Digest.of(b"other"), 5) is None
         assert added.digest in store.read_leases().digests
-        with pytest.raises(BlobDamaged, match="has 4 bytes, expected 5"):
-            ingest.find(added.digest, 5)
+        assert ingest.find(added.digest, 5) is None
     assert store.read_leases().digests == set()
 
 

@@ -9,7 +9,6 @@ import pytest
 import blobstore
 from blobstore.errors import (
     ArchiveDamaged,
-    BlobDamaged,
     BlobstoreError,
     ModelNotFound,
     NameConflict,
@@ -137,14 +136,15 @@ def test_does_not_rewrite_cold_blobs(path: Path, store: LocalStore) -> None:
     assert verify_models(store=store).faults == ()
 
 
-def test_reports_a_damaged_blob_of_the_store(path: Path, store: LocalStore) -> None:
+def test_replaces_a_damaged_blob_of_the_store(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
     blob = Path(store.blob_path(layers(store, "base")["l1"].digest))
     blob.unlink()
     blob.write_bytes(b"short")
-    with pytest.raises(BlobDamaged, match="has 5 bytes"):
-        unpack_archive(path, store=store)
-    assert names(store) == ["base"]
+    unpack_archive(path, store=store)
+    assert verify_models(store=store).faults == ()
+    (quarantined,) = store.folder("quarantine").iterdir()
+    assert quarantined.read_bytes() == b"short"
 
 
 def test_replaces_another_model_only_with_force(path: Path, store: LocalStore) -> None:

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
@@ -11,10 +14,8 @@ import safetensors
 
 import blobstore
 from blobstore.errors import (
-    BlobDamaged,
     DamagedSource,
     InvalidReference,
-    ModelNotFound,
     NameConflict,
     SourceNotFound,
     UnsupportedSource,
@@ -25,10 +26,12 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.plan import plan_source
-from blobstore.operations.maintenance.repair import repair_models
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.open import open_source
+from blobstore.sources.versions import SourceVersions
+from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
-from tests.support.damage import blob_path, flip
+from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
 
 NAME = Reference.parse("m")
@@ -279,18 +282,9 @@ def test_a_failed_replacement_keeps_the_old_model(
     assert store.read_manifest(NAME) == manifest
 
 
-def test_rejects_a_damaged_blob_in_the_store(folder: Path, store: LocalStore) -> None:
-    blobstore.create(folder, "m", store=store)
-    path = blob_path(store, "scalar")
-    path.chmod(0o600)
-    os.truncate(path, 3)
-    with pytest.raises(BlobDamaged, match="it has 3 bytes, expected"):
-        blobstore.create(folder, "other", store=store)
-    with pytest.raises(ModelNotFound):
-        store.resolve(Reference.parse("other"))
-    path.unlink()
-    blobstore.create(folder, "other", store=store)
-    blobstore.open("m", store=store, verify="digest").close()
+def quarantined(store: LocalStore) -> list[bytes]:
+    folder = store.folder("quarantine")
+    return [path.read_bytes() for path in folder.iterdir()] if folder.exists() else []
 
 
 def test_an_unreadable_small_file_is_an_error(folder: Path, store: LocalStore) -> None:
@@ -410,49 +404,78 @@ def test_progress_never_decreases_for_a_blob_that_is_read_twice(
 # Damaged blobs in the store
 
 
-@pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts"])
-def test_a_paranoid_import_finds_a_damaged_blob(
-    layer: str, folder: Path, store: LocalStore
+@pytest.mark.parametrize("damage", [flip, flip_header, truncate])
+@pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts", ""])
+def test_an_import_replaces_a_damaged_blob(
+    layer: str, damage: Callable[[Path], object], folder: Path, store: LocalStore
 ) -> None:
     blobstore.create(folder, "m", store=store)
     path = blob_path(store, layer)
+    damage(path)
+    wrong = path.read_bytes()
+    created = blobstore.create(folder, "other", store=store)
+    assert created.blobs_repaired == 1
+    assert created.bytes_written == path.stat().st_size
+    (notice,) = created.notices
+    assert notice.startswith(
+        f"replaced blob sha256:{path.name[7:]}, which was damaged; the damaged"
+    )
+    assert quarantined(store) == [wrong]
+    assert not list(store.folder("temporary").iterdir())
+    for name in ("m", "other"):
+        blobstore.open(name, store=store, verify="digest").close()
+    assert blobstore.create(folder, "other", store=store).blobs_repaired == 0
+
+
+def test_a_damaged_frozen_blob_is_replaced_by_a_plain_file(folder: Path, store: LocalStore) -> None:
+    tensors = {"x": np.arange(1 << 18, dtype=np.float32)}
+    folder = write_folder(folder.parent / "large", tensors)
+    blobstore.create(folder, "m", store=store)
+    freeze_models(["m"], store=store)
+    (layer,) = store.resolve(NAME).layers_of(media_types.TENSOR)
+    assert store.is_cold(layer.digest)
+    flip(Path(store.cold_path(layer.digest)))
+    created = blobstore.create(folder, "m", store=store)
+    assert (created.blobs_repaired, len(quarantined(store))) == (1, 1)
+    assert store.has_hot(layer.digest)
+    assert not store.has_cold(layer.digest)
+    blobstore.open("m", store=store, verify="digest").close()
+
+
+def test_an_import_that_fails_leaves_a_damaged_blob(
+    folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.create(folder, "m", store=store)
+    path = blob_path(store, "mask")
     flip(path)
     wrong = path.read_bytes()
-    advice = f"; run blobstore repair m:latest --from {folder}, and create again"
-    with pytest.raises(BlobDamaged) as caught:
-        blobstore.create(folder, "other", store=store, paranoid=True)
-    assert f"blob '{path}' is damaged: its bytes have digest" in str(caught.value)
-    assert str(caught.value).endswith(advice)
+    monkeypatch.setattr(SourceVersions, "check", Mock(side_effect=DamagedSource("changed")))
+    with pytest.raises(DamagedSource):
+        blobstore.create(folder, "other", store=store)
     assert path.read_bytes() == wrong
-    assert [str(name) for name in store.references()] == ["m:latest"]
+    assert not quarantined(store)
     assert not list(store.folder("temporary").iterdir())
-    repair_models([NAME], folder, store=store)
-    assert blobstore.create(folder, "other", store=store, paranoid=True).bytes_written == 0
+
+
+def test_blobs_that_were_verified_are_not_read_again(
+    folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_cache, "_MARGIN_NS", 0)
+    blobstore.create(folder, "m", store=store)
+    blobs = len(store.resolve(NAME).layers) + 1
+    check = create_autospec(LocalStore.check_digest, side_effect=LocalStore.check_digest)
+    monkeypatch.setattr(LocalStore, "check_digest", check)
+    time.sleep(0.05)
+    for paranoid, count in ((False, blobs), (False, 0), (True, blobs)):
+        check.reset_mock()
+        created = blobstore.create(folder, "m", store=store, paranoid=paranoid)
+        assert check.call_count == count
+        assert created.bytes_written == 0
+    flip(blob_path(store, "mask"))
+    assert blobstore.create(folder, "m", store=store).blobs_repaired == 1
 
 
 def test_a_paranoid_import_accepts_intact_blobs(folder: Path, store: LocalStore) -> None:
     before = blobstore.create(folder, "m", store=store)
     again = blobstore.create(folder, "m", store=store, paranoid=True)
     assert (again.bytes_written, again.bytes_present) == (0, before.bytes_written)
-
-
-def test_advises_to_remove_a_damaged_blob_that_no_model_uses(
-    folder: Path, store: LocalStore
-) -> None:
-    blobstore.create(folder, "m", store=store)
-    path = blob_path(store, "mask")
-    flip(path)
-    store.manifest_path(NAME).unlink()
-    with pytest.raises(BlobDamaged, match="; no model uses it: remove that file, and create again"):
-        blobstore.create(folder, "m", store=store, paranoid=True)
-    path.unlink()
-    assert blobstore.create(folder, "m", store=store, paranoid=True).bytes_written > 0
-
-
-def test_every_import_finds_a_blob_of_another_size(folder: Path, store: LocalStore) -> None:
-    blobstore.create(folder, "m", store=store)
-    path = blob_path(store, "mask")
-    path.chmod(0o644)
-    os.truncate(path, 3)
-    with pytest.raises(BlobDamaged, match="has 3 bytes, expected .* run blobstore repair m:latest"):
-        blobstore.create(folder, "other", store=store)

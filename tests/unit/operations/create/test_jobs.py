@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import blobstore
-from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, UsageError
+from blobstore.errors import BlobstoreError, DamagedSource, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create import convert
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -135,13 +135,14 @@ def test_an_error_of_a_worker_leaves_nothing(
     assert list(store.folder("blobs").iterdir()) == []
 
 
-def test_a_damaged_blob_is_an_error_with_advice(
+def test_a_worker_replaces_a_damaged_blob(
     folder: Path, store: LocalStore, executor: Executor
 ) -> None:
     blobstore.create(folder, "m", store=store)
     flip(blob_path(store, "mask"))
-    with pytest.raises(BlobDamaged, match="; run blobstore repair m:latest --from .* create again"):
-        blobstore.create(folder, "n", store=store, executor=executor, paranoid=True)
+    created = blobstore.create(folder, "n", store=store, executor=executor)
+    assert created.blobs_repaired == 1
+    blobstore.open("m", store=store, verify="rehash").close()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
