@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -33,18 +34,14 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
+from blobstore.store.local import LocalStore
 from tests.real import tiny
 from tests.real.tiny import changed
 from tests.support import damage
 from tests.support.models import blob, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +27,12 @@ from blobstore.integrations.transformers import (
     tokenizer_from_store,
 )
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
 from tests.real.tiny import TEXT, changed, logits, make, with_float8
 from tests.support.damage import flip, truncate
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.store.local import LocalStore
 
 needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel in Linux's way")
 

@@ -11,27 +11,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
 
 import blobstore
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.real.tiny import write_tokenizer
 from tests.support.damage import flip
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blobstore.manifests.descriptor import Descriptor
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "docs" / "examples" / "serve.py"

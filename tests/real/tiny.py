@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -11,9 +12,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Rows are of two groups of 32, so that every type of quantization fits.
 TEXT: dict[str, Any] = {

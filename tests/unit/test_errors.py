@@ -3,15 +3,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from blobstore import errors
 from blobstore.errors import BlobstoreError, InvalidHeader, TensorNotFound, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CLASSES: list[type[BlobstoreError]] = [
     item

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,9 +17,6 @@ from vllm import LLM, SamplingParams
 
 from tests.real.tiny import changed as with_config
 from tests.real.tiny import write_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WORDS = 256
 _TEXT: dict[str, Any] = {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+
+from blobstore.operations.create.blobs import ExpertForm
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 
@@ -27,11 +30,6 @@ from blobstore.store.local import LocalStore
 from tests.real.tiny import with_float8
 from tests.support.damage import blob_path, flip
 from tests.vllm.models import FAST, answer, changed, expected, saved
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 LAYER = "model.layers.1"
 

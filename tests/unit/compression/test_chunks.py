@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +15,13 @@ from blobstore.compression.transforms import (
     BF16,
     BF16_PAIRS,
     IDENTITY,
+    Transform,
     delta_transform,
     transform_of,
 )
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
 from tests.support.cold import noise, weights
-
-if TYPE_CHECKING:
-    from blobstore.compression.transforms import Transform
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 HUFFMAN = (Coder.HUFFMAN,)

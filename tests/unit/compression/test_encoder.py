@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -28,9 +29,6 @@ from tests.support.cold import (
     text,
     weights,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BLOB = safetensors(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from blobstore.compression.transforms import (
     BYTES_8,
     IDENTITY,
     WIDTHS,
+    Transform,
     delta_transform,
     transform_of,
     transforms_for,
@@ -24,10 +25,6 @@ from blobstore.compression.transforms import (
 )
 from blobstore.core.tensor import DType
 from tests.support.cold import noise, weights
-
-if TYPE_CHECKING:
-    from blobstore.compression.transforms import Transform
-
 
 SOLO = [transform for number in range(32) if (transform := transforms._BY_NUMBER.get(number))]
 TYPED = {4: DType.BF16, 5: DType.BF16, 9: DType.F8_E4M3}

@@ -1,21 +1,17 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from blobstore.compression import transforms
+from blobstore.compression.chunks import Pipeline
 from blobstore.compression.entropy import Coder
+from blobstore.compression.level import Level
+from blobstore.compression.transforms import Transform
 from blobstore.compression.tuning import choose_pipelines
 from blobstore.core.tensor import DType
 from tests.support.cold import noise, text, weights
-
-if TYPE_CHECKING:
-    from blobstore.compression.chunks import Pipeline
-    from blobstore.compression.level import Level
-    from blobstore.compression.transforms import Transform
 
 
 def pipelines(

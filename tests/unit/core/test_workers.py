@@ -3,18 +3,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, DamagedSource, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Executor
 
 
 def square(item: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +17,6 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 UP = "model.layers.0.mlp.experts.up_proj.weight"
 

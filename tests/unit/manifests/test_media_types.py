@@ -16,7 +16,13 @@ TYPES = {name: value for name, value in vars(media_types).items() if name.isuppe
     [
         (media_types.CONFIG, "the config"),
         (media_types.TENSOR, "a tensor blob"),
-        (media_types.JSON, "a `*.json` file of the source"),
+        (
+            media_types.JSON,
+            (
+                "a `*.json` file of the source, or `checkpoint_values.json` with the simple values of its "
+                "PyTorch checkpoints"
+            ),
+        ),
         (media_types.FILE, "another file of the source, of any size"),
         (media_types.STACKS, "what stacking forgets (3.5)"),
         (media_types.SOURCE, "what the model was imported from (5)"),

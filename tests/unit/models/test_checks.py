@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -27,9 +28,6 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NAME = Reference.parse("m")
 NORM = "norm.weight"

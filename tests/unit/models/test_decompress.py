@@ -5,9 +5,10 @@ import gc
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import pytest
 
@@ -23,11 +24,6 @@ from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, layer, layers, tuned, weights
 from tests.support.models import add_blobs
 from tests.support.page_cache import dropped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from types import FrameType
 
 BLOBS = {
     "small": layer("small", weights(1)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,11 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models import dequantize as unpacking
 from blobstore.models.dequantize import plain_pieces
-from blobstore.models.tensors import read_tensors
+from blobstore.models.tensors import StoredTensor, read_tensors
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.models.tensors import StoredTensor
 
 NAME = Reference.parse("m")
 TENSORS = quantizable_tensors()

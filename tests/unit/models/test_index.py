@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.index import TensorIndex, load_index, write_index
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 WEIGHT = ("w", "U32", (2, 4), bytes(32))
 SCALE = ("w.scale", "BF16", (2, 1), bytes(4))

@@ -3,8 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,17 +32,12 @@ from blobstore.models import slices
 from blobstore.models.index import TensorLocation
 from blobstore.models.slices import read_part, view_part
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.open import Model
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.damage import blob_path, truncate
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from blobstore.operations.open import Model
-
 
 TENSORS: dict[str, Any] = {
     "w": np.random.default_rng(1).standard_normal((8, 6, 4), dtype=np.float32),

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,8 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.open import Verify
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
@@ -47,12 +50,6 @@ from tests.support.models import (
     write_folder,
 )
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.operations.open import Verify
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()

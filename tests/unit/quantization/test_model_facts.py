@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.model_facts import ModelFacts
-from blobstore.quantization.policy import POLICIES, Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.quantization.policy import PolicyName
+from blobstore.quantization.policy import POLICIES, Policy, PolicyName
 
 LAYER = "model.layers.0"
 

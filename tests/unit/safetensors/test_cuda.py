@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ from blobstore.models.device import transfer
 from blobstore.models.index import TensorLocation
 from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.safetensors.torch import copy_to, empty_tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,6 @@ from blobstore.safetensors.header import in_file_order
 from tests.support.dtypes import NAMES
 from tests.support.models import dense_tensors, write_safetensors
 from tests.support.safetensors_file import SafetensorsFile
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 CODES = {name: dtype.value for dtype, name in NAMES.items() if "float8" not in name}
 del CODES["bfloat16"]  # the reference library does not write it

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +10,6 @@ from blobstore.errors import UnsupportedDType
 from tests.support.dtypes import NAMES
 from tests.support.models import write_safetensors
 from tests.support.safetensors_file import SafetensorsFile
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 as_mlx = pytest.importorskip("blobstore.safetensors.mlx").as_mlx

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +11,6 @@ from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.numpy import as_array
 from tests.support.dtypes import NAMES
 from tests.support.safetensors_file import SafetensorsFile
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = {dtype: np.dtype(name) for dtype, name in NAMES.items()}
 PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]

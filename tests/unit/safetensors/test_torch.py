@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +12,6 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.torch import as_tensor
 from tests.support.dtypes import NAMES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = {dtype: getattr(torch, name) for dtype, name in NAMES.items()}
 

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.open import open_source
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _ROOT = Path(__file__).parents[3]
 _SHARD = "model-00002-of-00002.safetensors"

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,6 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ONE = {"a": np.arange(3.0)}
 TWO = {"b": np.arange(4.0)}

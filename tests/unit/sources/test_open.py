@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from tests.support import sandbox
 from tests.support.models import write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ONE = {"a": np.zeros(3)}
 

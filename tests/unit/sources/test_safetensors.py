@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,9 +12,6 @@ from safetensors.numpy import save_file
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.sharded import ShardSet
 from tests.support import sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture

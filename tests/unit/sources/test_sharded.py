@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,6 @@ from safetensors.numpy import save_file
 from blobstore.errors import CheckpointRefused, DamagedSource, UsageError
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.sharded import ShardSet, add_indexed, read_weight_map
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -1,24 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from blobstore.errors import BlobDamaged
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.bases import WholeBases, states, which_are_whole
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from blobstore.manifests.descriptor import Descriptor
-
 
 CHILD = layer("x", tuned(10, 1))
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +13,6 @@ from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 DATA = encode_header([TensorSpec("a", DType.U8, (4,))]) + b"data"
 DIGEST = Digest.of(DATA)

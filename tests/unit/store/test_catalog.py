@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 A, B = map(Reference.parse, "ab")
 

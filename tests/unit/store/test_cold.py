@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.core.files import FileState
 from blobstore.core.mmap import MappedRegion
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError
@@ -18,11 +20,6 @@ from blobstore.store.cold import BaseCache
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, layer, layers, put, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from blobstore.core.digest import Digest
 
 DATA = layer("x", weights(1))
 

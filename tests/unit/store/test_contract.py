@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
+from blobstore.store.protocols import ModelReader, ModelStore
 from tests.support.store_suite import NAMES, ModelReaderSuite, ModelStoreSuite, blobs_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.store.protocols import ModelReader, ModelStore
 
 
 class TestHotBlobs(ModelReaderSuite):

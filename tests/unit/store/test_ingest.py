@@ -6,10 +6,10 @@ import os
 import resource
 import stat
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,9 +19,6 @@ from blobstore.errors import BlobstoreError, DamagedSource, StoreError
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,9 +28,6 @@ from blobstore.store.local import LocalStore, default_root
 from blobstore.store.scan import is_folder
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NAME = Reference.parse("m")
 

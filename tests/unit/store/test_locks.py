@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,9 +18,6 @@ from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 A, B, C = (Digest.of(name) for name in (b"a", b"b", b"c"))
 HOLD = """

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,9 +12,6 @@ from blobstore.core.files import sync_folder
 from blobstore.store.layout import Layout
 from blobstore.store.local import LocalStore
 from blobstore.store.quarantine import put_in_place
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RIGHT = b"right"
 DIGEST = Digest.of(RIGHT)

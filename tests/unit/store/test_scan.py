@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import StoreError
 from blobstore.store.scan import digest_of, is_folder, list_names, scan_folder, walk_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LISTINGS = [list_names, scan_folder, lambda folder: list(walk_files(folder))]
 

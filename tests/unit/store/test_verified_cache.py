@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +13,6 @@ from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from tests.support import sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DATA = b"bytes of a blob"
 DIGEST = Digest.of(DATA)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +15,6 @@ from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import damaged_blobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def put(store: LocalStore, *contents: bytes) -> list[Descriptor]:

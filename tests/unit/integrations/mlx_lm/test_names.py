@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,10 @@ import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.models.source_layers import read_stacks
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from blobstore.operations.create.blobs import ExpertForm
 
 EXPERTS = "model.layers.0.mlp.experts"
 SWITCH = "model.layers.0.mlp.switch_mlp"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,11 +12,9 @@ import pytest
 import blobstore
 from blobstore.errors import BlobMissing, UnsupportedDType
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
-
-if TYPE_CHECKING:
-    from blobstore.operations.create.blobs import ExpertForm
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_weights = pytest.importorskip("blobstore.integrations.mlx_lm.weights")

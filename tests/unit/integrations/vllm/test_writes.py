@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from blobstore.integrations.vllm.writes import Offered, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def parameter(*shape: int) -> torch.Tensor:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,6 @@ from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
 from blobstore.operations.archive import ordered_writer
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

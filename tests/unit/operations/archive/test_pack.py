@@ -5,11 +5,12 @@ import gc
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import Buffer
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.spans import Span
@@ -44,11 +45,6 @@ from tests.support.archives import Parts, put_family
 from tests.support.cold import cold, noise
 from tests.support.frozen import flip, layer, layers, tuned, weights
 from tests.support.models import add_blobs, dense_tensors, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from typing_extensions import Buffer
 
 CHILDREN = ("one", "two", "three")
 EVERYONE = ("base", *CHILDREN)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,7 +14,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.plan import plan_members, read_models
+from blobstore.operations.archive.plan import PlannedMember, plan_members, read_models
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -24,11 +24,6 @@ from tests.support.archives import put_family
 from tests.support.cold import cold, noise
 from tests.support.frozen import flip, layer, layers, put, weights
 from tests.support.models import add_blobs, with_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from blobstore.operations.archive.plan import PlannedMember
 
 CHILDREN = ("one", "two", "three")
 EVERYONE = ("base", *CHILDREN)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -29,9 +29,6 @@ from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.archives import FAMILY, Parts, packed_family
 from tests.support.frozen import flip, layers, put
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,6 @@ from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 MINE = Reference.parse("mine")
 

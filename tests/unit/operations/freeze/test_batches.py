@@ -3,7 +3,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,6 @@ from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.batches import _BATCH, TemporaryFiles, run_in_batches
 from blobstore.store.local import LocalStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 
 def blobs(sizes: Iterable[int]) -> list[Descriptor]:

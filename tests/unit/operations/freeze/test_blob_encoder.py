@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, layer, tuned, weights
 from tests.support.models import add_blobs, blob
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

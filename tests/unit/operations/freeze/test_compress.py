@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import blobstore
+from blobstore.core.digest import Digest
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.compress import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
@@ -13,9 +14,6 @@ from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip_in_place, forms_of, layer, layers, put, tuned
 from tests.support.models import add_blobs
-
-if TYPE_CHECKING:
-    from blobstore.core.digest import Digest
 
 CHILD = tuned(10, 1)
 

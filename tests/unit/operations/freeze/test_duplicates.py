@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import blobstore
+from blobstore.core.digest import Digest
+from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.freeze import duplicates
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.fingerprints import Piece, fingerprint_of
-from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.freeze import Frozen, freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
@@ -19,13 +21,6 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, forms_of, layer, layers, tuned, weights
 from tests.support.models import Arrays, add_blobs, blob, write_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.core.digest import Digest
-    from blobstore.operations.create.blobs import ExpertForm
-    from blobstore.operations.freeze.freeze import Frozen
 
 HEAD, EMBED = "lm_head", "embed_tokens"
 LITTLE = 4096

@@ -6,13 +6,17 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import blobstore
+from blobstore.compression.level import Level
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreError, UsageError
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
@@ -25,6 +29,7 @@ from blobstore.operations.maintenance.gc import Removed, _Collection, collect_ga
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
@@ -41,14 +46,6 @@ from tests.support.frozen import (
     weights,
 )
 from tests.support.models import add_blobs, blob
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from blobstore.compression.level import Level
-    from blobstore.core.digest import Digest
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.store.cold import ColdBlob
 
 
 @pytest.fixture

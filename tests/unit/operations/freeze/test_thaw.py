@@ -4,8 +4,9 @@ import contextlib
 import gc
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,6 @@ from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, forms_of, layer, layers, put, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,9 +18,6 @@ from tests.support.meta_models import (
     split,
     to_meta,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_takes_copies_of_key_and_value_heads_once(maker: Maker) -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from tests.support.meta_models import (
     split,
     to_meta,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def config_of(maker: Maker, params: Params, shards: int = 1, **options: Any) -> Mapping[str, Any]:

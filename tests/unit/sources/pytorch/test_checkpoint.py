@@ -4,8 +4,9 @@ import os
 import struct
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.sources.pytorch import checkpoint as reading
-from blobstore.sources.pytorch.checkpoint import open_checkpoint
+from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
 from tests.support.checkpoints import (
     call,
     legacy_file,
@@ -45,11 +46,6 @@ from tests.support.torch_files import (
     rewritten,
     save,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from blobstore.sources.pytorch.checkpoint import Checkpoint
 
 STORED = 4096
 """Bytes of the tensors of :func:`two`."""

@@ -7,7 +7,7 @@ import json
 import lzma
 import pickle
 import tarfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +16,9 @@ from safetensors.numpy import save as to_safetensors
 
 from blobstore.errors import CheckpointRefused, UnsupportedSource
 from blobstore.sources.pytorch.container import open_container, other_kind
+from blobstore.sources.pytorch.storages import Container
 from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
 from tests.support.zip_files import Member, make_zip, opened
-
-if TYPE_CHECKING:
-    from blobstore.sources.pytorch.storages import Container
 
 PICKLE = pickled(mapping(a=tensor()))
 

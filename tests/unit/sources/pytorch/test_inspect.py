@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources.pytorch.inspect import inspect_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Evil:

@@ -4,7 +4,8 @@ import io
 import os
 import pickle as pickles
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch import legacy as torch_legacy
 from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, MAGIC, LegacyStream, is_legacy
 from blobstore.sources.pytorch.tensors import Storage, TensorReader
+from blobstore.sources.pytorch.zip_entries import ZipEntry
 from blobstore.sources.unpickler.machine import run
 from blobstore.sources.unpickler.state import CutShort
 from tests.support.checkpoints import (
@@ -29,11 +31,6 @@ from tests.support.checkpoints import (
     text,
 )
 from tests.support.zip_files import opened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from blobstore.sources.pytorch.zip_entries import ZipEntry
 
 PICKLE = pickled(mapping(a=tensor()))
 HEAD = pickled(b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import copyreg
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +42,6 @@ from tests.support.checkpoints import (
     text,
 )
 from tests.support.torch_files import check, save
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 class Opcodes(bytes):

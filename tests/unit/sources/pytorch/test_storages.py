@@ -4,9 +4,10 @@ import os
 import random
 import threading
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -26,10 +27,6 @@ from blobstore.sources.pytorch.zip_entries import ZipEntry, read_entry
 from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
 from tests.support.torch_files import TYPES, of_type, raw
 from tests.support.zip_files import deflated, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 CONTENT = random.Random(1).randbytes(3 << 20)
 """More than the reader takes at once."""

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -39,9 +40,6 @@ from tests.support.checkpoints import (
     tensor,
     text,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 UTILS = "torch._utils"
 LARGEST = 2**63 - 1

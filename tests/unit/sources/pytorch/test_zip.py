@@ -4,8 +4,8 @@ import io
 import random
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.pytorch import zip as torch_zip
 from blobstore.sources.pytorch.tensors import Storage
 from blobstore.sources.pytorch.zip import ZipCheckpoint
+from blobstore.sources.pytorch.zip_entries import ZipEntry
 from tests.support.checkpoints import (
     VALUES,
     call,
@@ -29,11 +30,6 @@ from tests.support.checkpoints import (
     zip_file,
 )
 from tests.support.zip_files import Member, make_zip, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from blobstore.sources.pytorch.zip_entries import ZipEntry
 
 PICKLE = pickled(mapping(a=tensor()))
 FLOATS = Storage("0", "FloatStorage", DType.F32, 4, 4)

@@ -8,7 +8,8 @@ import struct
 import tracemalloc
 import zipfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from blobstore.sources.pytorch.zip_entries import (
     read_small_entry,
 )
 from tests.support.zip_files import Member, deflated, extra_field, make_zip, opened
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL32 = 0xFFFFFFFF
 RANDOM = random.Random(7)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,9 @@ from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler import machine
 from blobstore.sources.unpickler.fast_path import Numbers, read_calls
 from blobstore.sources.unpickler.machine import run
+from blobstore.sources.unpickler.state import State
 from blobstore.sources.unpickler.values import Persistent, Reduced
 from tests.support.pickle_values import canonical
-
-if TYPE_CHECKING:
-    from blobstore.sources.unpickler.state import State
 
 HEAD = (
     b"\x80\2ctorch._utils\n_rebuild_tensor_v2\nq\0000U\7storageq\0010ctorch\nFloatStorage\nq\0020"

@@ -5,7 +5,7 @@ import pickle
 import struct
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Never
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +17,6 @@ from blobstore.sources.unpickler.opcodes import NAMES, REFUSED
 from blobstore.sources.unpickler.state import CutShort
 from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
 from tests.support.pickle_values import EXAMPLES, canonical
-
-if TYPE_CHECKING:
-    from typing import Never
 
 PROTOCOLS = range(6)
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
