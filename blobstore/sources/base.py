@@ -117,14 +117,6 @@ class TensorSource(Protocol):
         """The ``__metadata__`` of the safetensors files."""
 
     @property
-    def repository(self) -> str:
-        """The Hub repository that the source comes from; empty for other sources."""
-
-    @property
-    def commit(self) -> str:
-        """The hash of the repository's commit; empty for other sources."""
-
-    @property
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
 

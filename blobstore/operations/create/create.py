@@ -189,8 +189,8 @@ def create(
         bytes_written=sum(item.size for item in added if item.written),
         bytes_present=sum(item.size for item in added if not item.written),
         blobs_repaired=len(ingest.repaired),
-        repository=opened.repository or None,
-        commit=opened.commit or None,
+        repository=record.repository or None,
+        commit=record.commit or None,
         seconds=time.monotonic() - started,
         notices=(*notices, *_repairs(ingest.repaired)),
     )

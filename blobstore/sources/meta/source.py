@@ -47,7 +47,6 @@ class MetaFolder:
     """A :class:`TensorSource` over a folder of shards and their ``params.json``."""
 
     metadata: Mapping[Path, Mapping[str, str]] = {}
-    repository = commit = ""
 
     def __init__(
         self,
