@@ -147,17 +147,19 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
     """Return the decoded file; an empty ``kind`` if there is none.
 
     Raises:
-        DamagedSource: it cannot be read, or is of another kind.
+        DamagedSource: it cannot be parsed, or is of another kind.
+        SourceError: it cannot be read.
     """
     if not tree.has(name):
         return kind()
     path = tree.path(name)
     try:
         value = json.loads(read_regular(path, MAX_SMALL_FILE))
-    except (OSError, ValueError, RecursionError, BlobstoreError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+    except OSError as error:
+        raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
+    except (ValueError, RecursionError, BlobstoreError) as error:
         raise DamagedSource(
-            f"{tree.label(name)} cannot be read: {reason}; download the complete model"
+            f"{tree.label(name)} cannot be read: {error}; download the complete model"
         ) from None
     if not isinstance(value, kind):
         expected = "object" if kind is dict else "list"
