@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
-from blobstore.models.source_layers import read_stacks
+from blobstore.models.source_layers import left_out_tensors, read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.operations.open import Model
 
 
@@ -56,9 +57,22 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
         return "not all of its quantized weights are fp8"
     if quant_config.is_mlx or not quant_config.method:
         return "its config does not say how they are quantized"
-    if quant_config.has_static_activations:
+    if quant_config.has_static_activations and not activation_scales(model, config):
         return "the store does not have the scales of its activations"
     return ""
+
+
+def activation_scales(
+    model: Model, config: Mapping[str, Any]
+) -> dict[str, tuple[TensorSpec, bytes]]:
+    """Return the scales of activations by source name, if a server that takes FP8 weights needs them.
+
+    Raises:
+        BlobMissing, BlobDamaged: the record of the source is missing or damaged.
+    """
+    if not SourceQuantConfig(config).has_static_activations:
+        return {}
+    return left_out_tensors(model.store, model.manifest)
 
 
 def is_dequantized(

@@ -29,6 +29,7 @@ from blobstore.integrations.model_files import (
 )
 from blobstore.integrations.source_names import (
     DECODED_TYPES,
+    activation_scales,
     component_prefixes,
     gpt_oss_experts,
     is_dequantized,
@@ -37,7 +38,7 @@ from blobstore.integrations.source_names import (
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
-from blobstore.safetensors.torch import check_device, empty_tensor
+from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor
 
 if TYPE_CHECKING:
     import os
@@ -176,11 +177,12 @@ def _source_state(
     strict: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a component under the names of its source."""
+    stated = _stated_config(model, subfolder)
     names = _SourceNames(
         f"{subfolder}/" if subfolder else "",
         component_prefixes(model),
         stacked_names(model),
-        gpt_oss_experts(model, _stated_config(model, subfolder)),
+        gpt_oss_experts(model, stated),
     )
     if strict and model.quantized:  # check before dequantizing weights that may be too many
         meta = torch.device("meta")
@@ -188,7 +190,11 @@ def _source_state(
         what = f"transformers cannot build {model.reference}"
         with library_errors(what), meta:
             _check_parameters(model_class(copy.deepcopy(config)), names.rename(empty), what)
-    return names.rename(model.tensors(names.prefix))
+    tensors = model.tensors(names.prefix)
+    if hasattr(config, "quantization_config"):
+        for name, (spec, data) in activation_scales(model, stated).items():
+            tensors[name] = as_tensor(memoryview(bytearray(data)), 0, spec)
+    return names.rename(tensors)
 
 
 def _build(

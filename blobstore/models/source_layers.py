@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
-from blobstore.errors import BlobDamaged
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
+from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 
 if TYPE_CHECKING:
+    from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
@@ -59,3 +62,27 @@ def read_source_record(store: LocalStore, manifest: Manifest) -> SourceRecord | 
         return SourceRecord.from_bytes(content)
     except BlobDamaged as error:
         raise BlobDamaged(f"the source layer, blob {layer.digest.short}, {error.message}") from None
+
+
+def left_out_tensors(store: LocalStore, manifest: Manifest) -> dict[str, tuple[TensorSpec, bytes]]:
+    """Return the tensors of the source that no blob holds unchanged, such as scales of activations.
+
+    Raises:
+        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed.
+    """
+    record = read_source_record(store, manifest)
+    found: dict[str, tuple[TensorSpec, bytes]] = {}
+    for file in record.files if record is not None and record.left_out else ():
+        if file.format != "safetensors":
+            continue
+        try:
+            header = parse_header(file.start[PREFIX_SIZE:], file.size)
+        except InvalidHeader as error:
+            raise BlobDamaged(f"the source layer: file {quote(file.name)}: {error}") from None
+        folder, slash, _ = file.name.rpartition("/")
+        for name, (spec, _, _) in header.tensors.items():
+            full = folder + slash + name
+            data = record.left_out.get(full, b"") if record is not None else b""
+            if data and len(data) == spec.nbytes:
+                found[full] = spec._replace(name=full), data
+    return found

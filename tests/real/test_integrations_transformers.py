@@ -521,20 +521,28 @@ def test_8_bit_floats_are_decoded_on_a_processor(
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("kind", "is_static"), [("llama", False), ("llama", True), ("qwen3-moe", False)]
+)
 def test_kernels_of_transformers_get_8_bit_floats_as_they_are(
-    kind: str, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    is_static: bool,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without a GPU, transformers would decode them.
     quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
     monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
     source = saved(kind, tmp_path / "source", torch.bfloat16)
-    tensors = with_float8(source)
+    tensors = with_float8(source, is_static=is_static)
     blobstore.create(source, "m", store=store)
     model = from_store("m", store=store, dequantize=False)
     assert model.config.quantization_config.quant_method == "fp8"
     found = model.state_dict()
     same = {name for name in tensors if name in found}  # transformers fuses experts
+    assert is_static == any(name.endswith(".activation_scale") for name in same)
+    assert kind != "llama" or same == set(tensors)
     assert any(found[name].dtype == torch.float8_e4m3fn for name in same)
     for name in same:
         assert found[name].dtype == tensors[name].dtype

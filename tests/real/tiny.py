@@ -70,11 +70,13 @@ def write_tokenizer(folder: Path, words: int = 128) -> None:
     fast.save_pretrained(folder)
 
 
-def with_float8(folder: Path, *, has_blocks: bool = True) -> dict[str, torch.Tensor]:
+def with_float8(
+    folder: Path, *, has_blocks: bool = True, is_static: bool = False
+) -> dict[str, torch.Tensor]:
     """Turn the matrices of a saved model's layers to 8-bit floats, and return all tensors.
 
     There is a scale for each block of 128 x 128, as in DeepSeek's models, or for each row, as in those of
-    compressed-tensors.
+    compressed-tensors. With ``is_static``, the activations have scales too.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -87,6 +89,8 @@ def with_float8(folder: Path, *, has_blocks: bool = True) -> dict[str, torch.Ten
             tensors[name] = (weight.float() / factor).to(torch.float8_e4m3fn)
             end = "_scale_inv" if has_blocks else "_scale"
             tensors[name + end] = scale.contiguous()
+            if is_static:
+                tensors[name.replace(".weight", ".activation_scale")] = torch.tensor(0.5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
@@ -102,7 +106,8 @@ def with_float8(folder: Path, *, has_blocks: bool = True) -> dict[str, torch.Ten
         "ignore": ["lm_head"],
     }
     if has_blocks:
-        section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        scheme = "static" if is_static else "dynamic"
+        section = {"quant_method": "fp8", "activation_scheme": scheme}
         section["weight_block_size"] = [128, 128]
     changed(folder, quantization_config=section)
     return tensors

@@ -26,12 +26,14 @@ from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
 from blobstore.integrations.source_names import (
     DECODED_TYPES,
+    activation_scales,
     component_prefixes,
     gpt_oss_experts,
     stacked_names,
 )
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
+from blobstore.safetensors.torch import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +77,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         """Load the weights of a model. Raises as :meth:`load_model`."""
         with self._stored(model_config) as stored:
             began = time.perf_counter()
-            weights = _weights(stored)
+            weights = _weights(stored, is_quantized=_is_quantized(model_config))
             # Views of plain tensors are best made before the watch begins.
             offered = Offered(weights if stored.quantized else list(weights))
             watch = Watch(dict(model.named_parameters()), offered)
@@ -110,7 +112,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         if self._opened is not None:
             yield self._opened
             return
-        is_quantized = bool(getattr(model_config.hf_config, "quantization_config", None))
+        is_quantized = _is_quantized(model_config)
         with self._settings.open(dequantize=DECODED_TYPES if is_quantized else True) as opened:
             check_types(opened)
             self._opened = opened
@@ -131,7 +133,11 @@ class _Loaded(NamedTuple):
     """The error that vLLM raised after the last tensor."""
 
 
-def _weights(stored: Model) -> Iterator[tuple[str, torch.Tensor]]:
+def _is_quantized(model_config: Any) -> bool:
+    return bool(getattr(model_config.hf_config, "quantization_config", None))
+
+
+def _weights(stored: Model, *, is_quantized: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model under their names in its source."""
     stacks = stacked_names(stored)
     transposed = gpt_oss_experts(stored, stored.config)
@@ -143,6 +149,9 @@ def _weights(stored: Model) -> Iterator[tuple[str, torch.Tensor]]:
             yield from zip(stacks[name], tensor.unbind(0), strict=True)
         else:
             yield name, tensor.transpose(-1, -2) if name in transposed else tensor
+    if is_quantized:
+        for name, (spec, data) in activation_scales(stored, stored.config).items():
+            yield name, as_tensor(memoryview(bytearray(data)), 0, spec)
 
 
 def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:

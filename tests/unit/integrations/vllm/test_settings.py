@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import blobstore
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
@@ -17,6 +18,7 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
+from blobstore.integrations.source_names import activation_scales
 from blobstore.integrations.vllm import settings
 from blobstore.integrations.vllm.settings import Settings, engine_options
 from blobstore.store.local import LocalStore
@@ -210,6 +212,28 @@ def test_the_config_of_8_bit_floats_is_kept_for_kernels_of_vllm(
     for has_gpu in (False, True):
         monkeypatch.setattr(settings, "_GPUS", ("/" if has_gpu else "/nowhere",))
         assert written(None) == (config if kept and has_gpu else written(True))
+
+
+def test_static_scales_of_activations_are_read_from_the_source_layer(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    scale = np.array(0.25, np.float32)
+    tensors: Any = {
+        "w.weight": np.ones((128, 128), ml_dtypes.float8_e4m3fn),
+        "w.weight_scale": np.array(2, np.float32),
+        "w.input_scale": scale,
+    }
+    section = {"quant_method": "fp8", "activation_scheme": "static"}
+    config = {"dtype": "bfloat16", "quantization_config": section}
+    files = {"config.json": json.dumps(config).encode()}
+    blobstore.create(write_folder(tmp_path / "m", tensors, files=files), "m", store=store)
+    with engine_options("m", store=store, dequantize=False) as options:
+        assert json.loads(Path(options["model"], "config.json").read_text()) == config
+    with blobstore.open("m", store=store) as model:
+        assert set(model) == {"w.weight", "w.weight_scale"}
+        spec = TensorSpec("w.input_scale", DType.F32, ())
+        assert activation_scales(model, config) == {spec.name: (spec, scale.tobytes())}
+        assert activation_scales(model, {"quantization_config": {"quant_method": "fp8"}}) == {}
 
 
 def test_weights_of_other_types_are_never_given_as_they_are(
