@@ -20,7 +20,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.source_layers import read_stacks
+from blobstore.models.source_layers import left_out_tensors, read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
@@ -100,6 +100,8 @@ class FolderContents:
     """Configs that have to change."""
     files: Mapping[str, Descriptor]
     """All files of the model, including those that ``configs`` replaces."""
+    constants: Mapping[str, bytes]
+    """The bytes of tensors that no blob holds, such as scales of activations, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def plan_export(
         size = MAX_SIZE if component.is_single else shard_size
         parts = [in_file_order(part) for part in split_by_size(specs, size)]
         shards = [
-            weight_file(name, part, contents.joins, prefix)
+            weight_file(name, part, contents.joins, prefix, contents.constants)
             for name, part in zip(file_names(stem, len(parts)), parts, strict=True)
         ]
         weights += shards
@@ -180,6 +182,11 @@ def folder_contents(
     tensors = _source_tensors(
         contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
     )
+    left_out = left_out_tensors(store, manifest) if naming is not None else {}
+    # The record has the exact value, and not a reciprocal that was rounded twice.
+    tensors = [one for one in tensors if not (one.is_reciprocal and one.spec.name in left_out)]
+    if twice := left_out.keys() & {tensor.spec.name for tensor in tensors}:
+        raise BlobDamaged(f"the source layer has tensor {quote(min(twice))}, which a blob has too")
     types: dict[str, tuple[QuantFormat, int]] = {}
     if not dequantize and not is_as_source:
         types = {
@@ -196,7 +203,7 @@ def folder_contents(
         stems[""] = _ADAPTER_STEM
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
-    for spec in specs:
+    for spec in (*specs, *(spec for spec, _ in left_out.values())):
         members[_prefix(spec.name, stems)].append(spec)
     components = [
         Component(prefix, prefix + stems[prefix], own) for prefix, own in members.items() if own
@@ -206,7 +213,8 @@ def folder_contents(
     configs: dict[str, bytes] = {}
     if not is_as_source:
         configs = _changed_configs(store, files, stems, types)
-    return FolderContents(tensors, components, joins, configs, files)
+    constants = {name: data for name, (_, data) in left_out.items()}
+    return FolderContents(tensors, components, joins, configs, files, constants)
 
 
 def _needs_source_layout(tensor: StoredTensor) -> bool:

@@ -122,11 +122,13 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
             if local == [entry.spec for entry in first.header.tensors.values()]:
                 links.append(Link(name, first.layer))
                 continue
-            file = weight_file(name, blob.specs, contents.joins, prefix)
+            file = weight_file(name, blob.specs, contents.joins, prefix, {})
             start = first.header.data_start
             relabelled.append(WithNewHeader(file, first.layer, start, blob.tensors))
         for part in parts:
-            file = weight_file(next(names), in_file_order(part), contents.joins, prefix)
+            file = weight_file(
+                next(names), in_file_order(part), contents.joins, prefix, contents.constants
+            )
             tensors[file.name] = file.tensors
             gathered.append(file)
         weights += tensors
@@ -138,7 +140,7 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
     files = {name: file for name, file in contents.files.items() if name not in written}
     large = [name for name, file in files.items() if file.size > MAX_SMALL_FILE]
     links += [Link(name, files.pop(name)) for name in large]
-    count = len(contents.tensors)
+    count = len(contents.tensors) + len(contents.constants)
     return LinkPlan(links, relabelled, gathered, rest.tensors, written, files, count)
 
 
@@ -151,7 +153,7 @@ def _classify(contents: FolderContents) -> tuple[dict[str, list[_Blob]], _Rest]:
         for spec in component.specs
     }
     blobs: dict[str, list[_Blob]] = {component.prefix: [] for component in contents.components}
-    rest = _Rest([], set())
+    rest = _Rest([], set(contents.constants))
     # The tensors are grouped by layer.
     for _, group in groupby(contents.tensors, key=attrgetter("layer")):
         tensors = sorted(group, key=attrgetter("begin"))
@@ -160,7 +162,9 @@ def _classify(contents: FolderContents) -> tuple[dict[str, list[_Blob]], _Rest]:
         prefixes = {homes[name][0] for name in names}
         # This differs if a tensor of the folder is not contiguous in the blob, or in several blobs.
         expected = [member for name in names for member in contents.joins.get(name, (name,))]
-        is_changed = any(tensor.is_reciprocal for tensor in tensors)
+        layer, header = tensors[0].layer, tensors[0].header
+        is_whole = sum(tensor.spec.nbytes for tensor in tensors) == layer.size - header.data_start
+        is_changed = not is_whole or any(tensor.is_reciprocal for tensor in tensors)
         if members == expected and len(prefixes) == 1 and not is_changed:
             blobs[prefixes.pop()].append(_Blob(tensors, [homes[name][1] for name in names]))
         else:

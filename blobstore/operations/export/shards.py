@@ -37,7 +37,11 @@ class WeightFile:
 
 
 def weight_file(
-    path: str, specs: Sequence[TensorSpec], joins: Mapping[str, Sequence[str]], prefix: str
+    path: str,
+    specs: Sequence[TensorSpec],
+    joins: Mapping[str, Sequence[str]],
+    prefix: str,
+    constants: Mapping[str, bytes],
 ) -> WeightFile:
     """Return the file of some tensors, in the given order.
 
@@ -46,6 +50,7 @@ def weight_file(
         specs: the tensors, with their full names.
         joins: for tensors that are stacks, the names of their members in order.
         prefix: the component's prefix, which the names in the file do not have.
+        constants: the bytes of tensors that no blob holds.
 
     Raises:
         InvalidHeader: no safetensors file can have these tensors.
@@ -59,7 +64,10 @@ def weight_file(
         for number, member in enumerate(members):
             offsets[member] = offset + number * (spec.nbytes // len(members))
         offset += spec.nbytes
-    return WeightFile(path, [spec.name for spec in local], header, offsets)
+    held = [
+        (offsets.pop(spec.name), constants[spec.name]) for spec in specs if spec.name in constants
+    ]
+    return WeightFile(path, [spec.name for spec in local], header, offsets, held)
 
 
 def split_by_size(specs: Iterable[TensorSpec], shard_size: int) -> list[list[TensorSpec]]:
