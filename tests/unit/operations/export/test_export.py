@@ -85,8 +85,8 @@ def test_exports_the_experts_of_the_source(
 
 def test_small_files_are_exported_unchanged(store: LocalStore, tmp_path: Path, out: Path) -> None:
     files = {
-        "config.json": b'{"broken": ',
-        "tokenizer.json": b"{}",
+        "config.json": b'{ "spaces" :1}',
+        "tokenizer.json": b'{"broken": ',
         "merges.txt": b"a b\n",
         "LICENSE": b"",
         "additional_chat_templates/tool.jinja": b"{{ x }}",
@@ -237,7 +237,11 @@ def test_components_of_a_pipeline_are_where_diffusers_looks_for_them(
         write_folder(source / name, tensors, stem=stem, files={"config.json": config})
     (source / "scheduler").mkdir()
     (source / "scheduler" / "scheduler_config.json").write_text("{}")
-    listed |= {"scheduler": ["diffusers", "PNDM"], "_class_name": "SD", "image": [None, None]}
+    listed |= {
+        "scheduler": ["diffusers", "PNDMScheduler"],
+        "_class_name": "SD",
+        "image": [None, None],
+    }
     (source / "model_index.json").write_text(json.dumps(listed))
     create(source, NAME, store=store)
     export_model(NAME, out, store=store)
@@ -655,8 +659,10 @@ def test_a_single_file_of_plain_weights_is_exported_without_a_config(
 def test_rejects_quantized_weights_with_a_config_that_cannot_describe_them(
     config: bytes, store: LocalStore, tmp_path: Path, out: Path
 ) -> None:
-    source = write_folder(tmp_path / "model", PACKED, files={"config.json": config})
+    source = write_folder(tmp_path / "model", PACKED)
+    (source / "config.json").unlink()  # create refuses such a config, earlier versions did not
     create(source, NAME, store=store, quantize="int4")
+    add_layers(store, (media_types.JSON, "config.json", config))
     with pytest.raises(BlobstoreError, match=r"'config\.json' is not a JSON object.*dequantized"):
         export_model(NAME, out, store=store)
     export_model(NAME, out, store=store, dequantize=True)
