@@ -167,10 +167,8 @@ def test_a_checkpoint_comes_back_as_safetensors(pin: str, place: str, tmp_path: 
 
 
 def matrix(*shape: int, dtype: Any = np.uint8) -> Any:
-    values = np.random.default_rng(len(shape) + shape[0]).integers(0, 120, shape)
-    return (
-        values.astype(np.uint8).view(dtype) if dtype is not np.float32 else values / np.float32(7)
-    )
+    values = np.random.default_rng(len(shape) + shape[0]).integers(0, 120, shape, np.uint8)
+    return values.astype(np.float32) / 7 if dtype is np.float32 else values.view(dtype)
 
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -193,6 +191,23 @@ QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "input_global_scale": np.array([3.3], np.float32),
         },
     ),
+    "fp8 in blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        {"weight": matrix(64, 64, dtype=FP8), "weight_scale_inv": matrix(2, 2, dtype=np.float32)},
+    ),
+    "fp8 by rows": (
+        {"quant_method": "fbgemm_fp8"},
+        {"weight": matrix(64, 64, dtype=FP8), "weight_scale": matrix(64, 1, dtype=np.float32)},
+    ),
+    "fp8 by tensors with input scales": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {
+            "weight": matrix(64, 64, dtype=FP8),
+            "weight_scale": np.float32(0.3),
+            "input_scale": np.float32(0.7),
+        },
+    ),
+    "fp8 without scales": ({}, {"weight": matrix(64, 64, dtype=FP8)}),
     "mxfp4 of gpt-oss": (
         {"quant_method": "mxfp4"},
         {"experts_blocks": matrix(4, 64, 2, 16), "experts_scales": matrix(4, 64, 2)},
