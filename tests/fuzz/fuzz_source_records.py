@@ -1,0 +1,116 @@
+"""Fuzz the source layer: it may be refused, but not crash, hang, grow or plan a file elsewhere.
+
+In an environment with this package and ``atheris``, from the root of the repository::
+
+    python tests/fuzz/fuzz_source_records.py
+
+runs for five minutes. Options of libFuzzer and folders with more inputs may follow; new inputs are kept
+in the first folder. An input that fails is written to ``crash-*``, ``timeout-*`` or ``oom-*``, and is run
+again if it is given as the only argument.
+
+An input is two bytes with the size of the layer's JSON, the JSON, and the data that belongs into it. The
+target compresses the data, so that the code behind the compression is reached. Then it plans the export of
+a model that has the layer.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path, PurePosixPath
+from unittest import mock
+
+import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import zstandard
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+with atheris.instrument_imports(include=["blobstore"]):
+    from blobstore.errors import Damaged
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.source_record import SourceRecord
+    from blobstore.models.source_layers import read_source_record
+    from blobstore.operations.create.create import create
+    from blobstore.operations.export import original
+    from blobstore.store.local import LocalStore
+
+DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
+MODELS = ("dense", "moe", "ct-nvfp4")
+
+
+def compose(data: bytes) -> bytes:
+    """Return the layer that an input stands for; the input itself if it is not of that form."""
+    end = 2 + int.from_bytes(data[:2], "little")
+    try:
+        value = json.loads(data[2:end])
+        value["data"] = base64.b64encode(zstandard.compress(data[end:])).decode()
+        return json.dumps(value).encode()
+    except (ValueError, TypeError, RecursionError):
+        return data
+
+
+def decompose(layer: bytes) -> bytes:
+    """Return the input for a layer."""
+    value = json.loads(layer)
+    content = zstandard.decompress(base64.b64decode(value.pop("data")))
+    text = json.dumps(value).encode()
+    return len(text).to_bytes(2, "little") + text + content
+
+
+def read_one(data: bytes, models: list[tuple[LocalStore, Manifest]]) -> None:
+    """Plan the export of each model as if it had the layer."""
+    try:
+        record = SourceRecord.from_bytes(compose(data))
+    except Damaged as error:
+        assert str(error).isprintable(), str(error)
+        return
+    for store, manifest in models:
+        try:
+            with mock.patch.object(original, "read_source_record", return_value=record):
+                plan = original.plan_original(store, manifest)
+        except Damaged as error:
+            assert str(error).isprintable(), str(error)
+            continue
+        if plan is None:
+            continue
+        for name in (*plan.written, *plan.files, *(file.name for file in plan.weights)):
+            assert not PurePosixPath(name).is_absolute(), name
+            assert ".." not in PurePosixPath(name).parts, name
+        sizes = {file.name: file.size for file in record.files}
+        for file in plan.weights:
+            assert all(offset <= sizes[file.name] for offset in file.offsets.values()), file.name
+
+
+def main() -> None:
+    """Run libFuzzer; it ends the process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seeds, new = folder / "seeds", folder / "new"
+        seeds.mkdir()
+        new.mkdir()
+        store = LocalStore(folder / "store")
+        models = []
+        for model in MODELS:
+            create(ROOT / "tests" / "data" / "ollama" / "hf" / model, model, store=store)
+            manifest = store.resolve(model)
+            models.append((store, manifest))
+            record = read_source_record(store, manifest)
+            assert record is not None
+            (seeds / model).write_bytes(decompose(record.to_bytes()))
+        given = sys.argv[1:]
+        paths = [item for item in given if not item.startswith("-")]
+        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
+            read_one(Path(paths[0]).read_bytes(), models)
+            return
+        options = [*DEFAULTS, *(set(given) - set(paths))]
+        arguments = [sys.argv[0], *options, *(paths or [str(new)]), str(seeds)]
+        atheris.Setup(arguments, lambda data: read_one(data, models))
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
