@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import blobstore
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.frameworks import Framework
+from blobstore.models.source_layers import left_out_tensors, read_source_record
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
@@ -29,7 +33,7 @@ from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
-from tests.support.models import add_blobs, blob, write_folder
+from tests.support.models import add_blob, add_blobs, blob, with_layers, write_folder
 from tests.unit.operations.export.folders import raw_tensors
 
 Array = np.ndarray[Any, Any]
@@ -377,3 +381,66 @@ def test_scales_without_metadata_are_plain_tensors(store: LocalStore) -> None:
     with blobstore.open(NAME, store=store, dequantize=True) as model:
         assert list(model) == ["w", "w.scale"]
         assert model.quantized == {}
+
+
+def with_record(store: LocalStore, change: Callable[[SourceRecord], SourceRecord]) -> None:
+    """Replace the source layer of a model by a forged one."""
+    manifest = store.resolve(NAME)
+    record = read_source_record(store, manifest)
+    assert record is not None
+    added = add_blob(store, change(record).to_bytes())
+    layers = [
+        layer._replace(digest=added.digest, size=added.size)
+        if layer.media_type == media_types.SOURCE
+        else layer
+        for layer in manifest.layers
+    ]
+    store.publish(NAME, with_layers(store, manifest, layers))
+
+
+def with_start(record: SourceRecord, start: bytes) -> SourceRecord:
+    return replace(record, files=(record.files[0]._replace(start=start),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: with_start(record, b""), "the source layer: file 'model.safetensors': "),
+        (
+            lambda record: with_start(record, bytes(64)),
+            "the source layer: file 'model.safetensors'",
+        ),
+        (
+            lambda record: replace(record, left_out={"w.weight_scale": bytes(4)}),
+            "the source layer has tensor 'w.weight_scale', which a blob has too",
+        ),
+    ],
+)
+def test_a_forged_source_layer_is_damage(
+    store: LocalStore, tmp_path: Path, change: Any, message: str
+) -> None:
+    tensors: dict[str, Array] = {
+        "w.weight": floats(np.random.default_rng(0), (8, 8)),
+        "w.weight_scale": np.array(2, np.float32),
+        "w.input_scale": np.array(0.5, np.float32),
+    }
+    create(write_folder(tmp_path / "model", tensors), NAME, store=store)
+    link_model(NAME, tmp_path / "intact", store=store)
+    assert raw_tensors(tmp_path / "intact") == raw_tensors(tmp_path / "model")
+    with_record(store, change)
+    with pytest.raises(BlobDamaged, match=message):
+        link_model(NAME, tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_another_size_than_their_header_says_are_ignored(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    tensors: dict[str, Array] = {
+        "w.weight": floats(np.random.default_rng(0), (8, 8)),
+        "w.weight_scale": np.array(2, np.float32),
+        "w.input_scale": np.array(0.5, np.float32),
+    }
+    create(write_folder(tmp_path / "model", tensors), NAME, store=store)
+    with_record(store, lambda record: replace(record, left_out={"w.input_scale": bytes(5)}))
+    assert left_out_tensors(store, store.resolve(NAME)) == {}
