@@ -26,6 +26,7 @@ import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
+    from blobstore.core import strict_json
     from blobstore.errors import CheckpointRefused, UnsupportedSource
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
     from blobstore.sources.unpickler import globals as known
@@ -54,6 +55,8 @@ def read_one(data: bytes) -> None:
     buffer = memoryview(bytearray(1 << 16))
     try:
         with open_checkpoint(_FILE.name) as checkpoint:
+            text = strict_json.dumps(checkpoint.values)
+            assert strict_json.dumps(strict_json.loads(text.encode())) == text
             for name in checkpoint.specs:
                 read = b"".join(map(bytes, checkpoint.read(name, buffer)))
                 assert read == bytes(checkpoint.view(name).data), name
