@@ -130,6 +130,17 @@ def with_layers(store: LocalStore, manifest: Manifest, layers: Iterable[Descript
     return replace(manifest, config=described, layers=layers)
 
 
+def replace_file(store: LocalStore, name: str, file: str, content: bytes) -> None:
+    """Replace a small file of a model, for example by one that no import accepts."""
+    digest, size = add_blob(store, content)
+    manifest = store.resolve(name)
+    layers = [
+        layer._replace(digest=digest, size=size) if layer.name == file else layer
+        for layer in manifest.layers
+    ]
+    store.publish(name, with_layers(store, manifest, layers))
+
+
 def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> bytes:
     """Return the bytes of a canonical blob; ``__`` in a key of the metadata is a dot."""
     specs = [TensorSpec(name, DTYPES[code], shape) for name, code, shape, _ in tensors]

@@ -18,6 +18,7 @@ from tests.support.models import (
     blob,
     dense_tensors,
     moe_tensors,
+    replace_file,
     with_layers,
     write_folder,
 )
@@ -161,8 +162,8 @@ def test_prints_the_manifest_byte_for_byte(stored: LocalStore) -> None:
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"architectures": 3}', "\x00", "[" * 100_000])
 def test_shows_models_of_unknown_architecture(store: LocalStore, dense: Path, broken: str) -> None:
-    (dense / "config.json").write_text(broken)
     run("create", dense, "dense")
+    replace_file(store, "dense", "config.json", broken.encode())
     assert run_json("show", "dense")["architecture"] is None
     assert run("show", "dense").stdout.startswith("dense:latest: unknown architecture\n")
 

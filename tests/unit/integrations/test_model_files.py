@@ -22,7 +22,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests.support.models import dense_tensors, with_layers, write_folder
+from tests.support.models import dense_tensors, replace_file, with_layers, write_folder
 
 FILES = {
     "tokenizer.json": b"{}",
@@ -137,10 +137,8 @@ def test_names_a_missing_file(model: blobstore.Model) -> None:
 def test_names_a_file_that_is_not_an_object(
     content: bytes, message: str, store: LocalStore, tmp_path: Path
 ) -> None:
-    files = {"config.json": content}
-    blobstore.create(
-        write_folder(tmp_path / "source", dense_tensors(), files=files), "m", store=store
-    )
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    replace_file(store, "m", "config.json", content)
     with (
         blobstore.open("m", store=store) as model,
         pytest.raises(BlobDamaged, match=f"config.json of m:latest {message}"),
