@@ -106,9 +106,9 @@ class SourceRecord:
         try:
             value = strict_json.loads(content)
         except ValueError as error:
-            raise BlobDamaged(f"is {error}") from None
+            raise BlobDamaged(str(error)) from None
         if not isinstance(value, dict):
-            raise BlobDamaged("is not a JSON object")
+            raise BlobDamaged("not a JSON object")
         texts = {key: value.get(key, "") for key in ("kind", "repository", "commit")}
         options, listed, packed = value.get("options"), value.get("files"), value.get("data")
         for key, text in texts.items():

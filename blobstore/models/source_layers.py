@@ -29,7 +29,7 @@ def read_stacks(store: LocalStore, manifest: Manifest) -> dict[str, list[str]]:
             value = strict_json.loads(store.read_blob(layer.digest, layer.size))
         except ValueError as error:
             raise BlobDamaged(
-                f"the list of stacked tensors, blob {layer.digest.short}, is {error}"
+                f"the list of stacked tensors, blob {layer.digest.short}: {error}"
             ) from None
         if not isinstance(value, dict) or not all(
             isinstance(names, list) and names and all(isinstance(name, str) for name in names)
@@ -61,7 +61,7 @@ def read_source_record(store: LocalStore, manifest: Manifest) -> SourceRecord | 
     try:
         return SourceRecord.from_bytes(content)
     except BlobDamaged as error:
-        raise BlobDamaged(f"the source layer, blob {layer.digest.short}, {error.message}") from None
+        raise BlobDamaged(f"the source layer, blob {layer.digest.short}: {error.message}") from None
 
 
 def left_out_tensors(store: LocalStore, manifest: Manifest) -> dict[str, tuple[TensorSpec, bytes]]:

@@ -149,7 +149,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     try:
         value: Any = strict_json.loads(read_index(index))
     except ValueError as error:
-        raise DamagedSource(f"weight index {quote(index)} is {error}") from None
+        raise DamagedSource(f"weight index {quote(index)}: {error}") from None
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()

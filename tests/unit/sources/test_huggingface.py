@@ -142,7 +142,7 @@ def test_an_index_that_names_the_one_file_is_followed(tmp_path: Path) -> None:
 def test_a_broken_index_is_an_error_even_with_an_intact_file(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / INDEX).write_text("{")
-    with pytest.raises(DamagedSource, match="weight index .* is not valid JSON"):
+    with pytest.raises(DamagedSource, match="weight index .*: not valid JSON"):
         Found(tmp_path)
 
 

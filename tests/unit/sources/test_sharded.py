@@ -68,7 +68,7 @@ def test_an_empty_map_is_a_map(tmp_path: Path) -> None:
 )
 def test_rejects_an_index_that_is_not_strict_json(tmp_path: Path, value: bytes) -> None:
     index = write(tmp_path, value)
-    with pytest.raises(DamagedSource, match=f"^weight index '{index}' is "):
+    with pytest.raises(DamagedSource, match=f"^weight index '{index}': "):
         read_weight_map(index)
 
 
