@@ -170,14 +170,6 @@ def test_puts_elements_of_every_type_in_order(tmp_path: Path, dtype: str) -> Non
     check(path, tensors)
 
 
-def test_an_image_is_not_in_the_order_of_its_storage(tmp_path: Path) -> None:
-    image = torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last)
-    path = save(tmp_path, {"a": image})
-    with open_checkpoint(path) as checkpoint:
-        assert bytes(checkpoint.view("a").data) == raw(image)
-        assert raw(image) != raw(image.permute(0, 2, 3, 1))  # which are the storage's
-
-
 @pytest.mark.parametrize("most", [1, 5, 4000])
 def test_goes_on_after_reads_that_give_less_than_there_is(
     tmp_path: Path, legacy: bool, most: int, monkeypatch: pytest.MonkeyPatch
@@ -733,12 +725,6 @@ def test_checking_can_leave_out_what_is_not_readable(strange: Path) -> None:
     assert notice.endswith(
         "'sparse_csr', 'quantized', 'quantized_int', 'by_channel', 'bits8' and 1 more"
     )
-
-
-def test_checking_passes_where_all_is_readable(tmp_path: Path) -> None:
-    with open_checkpoint(save(tmp_path, tensors := two())) as checkpoint:
-        checkpoint.check_readable()
-        assert read(checkpoint, "a") == raw(tensors["a"])
 
 
 def test_reports_a_checkpoint_without_supported_tensors(tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save as to_safetensors
 
 from blobstore.errors import CheckpointRefused, UnsupportedSource
 from blobstore.sources.pytorch.container import open_container, other_kind
 from blobstore.sources.pytorch.storages import Container
 from tests.support.checkpoints import legacy_file, mapping, pickled, tensor, zip_file
-from tests.support.zip_files import Member, make_zip, opened
+from tests.support.zip_files import opened
 
 PICKLE = pickled(mapping(a=tensor()))
 
@@ -129,14 +128,6 @@ def test_knows_the_magic_number_in_every_protocol(protocol: int) -> None:
     assert container_of(magic + rest).kind == "legacy stream"
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_knows_what_torch_writes(is_zip: bool) -> None:
-    file = io.BytesIO()
-    torch.save({"a": torch.zeros(3)}, file, _use_new_zipfile_serialization=is_zip)
-    kind = "zip checkpoint" if is_zip else "legacy stream"
-    assert container_of(file.getvalue()).kind == kind
-
-
 @pytest.mark.parametrize(
     "value",
     [True, -0x1950A86A20F9469CFC6C, 0x1950A86A20F9469CFC6D, "1950A86A20F9469CFC6C"],
@@ -149,14 +140,6 @@ def test_another_number_is_not_the_magic_number(value: Any) -> None:
 
 def test_a_pickle_that_runs_code_is_a_bare_pickle() -> None:
     assert "a pickle of Python objects" in refusal(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R.")
-
-
-def test_an_archive_without_entries_is_a_zip_archive() -> None:
-    assert refusal(make_zip([])) == "the archive is empty"
-
-
-def test_an_archive_of_other_files_is_no_checkpoint() -> None:
-    assert "has no data.pkl" in refusal(make_zip([Member(b"a/b", b"x")]))
 
 
 def test_a_checkpoint_is_nothing_else() -> None:

@@ -163,7 +163,7 @@ def test_measures_sizes_and_strides(
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4))
-def test_what_isextent_of_is_what_is_used(dims: list[tuple[int, int]]) -> None:
+def test_measures_the_elements_that_a_tensor_uses(dims: list[tuple[int, int]]) -> None:
     size, stride = tuple(dim[0] for dim in dims), tuple(dim[1] for dim in dims)
     places = [
         sum(index * step for index, step in zip(at, stride, strict=True))
@@ -333,13 +333,6 @@ def test_knows_the_types_of_storages(kind: str, module: str) -> None:
     assert found.nbytes == found.storage.nbytes == found.place.size
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("kind", sorted(known.STORAGES.keys() - {"UntypedStorage"}))
-def test_a_storage_s_type_is_torch_s(kind: str) -> None:
-    name = str(getattr(torch, kind).dtype).removeprefix("torch.")
-    assert known.DTYPES[name] == known.STORAGES[kind]
-
-
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
@@ -351,7 +344,7 @@ def test_a_storage_s_type_is_torch_s(kind: str) -> None:
         ("QUInt2x4Storage", 0),
     ],
 )
-def test_other_types_of_storages_are_not_read_butextent_of(kind: str, size: int) -> None:
+def test_storages_of_other_types_are_measured_but_not_read(kind: str, size: int) -> None:
     reader, value = reader_of(tensor(of=storage(kind=kind)))
     assert reader.storages["0"] == Storage("0", kind, None, size, 4)
     assert reader.storages["0"].nbytes == 4 * size

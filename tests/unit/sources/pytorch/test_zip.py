@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import io
 import random
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from blobstore.core.tensor import DType
 from blobstore.errors import CheckpointRefused
@@ -111,21 +109,6 @@ def test_the_folder_can_have_any_name(root: bytes) -> None:
 def test_folders_have_entries_of_their_own() -> None:
     folders = [Member(b"archive/", b""), Member(b"archive/data/", b"")]
     assert len(located(make_zip([*folders, *members(PICKLE).values()]))) == 1
-
-
-# Other archives
-
-
-def test_rejects_torchscript() -> None:
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # type: ignore[no-untyped-call]
-    assert refusal(file.getvalue()).startswith("this is a TorchScript archive, which has a prog")
-
-
-def test_rejects_files_that_are_not_archives() -> None:
-    assert "zip" in refusal(b"PK\3\4 and nothing more")
 
 
 # The pickle

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.serialization import set_crc32_options, skip_data
+from torch.serialization import skip_data
 from torch.utils.serialization import config
 
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
@@ -108,15 +108,6 @@ def test_reads_what_torch_saves_with_another_alignment() -> None:
     found = same_as_torch(data)
     assert contents(data) == of_zipfile(data)
     assert found["archive/data/0"].offset % 4096 == 0
-
-
-def test_reads_what_torch_saves_without_crcs() -> None:
-    set_crc32_options(False)
-    try:
-        data = saved()
-    finally:
-        set_crc32_options(True)
-    assert {entry.crc for entry in same_as_torch(data).values()} == {0}
 
 
 def test_reads_a_file_of_torch_that_is_larger_than_4_gib(tmp_path: Path) -> None:
