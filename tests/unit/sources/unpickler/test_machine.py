@@ -364,6 +364,21 @@ def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None
 # messages
 
 
+TOO_FEW = [
+    (
+        before + opcode + b".",
+        f"pickle byte {len(before)}, {NAMES[opcode[0]]}: the stack holds too few values",
+    )
+    for before, opcodes in [
+        (b"", [b"0", b"q\0", b"r\0\0\0\0", b"\x94", b"p0\n", b"\x85", b"Q", b"b", b"2"]),
+        (b"N", [b"t", b"u", b"\x81"]),
+        *[(b"(", [b"u"]), (b"N(", [b"a"]), (b"\x80\2N", [b"R"]), (b"U\1a", [b"\x93"])],
+        *[(b"K\1", [b"\x86"]), (b"K\1K\2", [b"\x87"])],
+    ]
+    for opcode in opcodes
+]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -371,24 +386,7 @@ def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None
         (b"NN.", "pickle byte 2, STOP: the stack does not have exactly one value"),
         (b"(N.", "pickle byte 2, STOP: the stack does not have exactly one value"),
         (b"N(.", "pickle byte 2, STOP: the stack does not have exactly one value"),
-        (b"\x80\2NR.", "pickle byte 3, REDUCE: the stack holds too few values"),
-        (b"0.", "pickle byte 0, POP: the stack holds too few values"),
-        (b"N(a.", "pickle byte 2, APPEND: the stack holds too few values"),
-        (b"Nt.", "pickle byte 1, TUPLE: the stack holds too few values"),
-        (b"Nu.", "pickle byte 1, SETITEMS: the stack holds too few values"),
-        (b"(u.", "pickle byte 1, SETITEMS: the stack holds too few values"),
-        (b"q\0.", "pickle byte 0, BINPUT: the stack holds too few values"),
-        (b"r\0\0\0\0.", "pickle byte 0, LONG_BINPUT: the stack holds too few values"),
-        (b"\x94.", "pickle byte 0, MEMOIZE: the stack holds too few values"),
-        (b"p0\n.", "pickle byte 0, PUT: the stack holds too few values"),
-        (b"\x85.", "pickle byte 0, TUPLE1: the stack holds too few values"),
-        (b"K\1\x86.", "pickle byte 2, TUPLE2: the stack holds too few values"),
-        (b"K\1K\2\x87.", "pickle byte 4, TUPLE3: the stack holds too few values"),
-        (b"Q.", "pickle byte 0, BINPERSID: the stack holds too few values"),
-        (b"b.", "pickle byte 0, BUILD: the stack holds too few values"),
-        (b"2.", "pickle byte 0, DUP: the stack holds too few values"),
-        (b"N\x81.", "pickle byte 1, NEWOBJ: the stack holds too few values"),
-        (b"U\1a\x93.", "pickle byte 3, STACK_GLOBAL: the stack holds too few values"),
+        *TOO_FEW,
         (b"h\7.", "pickle byte 0, BINGET: the memo has no value of that number"),
         (b"X\1\0\0\0\xff.", "pickle byte 0, BINUNICODE: a string is not UTF-8"),
         (
@@ -421,22 +419,15 @@ PAST = 1 << 14  # the limits are looked at once in so many bytes
 @pytest.mark.parametrize(
     ("unit", "what"),
     [
-        (b"N", "values"),
-        (b"(", "marks"),
-        (b"\x94", "memories"),
-        (b"\x85", "objects"),
-        (b"]0", "objects"),
-        (b"}0", "objects"),
-        (b"\x8f0", "objects"),
-        (b"(l0", "objects"),
-        (b"(d0", "objects"),
-        (b"(\x910", "objects"),
-        (b"(t0", "objects"),
-        (b"NN\x860", "objects"),
-        (b"NNN\x870", "objects"),
-        (b"Q", "objects"),
-        (b"h\0)R0", "objects"),
-        (b"h\0)\x810", "objects"),
+        *[(b"N", "values"), (b"(", "marks"), (b"\x94", "memories")],
+        *[
+            (unit, "objects")
+            for unit in (b"\x85", b"]0", b"}0", b"\x8f0", b"(l0", b"(d0", b"(\x910")
+        ],
+        *[
+            (unit, "objects")
+            for unit in (b"(t0", b"NN\x860", b"NNN\x870", b"Q", b"h\0)R0", b"h\0)\x810")
+        ],
     ],
 )
 def test_stops_at_each_limit(unit: bytes, what: str) -> None:
