@@ -10,30 +10,26 @@ from blobstore.sources.unpickler.globals import DTYPES, STORAGES, look_up, make_
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 from tests.support.pickle_values import canonical
 
+TENSOR_V2 = "_rebuild_tensor_v2"
 LISTED = [
-    ("torch._utils", "_rebuild_tensor_v2", Use.TENSOR),
-    ("torch._utils", "_rebuild_tensor", Use.TENSOR),
-    ("torch._utils", "_rebuild_tensor_v3", Use.TENSOR),
-    ("torch._utils", "_rebuild_parameter", Use.TENSOR),
-    ("torch._utils", "_rebuild_parameter_with_state", Use.TENSOR),
+    *[
+        ("torch._utils", f"_rebuild_{name}", Use.TENSOR)
+        for name in ("tensor_v2", "tensor", "tensor_v3", "parameter", "parameter_with_state")
+    ],
     ("torch._tensor", "_rebuild_from_type_v2", Use.TENSOR),
     ("torch.tensor", "_rebuild_from_type", Use.TENSOR),
     ("torch", "FloatStorage", Use.STORAGE),
     ("torch.cuda", "HalfStorage", Use.STORAGE),
     ("torch.storage", "UntypedStorage", Use.STORAGE),
-    ("torch", "bfloat16", Use.DTYPE),
-    ("torch", "float8_e4m3fn", Use.DTYPE),
-    ("torch", "Size", Use.VALUE),
-    ("collections", "OrderedDict", Use.VALUE),
-    ("__builtin__", "set", Use.VALUE),
-    ("copy_reg", "_reconstructor", Use.VALUE),
+    *[("torch", name, Use.DTYPE) for name in ("bfloat16", "float8_e4m3fn")],
+    *[("torch", "Size", Use.VALUE), ("collections", "OrderedDict", Use.VALUE)],
+    *[("__builtin__", "set", Use.VALUE), ("copy_reg", "_reconstructor", Use.VALUE)],
     ("argparse", "Namespace", Use.RECORD),
     ("numpy.core.multiarray", "_reconstruct", Use.RECORD),
     ("torch._utils", "_rebuild_sparse_tensor", Use.UNREADABLE),
     ("torch._utils", "_rebuild_meta_tensor_no_storage", Use.UNREADABLE),
-    ("torch", "ComplexDoubleStorage", Use.UNREADABLE),
+    *[("torch", name, Use.UNREADABLE) for name in ("ComplexDoubleStorage", "complex128")],
     ("torch.storage", "TypedStorage", Use.UNREADABLE),
-    ("torch", "complex128", Use.UNREADABLE),
 ]
 
 
@@ -48,42 +44,21 @@ def test_knows_what_checkpoints_use(module: str, name: str, use: Use) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("os", "system"),
-        ("builtins", "eval"),
-        ("builtins", "getattr"),
-        ("__builtin__", "exec"),
-        ("builtins", "memoryview"),
-        ("torch._utils os", "system"),
-        ("torch._utils", "os.system"),
-        ("torch", "_utils._rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_tensor_v2.__globals__"),
-        ("torch", "_rebuild_tensor_v2"),
-        ("torch.utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_tensor_v2 "),
-        ("torch._utils", "_rebuild_tensor_v2\n"),
-        ("torch._utils", "_Rebuild_tensor_v2"),
-        ("Torch._utils", "_rebuild_tensor_v2"),
-        ("torch", "DoubleStorage FloatStorage"),
-        ("torch", ""),
-        ("", "set"),
-        ("", ""),
-        ("os", "OrderedDict"),
-        ("collections.abc", "OrderedDict"),
-        ("collections", "OrderedDict.update"),
-        ("collections", "abc.OrderedDict"),
-        ("torch._utils", "os._rebuild_tensor_v2"),
-        ("torch.storage", "_load_from_bytes"),
-        ("torch", "load"),
-        ("_codecs", "decode"),
-        ("codecs", "encode"),
-        ("_pickle", "loads"),
-        ("copyreg", "add_extension"),
-        ("__builtin__.builtins", "set"),
-        ("numpy", "load"),
-        ("functools", "partial"),
+        *[("os", "system"), ("os", "OrderedDict"), ("", "set"), ("", ""), ("torch", "")],
+        *[("builtins", name) for name in ("eval", "getattr", "memoryview")],
+        *[("__builtin__", "exec"), ("__builtin__.builtins", "set")],
+        *[(module, TENSOR_V2) for module in ("torch", "torch.utils", "Torch._utils")],
+        *[("torch._utils", f"{TENSOR_V2}{after}") for after in (".__globals__", " ", "\n")],
+        *[("torch._utils", "_Rebuild_tensor_v2"), ("torch", f"_utils.{TENSOR_V2}")],
+        *[("torch._utils os", "system"), ("torch._utils", "os.system")],
+        *[("torch._utils", f"os.{TENSOR_V2}"), ("torch", "DoubleStorage FloatStorage")],
+        *[("collections", "OrderedDict.update"), ("collections", "abc.OrderedDict")],
+        *[("collections.abc", "OrderedDict"), ("torch.storage", "_load_from_bytes")],
+        *[("torch", "load"), ("numpy", "load"), ("_pickle", "loads"), ("functools", "partial")],
+        *[("_codecs", "decode"), ("codecs", "encode"), ("copyreg", "add_extension")],
     ],
 )
-def test_knows_no_pair_but_those_on_the_list(module: str, name: str) -> None:
+def test_knows_only_pairs_on_the_list(module: str, name: str) -> None:
     found = look_up(module, name, 0)
     assert found.use is None
     assert found.make is None
@@ -128,11 +103,8 @@ def refuse(module: str, name: str, *arguments: Any) -> None:
 
 
 MAPPINGS = [
-    ("collections", "OrderedDict"),
-    ("collections", "Counter"),
-    ("collections", "defaultdict"),
-    ("builtins", "dict"),
-    ("__builtin__", "dict"),
+    *[("collections", name) for name in ("OrderedDict", "Counter", "defaultdict")],
+    *[("builtins", "dict"), ("__builtin__", "dict")],
 ]
 
 
@@ -156,21 +128,12 @@ def test_makes_a_dict_of_a_defaultdict_and_leaves_its_factory_out() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        (1,),
-        (None,),
-        ("ab",),
-        ((),),
-        ({}, {}),
-        ([["a"]],),
-        ([["a", 1, 2]],),
-        (["ab"],),
-        ([[]],),
-        ([{"a": 1, "b": 2}],),
-        (Items([]),),
+        *[(1,), (None,), ("ab",), ((),), ({}, {}), ([["a"]],), ([["a", 1, 2]],), (["ab"],)],
+        *[([[]],), ([{"a": 1, "b": 2}],), (Items([]),)],
     ],
     ids=lambda value: ascii(value).partition(" object at ")[0],
 )
-def test_makes_mappings_of_nothing_else(arguments: tuple[Any, ...]) -> None:
+def test_rejects_mappings_of_other_values(arguments: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, ValueError)):
         make_mapping(arguments)
 
@@ -190,7 +153,7 @@ def test_puts_texts_and_integers_by_value_and_all_else_by_identity() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a", 0, -1, 2**100])
-def test_rejects_to_put_a_key_again(key: Any) -> None:
+def test_rejects_a_key_that_is_already_there(key: Any) -> None:
     target: dict[Any, Any] = {}
     put(target, key, 1)
     with pytest.raises(CheckpointRefused, match="a dict has the same key twice"):
@@ -220,21 +183,13 @@ def test_encodes_latin_1(codec: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("a", "rot13"),
-        ("a", "utf-8"),
-        ("a", "LATIN1"),
-        ("a", None),
-        ("a", ["latin1"]),
-        ("€", "latin1"),
-        ("\ud800", "latin1"),
-        (b"a", "latin1"),
-        ("a",),
-        (),
-        ("a", "latin1", "strict"),
+        *[("a", codec) for codec in ("rot13", "utf-8", "LATIN1", None, ["latin1"])],
+        *[(text, "latin1") for text in ("€", "\ud800", b"a")],
+        *[("a",), (), ("a", "latin1", "strict")],
     ],
     ids=lambda value: ascii(value).partition(" object at ")[0],
 )
-def test_encodes_nothing_else(arguments: tuple[Any, ...]) -> None:
+def test_rejects_other_encodings(arguments: tuple[Any, ...]) -> None:
     refuse("_codecs", "encode", *arguments)
 
 
@@ -281,5 +236,5 @@ def test_an_object_of_the_first_protocols_is_a_record(module: str) -> None:
     ],
     ids=range(8),
 )
-def test_an_object_with_a_value_of_its_base_is_none(arguments: tuple[Any, ...]) -> None:
+def test_rejects_objects_with_a_value_of_their_base_class(arguments: tuple[Any, ...]) -> None:
     refuse("copyreg", "_reconstructor", *arguments)
