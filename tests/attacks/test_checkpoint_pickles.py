@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from blobstore.sources.unpickler.globals import DTYPES, STORAGES
 from tests.support.checkpoints import (
     GOOD,
     HOOKS,
@@ -64,12 +65,7 @@ def test_reads_a_valid_tensor(written: Write, reader: Reader) -> None:
 def test_reads_a_tensor_with_attributes(written: Write, reader: Reader) -> None:
     value = rebuilt(
         named("torch._utils", "_rebuild_tensor_v2"),
-        storage(),
-        number(0),
-        numbers(2, 2),
-        numbers(2, 1),
-        b"\x89",
-        HOOKS,
+        *(storage(), number(0), numbers(2, 2), numbers(2, 1), b"\x89", HOOKS),
     )
     assert tensors(reader, written(pickled(mapping(w=value)))) == {"w": GOOD}
 
@@ -77,43 +73,26 @@ def test_reads_a_tensor_with_attributes(written: Write, reader: Reader) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("os", "system"),
-        ("posix", "system"),
-        ("nt", "system"),
-        ("builtins", "exec"),
-        ("__builtin__", "eval"),
-        ("builtins", "getattr"),
-        ("builtins", "__import__"),
-        ("subprocess", "Popen"),
-        ("pip", "main"),
-        ("pip._internal", "main"),
-        ("runpy", "run_path"),
+        *[(module, "system") for module in ("os", "posix", "nt")],
+        *[("builtins", name) for name in ("exec", "getattr", "__import__")],
+        *[("__builtin__", "eval"), ("subprocess", "Popen"), ("", "exec"), ("__main__", "anything")],
+        *[
+            ("pip", "main"),
+            ("pip._internal", "main"),
+            ("runpy", "run_path"),
+            ("webbrowser", "open"),
+        ],
         ("asyncio.unix_events", "_UnixSubprocessTransport._start"),
-        ("webbrowser", "open"),
-        ("operator", "attrgetter"),
-        ("functools", "partial"),
-        ("ctypes", "CDLL"),
-        ("torch.storage", "_load_from_bytes"),
-        ("torch", "load"),
-        ("torch.jit", "load"),
-        ("torch.hub", "load"),
-        ("torch.serialization", "load"),
-        ("torch._utils", "_import_dotted_name"),
-        ("_pickle", "loads"),
-        ("pickle", "loads"),
-        ("numpy", "load"),
+        *[("operator", "attrgetter"), ("functools", "partial"), ("ctypes", "CDLL")],
+        *[("torch.storage", "_load_from_bytes"), ("torch._utils", "_import_dotted_name")],
+        *[(f"torch{module}", "load") for module in ("", ".jit", ".hub", ".serialization")],
+        *[("_pickle", "loads"), ("pickle", "loads"), ("numpy", "load")],
         ("numpy.core.multiarray", "fromfile"),
-        ("torch._utils", "os.system"),
-        ("torch", "serialization.os.system"),
+        *[("torch._utils", "os.system"), ("torch", "serialization.os.system")],
         ("torch._utils._rebuild_tensor_v2", "__globals__.get"),
-        ("torch ._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_tensor_v2 "),
-        ("TORCH._utils", "_rebuild_tensor_v2"),
-        ("torch._utils\0", "_rebuild_tensor_v2"),
-        ("torch\u2024_utils", "_rebuild_tensor_v2"),
-        ("\uff54orch", "FloatStorage"),
-        ("", "exec"),
-        ("__main__", "anything"),
+        *[(module, "_rebuild_tensor_v2") for module in ("torch ._utils", "TORCH._utils")],
+        *[(module, "_rebuild_tensor_v2") for module in ("torch._utils\0", "torch\u2024_utils")],
+        *[("torch._utils", "_rebuild_tensor_v2 "), ("\uff54orch", "FloatStorage")],
     ],
 )
 def test_refuses_to_call_globals_that_are_not_allowed(
@@ -147,11 +126,8 @@ def test_refuses_a_wrapper_around_another_function(written: Write, reader: Reade
     data = written(pickled(mapping(w=rebuilt(named("os", "system"), text("id")))))
     assert ASKS.format("os.system") in refusal(reader, data)
     for module, name in [
-        ("collections", "OrderedDict"),
-        ("_codecs", "encode"),
-        ("builtins", "bytearray"),
-        ("torch", "FloatStorage"),
-        ("torch", "device"),
+        *[("collections", "OrderedDict"), ("_codecs", "encode"), ("builtins", "bytearray")],
+        *[("torch", "FloatStorage"), ("torch", "device")],
     ]:
         value = rebuilt(named(module, name), text("id"), text("latin1"))
         outcome = reader.take(written(pickled(mapping(w=value)), {}))
@@ -170,22 +146,18 @@ def test_refuses_deeply_nested_wrappers(written: Write, reader: Reader) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        call(named("builtins", "bytearray"), number(2**36)),
-        call(named("builtins", "bytes"), number(2**36)),
+        *[call(named("builtins", name), number(2**36)) for name in ("bytearray", "bytes")],
         call(named("builtins", "bytes"), text("x"), text("rot13")),
         call(named("builtins", "bytes"), listed(number(256))),
-        call(named("_codecs", "encode"), text("x"), text("rot13")),
-        call(named("_codecs", "encode"), text("x"), text("idna")),
+        *[call(named("_codecs", "encode"), text("x"), text(codec)) for codec in ("rot13", "idna")],
         call(named("_codecs", "encode"), text("x")),
         call(named("_codecs", "encode"), text("\u0100"), text("latin1")),
-        call(named("torch", "FloatStorage"), number(2**40)),
-        call(named("torch", "UntypedStorage"), number(2**40)),
-        call(named("torch", "float32"), number(1)),
+        *[call(named("torch", f"{name}Storage"), number(2**40)) for name in ("Float", "Untyped")],
+        *[call(named("torch", name), number(1)) for name in ("float32", "Size")],
         call(named("collections", "Counter"), number(5)),
         call(named("collections", "OrderedDict"), text("ab")),
         call(named("collections", "OrderedDict"), listed(listed(number(1)))),
         call(named("builtins", "set"), number(1)),
-        call(named("torch", "Size"), number(1)),
         named("collections", "OrderedDict") + text("x") + b"R",
         named("torch._utils", "_rebuild_tensor_v2") + b"]R",
         text("os.system") + several() + b"R",
@@ -232,14 +204,8 @@ def test_attributes_of_a_tensor_are_refused(state: str, written: Write, reader: 
     [
         b"(ios\nsystem\n",
         b"(" + named("os", "system") + text("x") + b"o",
-        b"Psystem\n",
-        b"\x82\x01",
-        b"\x83\x01\x00",
-        b"\x84\x01\x00\x00\x00",
-        b"\x97",
-        b"C\x01a\x98",
-        b"\xff",
-        b"\x00",
+        *[b"Psystem\n", b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00", b"\x97"],
+        *[b"C\x01a\x98", b"\xff", b"\x00"],
     ],
     ids=["INST", "OBJ", "PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY", "ff", "00"],
 )
@@ -252,33 +218,23 @@ def test_refuses_opcodes_that_torch_never_writes(
 @pytest.mark.parametrize(
     "opcodes",
     [
-        b"B" + struct.pack("<I", 2**32 - 1),
-        b"X" + struct.pack("<I", 2**32 - 1),
-        b"\x8d" + struct.pack("<Q", 2**63),
-        b"\x8e" + struct.pack("<Q", 2**40),
-        b"\x96" + struct.pack("<Q", 2**40),
+        *[opcode + struct.pack("<I", 2**32 - 1) for opcode in (b"B", b"X", b"j")],
+        *[opcode + struct.pack("<i", 2**31 - 1) for opcode in (b"\x8b", b"T")],
+        *[b"\x8b" + struct.pack("<i", -1), b"T" + struct.pack("<i", -5)],
+        *[opcode + struct.pack("<Q", 2**40) for opcode in (b"\x8e", b"\x96")],
+        *[b"\x8d" + struct.pack("<Q", 2**63), b"\x95" + struct.pack("<Q", 2**62)],
         b"\x96" + struct.pack("<Q", 2**64 - 1),
-        b"\x8b" + struct.pack("<i", 2**31 - 1),
-        b"\x8b" + struct.pack("<i", -1),
-        b"T" + struct.pack("<i", 2**31 - 1),
-        b"T" + struct.pack("<i", -5),
-        b"\x95" + struct.pack("<Q", 2**62),
-        b"j" + struct.pack("<I", 2**32 - 1),
-        b"g4294967295\n",
-        b"g-1\n",
-        b"p99999999999999999999\n",
-        b"\x80\x06",
-        b"I1_0\n",
-        b"I\xd9\xa1\n",
-        b"F1e\n",
-        b"S'\\u1234'\n",
-        b"S'\\q'\n",
-        b"S'\\x4'\n",
-        b"S'\\'\n",
-        b"S'\n",
-        b"V\\ud8\n",
-        b"V\\U00110000\n",
-        b"c\xff\nx\n",
+        *[b"g4294967295\n", b"g-1\n", b"p99999999999999999999\n", b"\x80\x06", b"I1_0\n"],
+        *[
+            b"I\xd9\xa1\n",
+            b"F1e\n",
+            b"S'\\u1234'\n",
+            b"S'\\q'\n",
+            b"S'\\x4'\n",
+            b"S'\\'\n",
+            b"S'\n",
+        ],
+        *[b"V\\ud8\n", b"V\\U00110000\n", b"c\xff\nx\n"],
     ],
 )
 def test_refuses_impossible_arguments(opcodes: bytes, written: Write, reader: Reader) -> None:
@@ -336,12 +292,7 @@ def typed(dtype: str, kind: str, count: int, flags: bytes | None = None) -> byte
     """Return a tensor with a type of its own, as ``_rebuild_tensor_v3`` takes it."""
     return call(
         named("torch._utils", "_rebuild_tensor_v3"),
-        storage("0", kind, count),
-        number(0),
-        numbers(1, 2),
-        numbers(1, 1),
-        b"\x89",
-        HOOKS,
+        *(storage("0", kind, count), number(0), numbers(1, 2), numbers(1, 1), b"\x89", HOOKS),
         named("torch", dtype),
         *([] if flags is None else [flags]),
     )
@@ -350,32 +301,7 @@ def typed(dtype: str, kind: str, count: int, flags: bytes | None = None) -> byte
 @pytest.mark.parametrize("flag", ["conj", "neg", "items"])
 @pytest.mark.parametrize(
     "dtype",
-    [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e8m0fnu",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float4_e2m1fn_x2",
-        "qint8",
-        "bits8",
-        "int4",
-    ],
+    [*DTYPES, "complex128", "qint8", "bits8", "int4"],
 )
 def test_flags_of_any_type_are_read_or_refused(dtype: str, flag: str, reader: Reader) -> None:
     for value in (b"\x88", b"\x89", number(1)):
@@ -390,18 +316,11 @@ def test_flags_of_any_type_are_read_or_refused(dtype: str, flag: str, reader: Re
 @pytest.mark.parametrize(
     "kind",
     [
-        "DoubleStorage",
-        "FloatStorage",
-        "HalfStorage",
-        "LongStorage",
-        "ByteStorage",
-        "BoolStorage",
-        "ComplexFloatStorage",
+        *STORAGES,
         "ComplexDoubleStorage",
         "QInt8Storage",
         "QInt32Storage",
         "QUInt4x2Storage",
-        "UntypedStorage",
         "TypedStorage",
     ],
 )
@@ -425,15 +344,12 @@ def test_a_dimension_of_one_element_may_have_any_stride(written: Write, reader: 
 
 
 def test_refuses_views_outside_their_storage(reader: Reader) -> None:
-    for part in (
-        several(text("v"), number(-1), number(4)),
-        several(text("v"), number(0), number(5)),
-        several(text("v"), number(4), number(1)),
-        several(text("v"), number(2**63), number(1)),
-        several(text("v"), number(0)),
-        several(text("v"), b"\x89", number(4)),
-        several(text("v"), number(2), number(2)),  # the tensor needs 4
-        number(0),
+    for part in (  # the tensor needs 4 elements
+        *(
+            several(text("v"), number(offset), number(count))
+            for offset, count in ((-1, 4), (0, 5), (4, 1), (2**63, 1), (2, 2))
+        ),
+        *(several(text("v"), number(0)), several(text("v"), b"\x89", number(4)), number(0)),
     ):
         data = legacy_file(pickled(mapping(w=tensor(of=storage(view=part)))))
         assert "pickle byte" in refusal(reader, data)
