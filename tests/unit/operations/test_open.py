@@ -46,6 +46,7 @@ from tests.support.models import (
     dense_tensors,
     moe_tensors,
     quantizable_tensors,
+    replace_file,
     with_layers,
     write_folder,
 )
@@ -309,8 +310,8 @@ def test_a_broken_config_is_reported_when_it_is_read(
     tmp_path: Path, content: bytes, what: str
 ) -> None:
     store = LocalStore(tmp_path / "store")
-    folder = write_folder(tmp_path / "model", {"a": np.zeros(1)}, files={"config.json": content})
-    blobstore.create(folder, "m", store=store)
+    blobstore.create(write_folder(tmp_path / "model", {"a": np.zeros(1)}), "m", store=store)
+    replace_file(store, "m", "config.json", content)
     with blobstore.open("m", store=store) as model, pytest.raises(BlobDamaged, match=what):
         _ = model.config
 

@@ -211,7 +211,7 @@ def test_tensors_without_elements_differ_by_type_and_shape(store: LocalStore) ->
 def test_files_and_the_config_are_compared(store: LocalStore) -> None:
     tensors: Arrays = {"x": np.zeros(3)}
     make(store, "a", tensors, {"config.json": b"{}", "old.txt": b"old", "same.txt": b"same"})
-    make(store, "b", tensors, {"config.json": b"[]", "new.txt": b"new", "same.txt": b"same"})
+    make(store, "b", tensors, {"config.json": b"{ }", "new.txt": b"new", "same.txt": b"same"})
     found = diff_models("a", "b", store=store)
     files = {item.name: item for item in found.files}
 

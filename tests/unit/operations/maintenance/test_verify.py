@@ -29,6 +29,7 @@ from tests.support.models import (
     dense_tensors,
     moe_tensors,
     quantizable_tensors,
+    replace_file,
     with_layers,
     write_folder,
 )
@@ -94,8 +95,9 @@ def test_finds_no_fault_in_an_intact_model(experts: ExpertForm, tmp_path: Path) 
 
 def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    files = {"config.json": b"{", "tokenizer.json": b"\xff"}
+    files = {"config.json": b"{}", "tokenizer.json": b"\xff"}
     create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+    replace_file(store, "m", "config.json", b"{")  # as earlier versions imported it
     assert verify_models(store=store).faults == ()
 
 
