@@ -47,7 +47,7 @@ def test_a_folder_and_a_listing_have_the_same_files(tmp_path: Path, kind: str) -
     assert pickle.loads(pickle.dumps(tree)).entries() == tree.entries()
 
 
-def test_excluded_files_and_folders_are_not_there(tmp_path: Path, kind: str) -> None:
+def test_excluded_files_and_folders_do_not_exist(tmp_path: Path, kind: str) -> None:
     tree = tree_of(tmp_path, kind, exclude=("unet/*.json", "a", "un*/a/*"))
     assert tree.entries() == ["config.json", "unet"]
     assert tree.entries("unet") == ["a"]

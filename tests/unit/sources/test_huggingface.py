@@ -68,7 +68,7 @@ def touch(folder: Path, *names: str, content: str = "{}") -> Path:
     return folder
 
 
-# Which weights
+# Choice of weights
 
 
 def test_reads_one_file(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
-def test_an_empty_index_counts_for_nothing(tmp_path: Path) -> None:
+def test_ignores_an_empty_index(tmp_path: Path) -> None:
     put(tmp_path, model=ONE)
     (tmp_path / INDEX).write_text('{"weight_map":{}}')
     assert Found(tmp_path).names == {"a"}
 
 
-def test_one_file_and_an_index_of_others_is_a_question(tmp_path: Path) -> None:
+def test_rejects_one_file_next_to_an_index_of_others(tmp_path: Path) -> None:
     write_folder(tmp_path, ONE | TWO, shards=2)
     put(tmp_path, model=dense_tensors())
     with pytest.raises(SourceError, match="both model.safetensors and the shards of .*choose with"):
@@ -193,7 +193,7 @@ def test_a_single_file_of_any_name_is_taken(tmp_path: Path) -> None:
     assert Found(put(tmp_path, anything=ONE)).names == {"a"}
 
 
-def test_several_files_without_a_usual_name_are_a_question(tmp_path: Path) -> None:
+def test_rejects_several_files_without_a_usual_name(tmp_path: Path) -> None:
     put(tmp_path, x=ONE, y=TWO)
     with pytest.raises(
         SourceError, match="several weight files .*'x.safetensors', 'y.safetensors'"
@@ -382,7 +382,9 @@ def test_lists_and_configs_that_cannot_be_read_are_damage(
 @pytest.mark.parametrize(
     ("name", "content"), [("model_index.json", "[]"), ("modules.json", "{}"), ("config.json", "[]")]
 )
-def test_an_object_is_no_list_and_a_list_no_object(tmp_path: Path, name: str, content: str) -> None:
+def test_rejects_lists_for_objects_and_objects_for_lists(
+    tmp_path: Path, name: str, content: str
+) -> None:
     touch(put(tmp_path, model=ONE), name, content=content)
     with pytest.raises(DamagedSource, match=f"{name}' is not a JSON"):
         Found(tmp_path)
@@ -575,7 +577,7 @@ def test_a_loop_of_folders_ends(tmp_path: Path) -> None:
     assert Found(tmp_path).files == ["model_index.json", "t/loop/x.json", "t/x.json"]
 
 
-def test_a_huge_small_file_is_left_out_unless_it_is_kept(tmp_path: Path) -> None:
+def test_a_huge_file_is_left_out_unless_it_is_kept(tmp_path: Path) -> None:
     touch(put(tmp_path, model=ONE), "train.txt")
     os.truncate(tmp_path / "train.txt", 64 * 2**20 + 1)
     found = Found(tmp_path)
@@ -771,7 +773,7 @@ def test_an_index_of_checkpoints_names_checkpoints(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
-def test_one_checkpoint_and_an_index_of_others_is_a_question(tmp_path: Path) -> None:
+def test_rejects_one_checkpoint_next_to_an_index_of_others(tmp_path: Path) -> None:
     put_bin(sharded(tmp_path), "pytorch_model.bin", whole=1)
     with pytest.raises(SourceError, match="has both pytorch_model.bin and the shards of .*choose"):
         Found(tmp_path)
@@ -790,7 +792,7 @@ def test_the_usual_name_is_taken_among_several_checkpoints(tmp_path: Path) -> No
     ]
 
 
-def test_several_checkpoints_without_a_usual_name_are_a_question(tmp_path: Path) -> None:
+def test_rejects_several_checkpoints_without_a_usual_name(tmp_path: Path) -> None:
     put_bin(tmp_path, "large.pth", "small.pth", a=1)
     with pytest.raises(SourceError) as caught:
         Found(tmp_path)

@@ -58,7 +58,7 @@ def test_a_missing_source_is_not_found(tmp_path: Path, name: str) -> None:
         open_source(f"{tmp_path}/{name}")
 
 
-def test_a_missing_folder_may_be_meant_as_a_repository() -> None:
+def test_suggests_the_hub_for_a_missing_folder() -> None:
     with pytest.raises(SourceNotFound, match="'gpt2'; for the Hub's repository, say hf://gpt2"):
         open_source("gpt2")
 

@@ -121,7 +121,7 @@ def test_a_missing_shard_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
         add(shards, index)
 
 
-def test_a_shard_truncated_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
+def test_a_truncated_shard_is_an_error(shards: ShardSet, tmp_path: Path) -> None:
     index = model(tmp_path, WHOLE)
     os.truncate(tmp_path / SECOND, (tmp_path / SECOND).stat().st_size - 1)
     with pytest.raises(DamagedSource, match="data is cut short"):

@@ -83,7 +83,7 @@ def test_rejects_8_bit_floats_without_their_scales(maker: Maker) -> None:
         maker.open()
 
 
-def test_ties_the_output_to_the_embedding_where_there_is_none(maker: Maker) -> None:
+def test_ties_the_output_to_the_embedding_if_it_is_missing(maker: Maker) -> None:
     tensors = to_meta(hf_model(PARAMS), PARAMS)
     del tensors["output.weight"]
     source = closing(maker.write(split(tensors, 2)).open())

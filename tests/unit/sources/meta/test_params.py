@@ -128,7 +128,7 @@ def test_knows_the_special_tokens_of_llama_3_by_its_vocabulary(maker: Maker) -> 
     assert config["eos_token_id"] == [128001, 128008, 128009]
 
 
-def test_makes_a_whole_config(maker: Maker) -> None:
+def test_makes_a_complete_config(maker: Maker) -> None:
     assert config_of(maker, PARAMS) == {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -151,7 +151,7 @@ def test_makes_a_whole_config(maker: Maker) -> None:
     }
 
 
-def test_says_nothing_of_what_needs_no_assumption(maker: Maker) -> None:
+def test_does_not_report_values_that_params_state(maker: Maker) -> None:
     # 1.1 of 85 is 93, and 96 the next multiple of 8.
     params = PARAMS | {"ffn_dim_multiplier": 1.1, "max_seq_len": 2048, "max_batch_size": 4}
     source = closing(maker.write([to_meta(hf_model(PARAMS), PARAMS)], params).open())

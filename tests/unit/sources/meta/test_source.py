@@ -42,7 +42,7 @@ def test_gives_the_tensors_that_transformers_has(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gives_tensors_of_every_type_that_a_llama_has(maker: Maker, dtype: torch.dtype) -> None:
+def test_gives_tensors_of_every_type_of_a_llama(maker: Maker, dtype: torch.dtype) -> None:
     tensors = hf_model(PARAMS, dtype)
     source = maker.write(split(to_meta(tensors, PARAMS), 2)).open()
     assert contents(source) == expected(tensors)
@@ -213,7 +213,7 @@ def test_closes_what_is_open_when_a_shard_cannot_be_opened(maker: Maker) -> None
     assert not maker.shards["consolidated.00.pth"].is_open
 
 
-def test_passes_on_what_shards_say_of_themselves(maker: Maker) -> None:
+def test_passes_on_the_notices_of_shards(maker: Maker) -> None:
     source = closing(maker.write(split(to_meta(hf_model(PARAMS), PARAMS), 2)).open())
     said = [notice for notice in source.notices if notice.endswith("a notice")]
     assert [Path(notice.split("'")[1]).name for notice in said] == sorted(maker.shards)

@@ -85,7 +85,7 @@ def refusal(path: Path, subtree: str | None = None) -> str:
     return str(caught.value)
 
 
-# What torch writes
+# Files of torch
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
@@ -171,7 +171,7 @@ def test_puts_elements_of_every_type_in_order(tmp_path: Path, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("most", [1, 5, 4000])
-def test_goes_on_after_reads_that_give_less_than_there_is(
+def test_continues_after_short_reads(
     tmp_path: Path, legacy: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {"a": torch.arange(300.0), "b": torch.arange(20.0).reshape(4, 5).t()}
@@ -214,13 +214,15 @@ def test_reads_views_of_one_storage(tmp_path: Path, legacy: bool) -> None:
     ],
     ids=str,
 )
-def test_reads_the_values_that_are_meant(tmp_path: Path, value: torch.Tensor, legacy: bool) -> None:
+def test_applies_conjugation_and_negation(
+    tmp_path: Path, value: torch.Tensor, legacy: bool
+) -> None:
     assert value.is_conj() or value.is_neg()
     check(save(tmp_path, {"a": value}, legacy=legacy), {"a": value})
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
-def test_a_conjugated_view_of_real_pairs_is_no_conjugate(tmp_path: Path) -> None:
+def test_real_views_of_a_conjugated_tensor_are_not_conjugated(tmp_path: Path) -> None:
     value = torch.randn(3, 4, dtype=torch.complex64).conj()
     tensors = {"real": value.real, "pairs": torch.view_as_real(value.resolve_conj())}
     check(save(tmp_path, tensors), tensors)
@@ -228,7 +230,7 @@ def test_a_conjugated_view_of_real_pairs_is_no_conjugate(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["neg", "conj"])
 @pytest.mark.parametrize("dtype", ["bool", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint16"])
-def test_rejects_what_cannot_be_negated(tmp_path: Path, dtype: str, kind: str) -> None:
+def test_rejects_negation_of_types_without_it(tmp_path: Path, dtype: str, kind: str) -> None:
     more = [named("torch", dtype), mapping(**{kind: b"\x88"})]
     value = call(
         named("torch._utils", "_rebuild_tensor_v3"),
@@ -277,7 +279,7 @@ def test_rejects_a_state_that_changes_a_tensor(tmp_path: Path, name: str) -> Non
     assert "BUILD: it sets the state of a tensor" in refusal(path)
 
 
-def test_a_tensor_s_own_class_is_asked_for_and_not_given(tmp_path: Path) -> None:
+def test_rejects_a_tensor_of_a_custom_class(tmp_path: Path) -> None:
     path = save(tmp_path, {"a": torch.randn(3).as_subclass(Weights)})
     assert f"it uses '{Weights.__module__}.Weights', which" in refusal(path)
 
@@ -289,7 +291,7 @@ def test_counts_numbers_of_four_bits_one_by_one(tmp_path: Path) -> None:
         assert bytes(checkpoint.view("a").data) == bytes(range(12))
 
 
-# Numbers of the other byte order
+# Big-endian files
 
 
 def big_endian(tensors: Tensors) -> Tensors:
@@ -509,7 +511,7 @@ def test_a_file_that_is_replaced_stays_the_one_that_was_opened(tmp_path: Path) -
         assert described_by_views(checkpoint) == described_by_torch(tensors)
 
 
-def test_tensors_are_listed_as_they_lie_in_the_file(tmp_path: Path) -> None:
+def test_lists_tensors_in_file_order(tmp_path: Path) -> None:
     values = [torch.randn(5) for _ in range(12)]
     tensors = {f"{number:02}": value for number, value in enumerate(values)}
     base = values[3]
@@ -599,7 +601,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(
                 read(checkpoint, name)
 
 
-# What cannot be opened
+# Files that cannot be opened
 
 
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
@@ -607,12 +609,12 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "none.pt")
 
 
-def test_a_path_can_be_a_text(tmp_path: Path) -> None:
+def test_a_path_can_be_a_string(tmp_path: Path) -> None:
     with open_checkpoint(str(save(tmp_path, two()))) as checkpoint:
         assert checkpoint.path == tmp_path / "model.pt"
 
 
-def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="is not a regular file"):
         open_checkpoint(tmp_path)
 
@@ -636,7 +638,7 @@ class Odd:
         return os.getpgid, (0,)
 
 
-def test_asks_for_no_code(tmp_path: Path, legacy: bool) -> None:
+def test_names_code_that_it_does_not_run(tmp_path: Path, legacy: bool) -> None:
     path = save(tmp_path, {"a": torch.zeros(1), "x": Odd()}, legacy=legacy)
     assert refusal(path).endswith(
         "it uses 'posix.getpgid', which checkpoints of tensors do not need; no code was executed. List "
@@ -647,14 +649,14 @@ def test_asks_for_no_code(tmp_path: Path, legacy: bool) -> None:
 @pytest.mark.parametrize(
     ("count", "more"), [(1, ""), (8, ""), (9, " and 1 more"), (12, " and 4 more")]
 )
-def test_names_some_of_what_is_asked_for(tmp_path: Path, count: int, more: str) -> None:
+def test_names_some_of_the_unknown_globals(tmp_path: Path, count: int, more: str) -> None:
     calls = b"".join(call(named("evil", f"name{n}")) for n in range(count))
     shown = ", ".join(f"'evil.name{n}'" for n in range(min(count, 8)))
     message = refusal(write(tmp_path, zip_file(pickled(b"](" + calls + tensor() + b"e"))))
     assert f"it uses {shown}{more}, which checkpoints" in message
 
 
-# What is not read
+# Unreadable tensors
 
 
 @pytest.fixture(scope="module")
@@ -691,7 +693,7 @@ REASONS = {
 }
 
 
-def test_names_what_is_not_read_and_why(strange: Path) -> None:
+def test_names_unreadable_tensors_with_reasons(strange: Path) -> None:
     with open_checkpoint(strange) as checkpoint:
         assert set(checkpoint.specs) == {"good"}
         assert bytes(checkpoint.view("good").data) == raw(torch.arange(3.0))
@@ -701,14 +703,14 @@ def test_names_what_is_not_read_and_why(strange: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_viewing_it_says_why(strange: Path, name: str) -> None:
+def test_viewing_an_unreadable_tensor_gives_the_reason(strange: Path, name: str) -> None:
     with open_checkpoint(strange) as checkpoint, pytest.raises(TensorNotFound) as caught:
         checkpoint.view(name)
     assert str(caught.value).startswith(f"no tensor '{name}' in '{strange}': pickle byte ")
     assert str(caught.value).endswith(REASONS[name])
 
 
-def test_checking_that_all_is_readable_says_so_by_name(strange: Path) -> None:
+def test_checking_names_unreadable_tensors(strange: Path) -> None:
     checkpoint = open_checkpoint(strange)
     with pytest.raises(CheckpointRefused) as caught:
         checkpoint.check_readable()  # which closes it
@@ -717,7 +719,7 @@ def test_checking_that_all_is_readable_says_so_by_name(strange: Path) -> None:
     )
 
 
-def test_checking_can_leave_out_what_is_not_readable(strange: Path) -> None:
+def test_checking_can_skip_unreadable_tensors(strange: Path) -> None:
     with open_checkpoint(strange) as checkpoint:
         checkpoint.check_readable(skip=True)
         (notice,) = checkpoint.notices
@@ -734,7 +736,7 @@ def test_reports_a_checkpoint_without_supported_tensors(tmp_path: Path) -> None:
         assert set(checkpoint.unreadable) == {"a"}
 
 
-def test_legacy_streams_with_such_storages_are_read(tmp_path: Path) -> None:
+def test_reads_legacy_streams_with_unreadable_storages(tmp_path: Path) -> None:
     wanted = {"a": torch.randn(5), "z": torch.randn(7)}
     other = torch.zeros(3, dtype=torch.complex128)
     path = save(tmp_path, {"a": wanted["a"], "other": other, "z": wanted["z"]}, legacy=True)
@@ -745,7 +747,7 @@ def test_legacy_streams_with_such_storages_are_read(tmp_path: Path) -> None:
         assert set(checkpoint.unreadable) == {"other"}
 
 
-# Growth
+# Limits
 
 
 def test_tensors_can_repeat_their_elements_within_bounds(tmp_path: Path) -> None:
@@ -800,7 +802,7 @@ def test_rejects_tensors_for_which_a_file_is_read_too_often(
     assert f"{work} bytes have to be read for its tensors" in refusal(path)
 
 
-# Parts
+# Subtrees
 
 
 def test_lists_the_parts_that_can_be_chosen(tmp_path: Path) -> None:
@@ -832,7 +834,7 @@ def test_chooses_a_part(tmp_path: Path, legacy: bool) -> None:
         open_checkpoint(path, subtree="ema.b")
 
 
-def test_a_legacy_stream_says_what_it_is(tmp_path: Path) -> None:
+def test_a_legacy_stream_has_its_own_kind(tmp_path: Path) -> None:
     with open_checkpoint(save(tmp_path, two(), legacy=True)) as checkpoint:
         assert checkpoint.kind == "legacy stream"
         assert checkpoint.notices == []

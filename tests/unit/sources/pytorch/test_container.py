@@ -102,7 +102,7 @@ def test_names_other_formats(name: str) -> None:
     assert what in message
 
 
-def test_says_nothing_of_a_pickle_that_it_does_not_know() -> None:
+def test_does_not_show_the_values_of_a_foreign_pickle() -> None:
     message = refusal(pickle.dumps({"password": "secret"}, 2))
     assert "secret" not in message
     assert "blobstore inspect" in message
@@ -138,11 +138,11 @@ def test_another_number_is_not_the_magic_number(value: Any) -> None:
     assert "a pickle of Python objects that torch.save did not write" in refusal(data)
 
 
-def test_a_pickle_that_runs_code_is_a_bare_pickle() -> None:
+def test_a_pickle_with_a_call_is_a_bare_pickle() -> None:
     assert "a pickle of Python objects" in refusal(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R.")
 
 
-def test_a_checkpoint_is_nothing_else() -> None:
+def test_a_checkpoint_is_not_another_format() -> None:
     assert other_kind(zip_file(PICKLE)) is None
     assert other_kind(legacy_file(PICKLE)) is None
     assert other_kind(PICKLE) is None

@@ -50,7 +50,7 @@ def test_names_every_global_with_its_use_and_place(tmp_path: Path, is_zip: bool)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_names_what_a_refused_file_asks_for(tmp_path: Path, is_zip: bool) -> None:
+def test_names_the_globals_of_a_refused_file(tmp_path: Path, is_zip: bool) -> None:
     value = {"a": torch.ones(1), "b": Evil()}
     found = inspect_checkpoint(
         save(tmp_path / "x.pt", value, _use_new_zipfile_serialization=is_zip)
@@ -91,14 +91,14 @@ def test_looks_into_every_pickle_of_a_torchscript_archive(tmp_path: Path) -> Non
     assert any(item.pickle.endswith("data.pkl") for item in found.globals)
 
 
-def test_tells_the_modules_of_a_pickled_module(tmp_path: Path) -> None:
+def test_names_the_classes_of_a_pickled_module(tmp_path: Path) -> None:
     found = inspect_checkpoint(save(tmp_path / "x.pt", torch.nn.Sequential(torch.nn.Linear(2, 2))))
     uses = {item.name: item.use for item in found.globals}
     assert uses["torch.nn.modules.linear.Linear"] == "class of a module"
     assert [spec.name for spec in found.tensors] == ["0.weight", "0.bias"]
 
 
-def test_tells_tensors_that_cannot_be_read(tmp_path: Path) -> None:
+def test_lists_unreadable_tensors(tmp_path: Path) -> None:
     value = {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.complex128)}
     found = inspect_checkpoint(save(tmp_path / "x.pt", value))
     assert [spec.name for spec in found.tensors] == ["a"]
@@ -114,12 +114,12 @@ def test_a_file_of_another_format_is_described_and_refused(tmp_path: Path, data:
     assert found.size == len(data)
 
 
-def test_a_wrong_subtree_is_a_wrong_argument(tmp_path: Path) -> None:
+def test_an_unknown_subtree_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         inspect_checkpoint(save(tmp_path / "x.pt", {"a": torch.ones(1)}), subtree="none")
 
 
-def test_a_missing_file_and_a_folder_are_different_errors(tmp_path: Path) -> None:
+def test_distinguishes_missing_files_from_folders(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFound):
         inspect_checkpoint(tmp_path / "none")
     with pytest.raises(SourceError, match="not a regular file"):

@@ -90,7 +90,7 @@ def test_reads_what_torch_writes(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_knows_its_beginning(protocol: int) -> None:
+def test_recognizes_the_start_of_a_legacy_stream(protocol: int) -> None:
     assert is_legacy(pickles.dumps(MAGIC, protocol))
     assert not is_legacy(pickles.dumps(MAGIC + 1, protocol))
     assert not is_legacy(pickles.dumps(str(MAGIC), protocol))
@@ -99,11 +99,11 @@ def test_knows_its_beginning(protocol: int) -> None:
 @pytest.mark.parametrize(
     "head", [b"", b"\x80", b"\x80\x02.", b"hello", HEAD[:-1], b"cos\nsystem\n."]
 )
-def test_anything_else_is_not_its_beginning(head: bytes) -> None:
+def test_rejects_other_starts_of_a_file(head: bytes) -> None:
     assert not is_legacy(head)
 
 
-def test_the_magic_number_is_looked_for_at_the_beginning_alone() -> None:
+def test_searches_the_magic_number_only_at_the_start() -> None:
     late = b"\x80\x02" + b"N0" * 4000 + HEAD[2:]
     assert not is_legacy(late)
 
@@ -237,7 +237,7 @@ def test_rejects_a_module_saved_whole() -> None:
     )
 
 
-def test_rejects_a_module_s_class() -> None:
+def test_rejects_the_class_of_a_module() -> None:
     cls = several(*map(text, ("module", "Linear", "linear.py", "class Linear: ..."))) + b"Q"
     with opened(legacy_file(pickled(mapping(a=tensor(), b=cls)))) as (descriptor, size):
         stream = LegacyStream(descriptor, size)

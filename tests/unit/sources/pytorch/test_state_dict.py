@@ -99,7 +99,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
     return str(caught.value)
 
 
-# What is the model
+# The model
 
 WRAPPED = {"layer": T, "deep.bias": T}
 MODELS: dict[str, tuple[Any, list[str], list[str]]] = {
@@ -193,13 +193,13 @@ def test_finds_the_model(kind: str) -> None:
     assert found.notices == notices
 
 
-def test_an_optimizer_alone_has_no_tensors_that_are_a_model() -> None:
+def test_an_optimizer_alone_has_no_model() -> None:
     found = chosen({"optimizer": STATE})
     assert not found.tensors
     assert names({"optimizer": STATE}, "optimizer") == ["state.0.exp_avg", "state.0.step"]
 
 
-def test_an_optimizer_s_own_file_is_taken_for_what_it_is() -> None:
+def test_reads_the_file_of_an_optimizer() -> None:
     assert names(STATE) == ["state.0.exp_avg", "state.0.step"]
 
 
@@ -211,7 +211,7 @@ def test_an_optimizer_s_own_file_is_taken_for_what_it_is() -> None:
         *("rng", "random_state", "callbacks", "loops", "criterion", "loss", "losses", "loss_fn"),
     ],
 )
-def test_leaves_out_what_training_needs(key: str) -> None:
+def test_leaves_out_training_state(key: str) -> None:
     value = {"one": {"a": T}, "two": {"a": T}, key: {"x": T}}
     assert names(value) == ["one.a", "two.a"]
     assert names(value, EVERYTHING) == sorted([f"{key}.x", "one.a", "two.a"])
@@ -223,7 +223,7 @@ def test_leaves_out_what_training_needs(key: str) -> None:
 @pytest.mark.parametrize(
     "key", ["amplifier", "criterion_head", "decoder", "lr", "flows", "my_optim"]
 )
-def test_keeps_what_only_begins_like_it(key: str) -> None:
+def test_keeps_keys_that_only_resemble_training_state(key: str) -> None:
     assert names({"one": {"a": T}, key: {"x": T}}) == sorted([f"{key}.x", "one.a"])
 
 
@@ -242,7 +242,7 @@ def test_a_tensor_of_several_elements_belongs_to_the_model() -> None:
 
 
 @pytest.mark.parametrize("key", ["Model", "my_model", "models", 0])
-def test_other_names_are_no_model_s(key: str | int) -> None:
+def test_other_keys_are_not_the_model(key: str | int) -> None:
     assert names({key: {"a": T}, "b": {"a": T}}) == sorted([f"{key}.a", "b.a"])
 
 
@@ -279,7 +279,7 @@ def test_a_name_can_be_any_text(name: str) -> None:
     assert names([{name: T}]) == [f"0.{name}"]
 
 
-def test_an_empty_name_is_one_too() -> None:
+def test_a_name_can_be_empty() -> None:
     assert names({"": T}) == [""]
     assert names({"model": {"": {"": T}}}) == ["."]
 
@@ -299,7 +299,7 @@ def test_rejects_two_tensors_of_one_name(value: Any, name: str) -> None:
     assert refusal(chosen, value) == f"two tensors would be called '{name}'"
 
 
-def test_names_within_the_model_alone_must_differ() -> None:
+def test_only_names_within_the_model_must_differ() -> None:
     value = {"model": {"a.b": T}, "optimizer": {"a.b": T, "a": {"b": T}}}
     assert names(value) == ["a.b"]
     assert "two tensors would be called 'optimizer.a.b'" in refusal(chosen, value, EVERYTHING)
@@ -323,7 +323,7 @@ def test_shows_hostile_names_escaped() -> None:
     assert r"'\x1b[2J' (1 tensor)" in notices[0]
 
 
-# A part that is asked for
+# Subtrees
 
 
 EMA = {"model": {"a": T, "b": T}, "ema": {"shadow": {"a": T}, "n": 1}, "x": [{"y": T}]}
@@ -339,7 +339,7 @@ EMA = {"model": {"a": T, "b": T}, "ema": {"shadow": {"a": T}, "n": 1}, "x": [{"y
         ("x.0", ["y"], "'model' (2 tensors), 'ema' (1 tensor)"),
     ],
 )
-def test_takes_the_part_that_is_asked_for(subtree: str, expected: list[str], left: str) -> None:
+def test_takes_the_requested_subtree(subtree: str, expected: list[str], left: str) -> None:
     found = chosen(EMA, subtree)
     assert sorted(found.tensors) == expected
     assert found.notices == [
@@ -353,7 +353,7 @@ def test_takes_everything() -> None:
     assert not found.notices
 
 
-def test_training_s_part_is_taken_if_it_is_asked_for() -> None:
+def test_takes_training_state_on_request() -> None:
     value = {"a": {"w": T}, "b": {"w": T}, "optimizer": STATE}
     assert names(value, "optimizer.state") == ["0.exp_avg", "0.step"]
 
@@ -361,7 +361,7 @@ def test_training_s_part_is_taken_if_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "subtree", ["", "mode", "model.a", "model.", ".model", "ema.n", "Model", "0"]
 )
-def test_rejects_a_part_that_is_not_there(subtree: str) -> None:
+def test_rejects_a_subtree_that_does_not_exist(subtree: str) -> None:
     with pytest.raises(UsageError) as caught:
         chosen(EMA, subtree)
     assert str(caught.value) == (
@@ -381,17 +381,17 @@ def test_lists_a_few_of_many_parts() -> None:
     [{"a": {"b": {"x": T}}, "a.b": {"y": T}}, {1: {"x": T}, "1": {"y": T}}],
     ids=["dots", "numbers"],
 )
-def test_rejects_a_part_that_can_be_two(value: Mapping[Any, Any]) -> None:
+def test_rejects_an_ambiguous_subtree(value: Mapping[Any, Any]) -> None:
     subtree = "1" if "1" in value else "a.b"
     with pytest.raises(UsageError, match=f"subtree '{subtree}' can mean 2 parts of the checkpoint"):
         chosen(value, subtree)
 
 
-def test_a_part_with_dots_in_its_name_can_be_asked_for() -> None:
+def test_a_subtree_can_have_dots_in_its_name() -> None:
     assert names({"v1.0": {"a": T}, "b": {"c": T}}, "v1.0") == ["a"]
 
 
-def test_tells_all_parts() -> None:
+def test_lists_all_subtrees() -> None:
     found = subtrees_of(path for path, _ in tree_of(EMA).tensors)
     assert dict(found) == {".": 4, "model": 2, "ema": 1, "ema.shadow": 1, "x": 1, "x.0": 1}
     assert found[0].path == EVERYTHING
@@ -408,7 +408,7 @@ def test_lists_a_few_of_the_parts_that_are_left_out() -> None:
     assert "'p7' (1 tensor) and 2 more; choose" in parts
 
 
-# What is looked into
+# Containers
 
 
 def test_looks_into_sets_and_ordered_dicts() -> None:
@@ -417,7 +417,7 @@ def test_looks_into_sets_and_ordered_dicts() -> None:
     assert names({"o": Opcodes(ordered), "s": Opcodes(items)}) == ["o.a", "s.0", "s.1"]
 
 
-def test_what_belongs_to_a_dict_is_no_part_of_it() -> None:
+def test_attributes_of_a_dict_are_not_its_entries() -> None:
     with_metadata = (
         call(named("collections", "OrderedDict"))
         + mapping(a=tensor())[1:]
@@ -429,7 +429,7 @@ def test_what_belongs_to_a_dict_is_no_part_of_it() -> None:
     assert not found.notices
 
 
-def test_unreadable_tensors_are_tensors() -> None:
+def test_unreadable_tensors_count_as_tensors() -> None:
     sparse = call(named("torch._utils", "_rebuild_sparse_tensor"), b"N")
     assert names({"a": Opcodes(sparse), "b": T}) == ["a", "b"]
     result = run(
@@ -439,13 +439,13 @@ def test_unreadable_tensors_are_tensors() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 5, "x", {}, [], {"a": None}, [[], {}]])
-def test_what_holds_no_tensors_has_none(value: Any) -> None:
+def test_values_without_tensors_have_none(value: Any) -> None:
     tree = tree_of(value)
     assert tree.tensors == []
     assert not find_state_dict(tree, None).tensors
 
 
-def test_a_storage_alone_is_no_tensor() -> None:
+def test_a_storage_is_not_a_tensor() -> None:
     assert tree_of(Opcodes(storage())).tensors == []
 
 
@@ -466,7 +466,7 @@ def test_takes_sixty_four_levels() -> None:
 
 
 @pytest.mark.parametrize("one", [b"]", b"}", b"("])
-def test_rejects_lists_within_lists_without_end(one: bytes) -> None:
+def test_rejects_deeply_nested_containers(one: bytes) -> None:
     depth = 1000 if one == b"(" else 100_000
     ends = {b"]": b"a", b"(": b"t", b"}": b"s"}
     begin = one if one != b"}" else one + text("k")
@@ -477,13 +477,13 @@ def test_rejects_lists_within_lists_without_end(one: bytes) -> None:
 @pytest.mark.parametrize(
     "opcode", [b"]q\x00h\x00a", b"]q\x00(h\x00h\x00h\x00e", b"}q\x00" + text("x") + b"h\x00s"]
 )
-def test_rejects_what_holds_itself(opcode: bytes) -> None:
+def test_rejects_containers_that_hold_themselves(opcode: bytes) -> None:
     with pytest.raises(CheckpointRefused, match=r"nested more than 64|shares its parts too often"):
         tree_of(Opcodes(opcode))
 
 
 @pytest.mark.parametrize("kind", [b"\x86", b"l"])
-def test_rejects_parts_that_are_shared_without_end(kind: bytes) -> None:
+def test_rejects_containers_shared_too_often(kind: bytes) -> None:
     value = tensor()
     for number_ in range(60):
         slot = bytes([number_])
@@ -523,7 +523,7 @@ def test_rejects_too_many_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(tree_of, [[]] * 101) == "the pickle has more than 100 lists, tuples and dicts"
 
 
-# Modules saved whole
+# Complete modules
 
 
 class Net(nn.Module):
@@ -581,7 +581,7 @@ def test_reads_a_module_saved_whole(tmp_path: Path, kind: str, protocol: int) ->
     check(save(tmp_path, {"model": module, "epoch": 3}, pickle_protocol=protocol), expected)
 
 
-def test_a_part_of_a_module_can_be_asked_for(tmp_path: Path) -> None:
+def test_a_subtree_can_be_part_of_a_module(tmp_path: Path) -> None:
     module = Net()
     check(save(tmp_path, module), module.net.state_dict(), subtree="net")
 
@@ -620,7 +620,7 @@ def test_rejects_a_module_that_has_other_objects(tmp_path: Path) -> None:
     )
 
 
-def test_rejects_a_module_with_objects_that_are_made_of_arguments(tmp_path: Path) -> None:
+def test_rejects_a_module_that_has_objects_made_with_arguments(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     module.config = Slotted(3)  # type: ignore[assignment]
     message = refusal(open_checkpoint, save(tmp_path, module))
@@ -649,7 +649,7 @@ def test_knows_a_module_by_its_parts() -> None:
     assert names(Opcodes(record(opcodes(state)))) == ["m", "w"]
 
 
-def test_a_hidden_name_hides_buffers_alone() -> None:
+def test_hidden_names_apply_only_to_buffers() -> None:
     hidden = Opcodes(call(named("builtins", "set"), listed(*map(text, ("w", "m", "x")))))
     inner = Opcodes(record(opcodes(PARTS)))
     state = {**PARTS, "_modules": {"x": inner}, "_non_persistent_buffers_set": hidden}
@@ -679,7 +679,7 @@ def test_rejects_objects_that_are_not_modules(kind: str) -> None:
     assert refusal(find_tensors, run(data), len(data)) == message
 
 
-def test_objects_that_the_value_does_not_hold_count_too() -> None:
+def test_rejects_objects_outside_the_value() -> None:
     value = listed(tensor(), RECORDS["no state"] + b"0")
     assert "it has objects of 'some.module.Net'" in refusal(tree_of, Opcodes(value))
 

@@ -123,7 +123,7 @@ def test_rejects_a_wrong_checksum(begin: int, end: int, is_deflated: bool) -> No
                 file.copy(begin, end)
 
 
-def test_gives_no_byte_of_a_part_before_it_is_checked() -> None:
+def test_checks_a_part_before_it_returns_bytes() -> None:
     with stored(crc=1) as file:
         pieces = file.reader.read(file.entry, 5, 9, memoryview(bytearray(4)))
         with pytest.raises(DamagedSource):
@@ -193,7 +193,7 @@ def test_unpacks_a_storage_for_all_its_parts_at_once(monkeypatch: pytest.MonkeyP
     assert unpacked == ["0", "1", "0"]
 
 
-def test_a_compressed_storage_can_be_cut_short() -> None:
+def test_reports_a_truncated_compressed_storage() -> None:
     with stored(is_deflated=True) as file:
         file.entry = file.entry._replace(stored_size=file.entry.stored_size - 100)
         for begin, end in ((0, len(CONTENT)), (5, 9)):
@@ -205,7 +205,7 @@ def test_a_compressed_storage_can_be_cut_short() -> None:
 
 
 @pytest.mark.parametrize("crc", [None, 0])
-def test_a_file_can_be_cut_short(crc: int | None) -> None:
+def test_reports_a_truncated_file(crc: int | None) -> None:
     with stored(crc=crc) as file:
         os.truncate(file.descriptor, 1000)
         for begin, end in ((0, len(CONTENT)), (500, 1500), (5000, 5001)):
@@ -215,7 +215,7 @@ def test_a_file_can_be_cut_short(crc: int | None) -> None:
                 file.copy(begin, end)
 
 
-def test_a_file_can_be_truncated_after_it_was_checked() -> None:
+def test_reports_a_file_that_is_truncated_after_its_checksum() -> None:
     with stored() as file:
         read_part(file)
         os.truncate(file.descriptor, 1000)
@@ -224,7 +224,7 @@ def test_a_file_can_be_truncated_after_it_was_checked() -> None:
             file.read(900, 1100)
 
 
-def test_pieces_can_come_short() -> None:
+def test_continues_after_short_reads_of_a_storage() -> None:
     with stored(CONTENT[:1000]) as file, pytest.MonkeyPatch.context() as patch:
         preadv = os.preadv
         patch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:3]], at))
@@ -260,7 +260,7 @@ def test_threads_check_a_storage_once(asked: list[tuple[int, int]]) -> None:
     assert sum(count for _, count in asked) == len(CONTENT) + 60
 
 
-# What a container is
+# Containers
 
 
 @pytest.mark.parametrize(("kind", "form"), [(ZipCheckpoint, zip_file), (LegacyStream, legacy_file)])
@@ -307,7 +307,7 @@ def strided(
     )
 
 
-# Numbers turned round
+# Byte order
 
 
 @pytest.mark.parametrize(
@@ -326,13 +326,13 @@ def strided(
         ("DoubleStorage", 8, "", ""),
     ],
 )
-def test_turns_numbers_round(kind: str, size: int, data: str, turned: str) -> None:
+def test_swaps_bytes(kind: str, size: int, data: str, turned: str) -> None:
     content = bytes.fromhex(data)
     storage = Storage("0", kind, None, size, len(content) // size)
     assert swapped(bytearray(content), storage) == bytes.fromhex(turned)
 
 
-# Elements put in order
+# Order of elements
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -356,7 +356,7 @@ def test_puts_elements_in_the_order_that_torch_does(
     assert bytes(gathered(tensor, bytearray(content))) == expected.numpy().tobytes()
 
 
-def test_a_step_that_is_never_taken_can_be_of_any_size() -> None:
+def test_a_dimension_of_one_element_can_have_any_stride() -> None:
     largest = 2**63 - 1
     found = gathered(strided((1, 2, 1), (largest, 3, largest)), bytearray(range(16)))
     assert bytes(found) == bytes([0, 1, 2, 3, 12, 13, 14, 15])
@@ -375,7 +375,7 @@ def test_a_tensor_can_have_no_elements(shape: Sequence[int], neg: bool) -> None:
     assert bytes(gathered(strided(shape, stride, neg=neg), bytearray())) == b""
 
 
-def test_what_is_gathered_is_bytes() -> None:
+def test_gathered_elements_are_bytes() -> None:
     found = gathered(strided((2, 2), (1, 2)), bytearray(16))
     assert (found.format, found.itemsize, found.ndim, found.nbytes) == ("B", 1, 1, 16)
 
@@ -386,7 +386,7 @@ def test_takes_sixty_four_dimensions() -> None:
     assert bytes(found) == bytes([*range(4), *range(8, 12), *range(4, 8), *range(12, 16)])
 
 
-# Values that are meant
+# Conjugation and negation
 
 
 COMPLEX = np.array([[1 + 2j, -3 - 0j], [0 - 4j, np.inf + 1j]], np.complex64)
@@ -416,7 +416,7 @@ def test_negates_as_torch_does(values: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_negates_types_that_numpy_has_otherwise(dtype: torch.dtype) -> None:
+def test_negates_types_that_numpy_lacks_or_negates_differently(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, 1.0, 2.5, 96.0]).to(dtype)
     tensor = strided((4,), (1,), DType(TYPES[dtype]), neg=True)
     assert bytes(gathered(tensor, bytearray(raw(values)))) == raw(-values)

@@ -233,7 +233,7 @@ def test_recognises_tensors_that_are_contiguous_in_storage_and_file(
 
 
 @pytest.mark.parametrize("view", [b"N", several(b"N", number(0), number(4))])
-def test_a_view_can_be_all_of_a_storage(view: bytes) -> None:
+def test_a_view_can_cover_a_storage(view: bytes) -> None:
     assert read(tensor(of=storage(view=view))) == read(tensor())
 
 
@@ -307,7 +307,7 @@ def test_sizes_and_strides_are_tuples_of_one_length(size: bytes, stride: bytes) 
     )
 
 
-def test_sizes_can_be_a_size_of_torch() -> None:
+def test_a_size_can_be_a_torch_size() -> None:
     size = call(named("torch", "Size"), numbers(2, 2))
     assert read(tensor(size)).spec.shape == (2, 2)
 
@@ -395,7 +395,7 @@ def test_rejects_references_with_other_parts(part: int, value: bytes, says: str)
 
 
 @pytest.mark.parametrize("location", [text("cuda:7"), text("\x1b[31m"), b"N", b"}", number(3)])
-def test_a_location_says_nothing(location: bytes) -> None:
+def test_the_location_of_a_storage_is_ignored(location: bytes) -> None:
     parts = [text("storage"), named("torch", "FloatStorage"), text("0"), location, number(4)]
     assert read(tensor(of=several(*parts) + b"Q")).nbytes == 16
 
@@ -408,14 +408,14 @@ def test_one_key_has_one_type_and_one_count(other: bytes) -> None:
         reader_of(mapping(a=tensor(), b=tensor((1,), (1,), of=other)))
 
 
-def test_references_that_no_tensor_uses_count_too() -> None:
+def test_reads_references_that_no_tensor_uses() -> None:
     reader, _ = reader_of(listed(tensor(), storage("1", count=7)))
     assert list(reader.storages) == ["0", "1"]
     with pytest.raises(CheckpointRefused, match="^pickle byte .* is not of the form"):
         reader_of(listed(tensor(), text("x") + b"Q0"))
 
 
-def test_all_storages_are_looked_for_at_once() -> None:
+def test_locates_all_storages_at_once() -> None:
     asked = []
 
     def locate(storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
@@ -463,7 +463,7 @@ def test_a_tensor_is_of_a_storage(first: bytes) -> None:
 
 
 @pytest.mark.parametrize("hooks", [b"N", b"}", HOOKS, listed(number(1))])
-def test_gradients_and_hooks_say_nothing(hooks: bytes) -> None:
+def test_ignores_gradients_and_hooks(hooks: bytes) -> None:
     function = named(UTILS, "_rebuild_tensor_v2")
     value = call(function, storage(), number(0), numbers(4), numbers(1), b"\x88", hooks)
     assert read(value).nbytes == 16
@@ -528,7 +528,7 @@ def test_rejects_values_that_are_not_types(dtype: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", [named("torch", "FloatStorage"), named("evil", "float32")])
-def test_other_globals_are_no_types(dtype: bytes) -> None:
+def test_rejects_other_globals_as_types(dtype: bytes) -> None:
     assert "have no type in the safetensors format" in unreadable(tensor_v3(dtype))
 
 
@@ -581,7 +581,7 @@ def test_rejects_flags_of_other_values(flags: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", known.STORAGES)
-def test_negates_what_torch_negates(kind: str) -> None:
+def test_negates_the_types_that_torch_negates(kind: str) -> None:
     value = tensor((4,), (1,), of=storage(kind=kind), more=[mapping(neg=b"\x88")])
     if kind == "BoolStorage":
         assert "conj or neg flag is invalid" in refusal(value)
@@ -630,7 +630,7 @@ def test_old_versions_of_torch_had_the_wrapper_elsewhere() -> None:
     assert read(value.replace(b"ctorch._tensor\n", b"ctorch.tensor\n")).nbytes == 16
 
 
-def test_what_is_wrapped_must_be_readable() -> None:
+def test_wrapped_tensors_must_be_readable() -> None:
     sparse = call(named(UTILS, "_rebuild_sparse_tensor"), b"N")
     assert "'torch._utils._rebuild_sparse_tensor' are not supported" in unreadable(wrapped(sparse))
     assert "_rebuild_qtensor' are not supported" in unreadable(
@@ -669,7 +669,7 @@ def test_rejects_other_wrappers(value: bytes) -> None:
     assert refusal(value) == "a tensor is wrapped as torch does not write it"
 
 
-def test_rejects_wrappers_within_wrappers_without_end() -> None:
+def test_rejects_deeply_nested_wrappers() -> None:
     function, arguments = named("torch._tensor", "_rebuild_from_type_v2"), ARGUMENTS
     for _ in range(12):
         arguments = several(function, b"N", arguments, b"}")

@@ -212,7 +212,7 @@ def test_values_up_to_the_limit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_what_is_too_large_is_left_out_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_out_large_values_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_MAX_SIZE", 50)
     found = of_pickle(mapping(n=number(1), a=listed(b"C\0", text("x" * 30), text("y" * 30))))
     assert found.kept == {"n": 1}

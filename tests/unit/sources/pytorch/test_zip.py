@@ -125,7 +125,7 @@ def padded(size: int) -> bytes:
     return pickled(mapping(a=tensor(), b=text("x" * size)))
 
 
-def test_rejects_a_pickle_that_compresses_beyond_belief() -> None:
+def test_rejects_a_pickle_that_compresses_too_well() -> None:
     size = 8 * 2**20
     assert parsed(deflated_file(padded(4 * 2**20))).pickle_size > 4 * 2**20
     assert parsed(zip_file(padded(size))).pickle_size > size
@@ -133,7 +133,7 @@ def test_rejects_a_pickle_that_compresses_beyond_belief() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "is_read"), [(2, True), (1, False)])
-def test_what_a_pickle_may_become_depends_on_its_size(
+def test_the_limit_of_a_pickle_depends_on_its_compressed_size(
     monkeypatch: pytest.MonkeyPatch, ratio: int, is_read: bool
 ) -> None:
     monkeypatch.setattr(torch_zip, "_SPARE_PICKLE_SIZE", 0)
@@ -149,7 +149,7 @@ def test_what_a_pickle_may_become_depends_on_its_size(
 # The storages
 
 
-def test_a_storage_whose_elements_are_no_whole_bytes_can_have_any_size() -> None:
+def test_a_storage_of_packed_elements_can_have_any_size() -> None:
     packed = Storage("0", "QUInt4x2Storage", None, 0, 7)
     assert located(zip_file(PICKLE), _0=packed)["0"].size == 16
 

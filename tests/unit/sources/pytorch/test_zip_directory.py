@@ -100,7 +100,7 @@ def test_reads_the_wide_end_records() -> None:
     assert names(make_zip([Member(), Member(b"b")], is_wide=True)) == ["a", "b"]
 
 
-def test_full_fields_of_the_end_record_are_taken_from_the_wide_one() -> None:
+def test_reads_full_fields_from_the_zip64_end_record() -> None:
     full = {"disk": 0xFFFF, "first_disk": 0xFFFF, "count_here": 0xFFFF, "count": 0xFFFF}
     data = make_zip([Member()], is_wide=True, end={**full, "size": FULL32, "start": FULL32})
     assert names(data) == ["a"]
@@ -202,7 +202,7 @@ def test_rejects_bytes_after_the_directory(is_wide: bool) -> None:
     assert "does not end where the end records begin" in refusal(data)
 
 
-def test_rejects_an_entry_that_goes_on_past_the_directory() -> None:
+def test_rejects_an_entry_that_reaches_past_the_directory() -> None:
     for replaced in ({"extra_size": 1}, {"comment_size": 1}):
         assert "does not have exactly the 1 entries" in refusal(make_zip([Member(listed=replaced)]))
 

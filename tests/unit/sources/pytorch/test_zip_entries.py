@@ -74,7 +74,7 @@ def saved(value: object = TENSORS) -> bytes:
     return file.getvalue()
 
 
-# What torch and zipfile write
+# Archives of torch and zipfile
 
 
 def same_as_torch(data: bytes) -> dict[str, ZipEntry]:
@@ -338,7 +338,7 @@ def test_rejects_full_sizes_in_the_header_without_wide_ones() -> None:
     assert "does not have the one zip64 field" in refusal(data)
 
 
-def test_rejects_data_that_goes_on_into_the_directory() -> None:
+def test_rejects_data_that_reaches_into_the_directory() -> None:
     for local in ({"extra_size": 1}, {"extra_size": 0xFFFF}):
         message = refusal(make_zip([Member(local=local)]))
         assert "7 bytes from byte" in message
@@ -356,12 +356,12 @@ def test_rejects_a_header_inside_the_data_of_another() -> None:
     assert "'inner' at byte 35 begins before byte 74, where" in refusal(data)
 
 
-def test_rejects_data_that_goes_on_into_the_next_header() -> None:
+def test_rejects_data_that_reaches_into_the_next_header() -> None:
     data = make_zip([Member(local={"extra_size": 1}), Member(b"b")])
     assert "'b' at byte 38 begins before byte 39" in refusal(data)
 
 
-def test_shifted_data_is_found_out_by_its_crc() -> None:
+def test_the_crc_reveals_shifted_data() -> None:
     member = Member(local={"extra_size": 8}, after=bytes(8))
     assert "has the CRC" in refusal(make_zip([member]))
 
@@ -410,7 +410,7 @@ def test_a_crc_of_zero_was_not_computed(method: int) -> None:
     assert contents(make_zip([member])) == {"a": b"content"}
 
 
-def test_empty_content_has_no_other_crc() -> None:
+def test_rejects_a_crc_of_empty_content() -> None:
     member = Member(content=b"", local={"crc": 1}, listed={"crc": 1})
     assert "has the CRC 00000000, not 00000001" in refusal(make_zip([member]))
 
@@ -527,7 +527,7 @@ WHOLE = [contents(archive) for archive in ARCHIVES]
 @given(st.integers(0, len(ARCHIVES) - 1), st.integers(0), st.integers(1, 255))
 @settings(max_examples=1000)
 @example(0, 0, 1)
-def test_a_changed_byte_changes_no_content_unnoticed(which: int, at: int, change: int) -> None:
+def test_reports_every_changed_byte_that_alters_content(which: int, at: int, change: int) -> None:
     data = bytearray(ARCHIVES[which])
     data[at % len(data)] ^= change
     try:
@@ -539,7 +539,7 @@ def test_a_changed_byte_changes_no_content_unnoticed(which: int, at: int, change
 
 
 @pytest.mark.parametrize("data", ARCHIVES)
-def test_rejects_every_archive_that_is_truncated_or_goes_on(data: bytes) -> None:
+def test_rejects_every_archive_that_is_truncated_or_extended(data: bytes) -> None:
     for size in range(len(data)):
         refusal(data[:size])
     refusal(data + b"\0")

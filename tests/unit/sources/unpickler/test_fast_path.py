@@ -132,7 +132,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("which", range(len(TENSORS)))
-def test_makes_what_the_opcodes_make_one_by_one(
+def test_makes_the_same_value_as_the_single_opcodes(
     which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, single = stories(pickled(TENSORS[which], AFTER), monkeypatch)
@@ -141,13 +141,13 @@ def test_makes_what_the_opcodes_make_one_by_one(
 
 
 @pytest.mark.parametrize("which", range(len(TENSORS)))
-def test_takes_a_tensor_as_a_whole(which: int, matches: Matches) -> None:
+def test_reads_a_tensor_at_once(which: int, matches: Matches) -> None:
     value = run(pickled(TENSORS[which], AFTER)).value
     assert matches == [1, 1]
     assert [type(item) for item in value[:2]] == [Reduced, Reduced]
 
 
-def test_keeps_what_is_remembered(matches: Matches) -> None:
+def test_memoizes_the_parts_of_a_tensor(matches: Matches) -> None:
     value = run(pickled(tensor())).value
     call, text, identifier, size, stride, hooks, arguments, again = value
     assert matches == [1]
@@ -193,7 +193,7 @@ def test_keeps_what_is_remembered(matches: Matches) -> None:
         tensor()[:-1],
     ],
 )
-def test_leaves_all_else_to_the_single_opcodes(
+def test_leaves_other_tensors_to_the_single_opcodes(
     other: bytes, matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story(pickled(other))
@@ -223,7 +223,7 @@ NAMES = [b"a.weight", b"", "größe".encode(), b"n" * 255, b"n" * 256, b"\xed\xa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_takes_the_name_between_two_tensors(
+def test_reads_the_name_between_two_tensors_at_once(
     name: bytes, matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = pickled(tensor(), named(name, KNOWN + 7), named(b"last", KNOWN + 15))
@@ -248,7 +248,7 @@ def test_takes_the_name_between_two_tensors(
         b"X\xff\0\0\0a" + put(KNOWN + 7),
     ],
 )
-def test_leaves_a_name_that_no_whole_tensor_follows(
+def test_leaves_a_name_without_a_complete_tensor_to_the_single_opcodes(
     entry: bytes, matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story(pickled(tensor(), entry))
@@ -275,7 +275,7 @@ def test_reads_numbers_once() -> None:
     assert len(numbers) == 2
 
 
-def test_most_tensors_that_torch_writes_are_taken_as_wholes(
+def test_reads_most_tensors_of_torch_at_once(
     matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [(1,), (300,), (2, 3), (4, 1, 300), (2, 1, 3, 3), (1, 2, 1, 2, 70_000)]

@@ -34,7 +34,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize(("module", "name", "use"), LISTED)
-def test_knows_what_checkpoints_use(module: str, name: str, use: Use) -> None:
+def test_knows_the_globals_of_checkpoints(module: str, name: str, use: Use) -> None:
     found = look_up(module, name, 7)
     assert found.use is use
     assert found.offset == 7

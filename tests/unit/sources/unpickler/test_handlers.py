@@ -150,7 +150,7 @@ def test_rejects_escapes_that_python_2_does_not_write(escape: bytes) -> None:
 
 
 @pytest.mark.parametrize("escape", [b"\\u12", b"\\U00110000", b"\\uzzzz"])
-def test_rejects_escapes_that_mean_nothing(escape: bytes) -> None:
+def test_rejects_invalid_escapes(escape: bytes) -> None:
     message = "pickle byte 0, UNICODE: a string has an invalid escape"
     assert refusal(b"V" + escape + b"\n.") == message
 
@@ -195,11 +195,11 @@ def test_takes_no_memory_for_lengths_of_64_bits(opcode: bytes, length: int) -> N
 
 
 @pytest.mark.parametrize("data", [b"c\xff\nname\n.", b"cmodule\n\xff\n."])
-def test_rejects_globals_with_names_in_no_encoding(data: bytes) -> None:
+def test_rejects_globals_whose_names_are_not_utf_8(data: bytes) -> None:
     assert refusal(data) == "pickle byte 0, GLOBAL: the name of a global is not two strings"
 
 
-def test_a_global_is_named_by_what_is_on_the_stack_and_by_nothing_else() -> None:
+def test_a_global_has_the_names_on_the_stack() -> None:
     # The memo holds another name; scanners that look at texts and not at the stack are misled.
     remembered = b"\x8c\2os\x940\x8c\6system\x940"
     decoys = b"\x8c\x0bcollections\x940\x8c\x0bOrderedDict\x940"
@@ -212,13 +212,13 @@ def test_a_global_is_named_by_what_is_on_the_stack_and_by_nothing_else() -> None
     assert (found.module, found.name) == ("system", "os")
 
 
-def test_a_slot_of_the_memo_holds_what_was_put_there_last() -> None:
+def test_a_memo_slot_holds_the_last_value() -> None:
     found = value(b"U\x0bcollectionsq\0000U\2osq\0000U\6systemq\0010h\0h\1\x93.")
     assert str(found) == "os.system"
 
 
 @pytest.mark.parametrize("names", [b"NN", b"U\2osN", b"NU\2os", b"U\1\xffU\2os", b")U\2os", b"]]"])
-def test_rejects_globals_of_the_stack_that_are_not_named_by_texts(names: bytes) -> None:
+def test_rejects_globals_of_the_stack_without_string_names(names: bytes) -> None:
     message = ", STACK_GLOBAL: the name of a global is not two strings"
     assert refusal(names + b"\x93.").endswith(message)
 
@@ -283,7 +283,7 @@ def test_numbers_and_texts_of_the_same_digits_are_two_keys() -> None:
     assert [str(key) for key in value(b"}(K\1NU\0011NM\2\1NU\1aNu.")] == ["1", "1", "258", "a"]
 
 
-def test_keys_are_texts_numbers_and_boxes() -> None:
+def test_boxes_keys_other_than_strings_and_integers() -> None:
     made = value(b"}(U\1aNK\1NG\0\0\0\0\0\0\0\0N\x88N)N)N]N}Nu.")
     assert [type(key) for key in made] == [str, Number, *[Key] * 6]
 
@@ -295,7 +295,7 @@ def test_a_set_holds_what_cannot_be_hashed() -> None:
     assert type(value(b"(]\x91.")) is Items
 
 
-def test_entries_of_an_object_are_kept_apart_from_its_attributes() -> None:
+def test_keeps_entries_and_attributes_of_an_object_apart() -> None:
     made = value(b"cm\nC\n)\x81U\1kK\1s(U\1lK\2u}U\1aK\3sb.")
     assert type(made) is Record
     assert made.entries == {"k": 1, "l": 2}
@@ -378,29 +378,29 @@ def test_rejects_named_arguments() -> None:
 
 
 @pytest.mark.parametrize("number", [b"-1", b"4294967296", b"18446744073709551616"])
-def test_remembers_under_32_bits_only(number: bytes) -> None:
+def test_memo_numbers_have_32_bits(number: bytes) -> None:
     message = "the memo has slots 0 to 4294967295"
     assert refusal(b"Np" + number + b"\n.") == f"pickle byte 1, PUT: {message}"
     assert refusal(b"g" + number + b"\n.") == f"pickle byte 0, GET: {message}"
 
 
-def test_remembers_under_the_largest_number() -> None:
+def test_memoizes_under_the_largest_number() -> None:
     assert value(b"K\7p4294967295\n0j\xff\xff\xff\xff.") == 7
 
 
 @pytest.mark.parametrize(
     ("data", "opcode"), [(b"g1\n.", "GET"), (b"h\1.", "BINGET"), (b"j\1\0\0\0.", "LONG_BINGET")]
 )
-def test_rejects_what_was_not_remembered(data: bytes, opcode: str) -> None:
+def test_rejects_empty_memo_slots(data: bytes, opcode: str) -> None:
     message = f"pickle byte 3, {opcode}: the memo has no value of that number"
     assert refusal(b"Nq\0" + data) == message
 
 
-def test_memoize_counts_what_is_remembered() -> None:
+def test_memoize_uses_the_number_of_memoized_values() -> None:
     assert value(b"K\7q\0050K\1\x940K\2\x940h\1h\2h\5\x87.") == (1, 2, 7)
 
 
-def test_what_is_remembered_is_the_same_thing() -> None:
+def test_memoized_values_are_identical() -> None:
     made = value(b"]\x94h\0h\0\x87.")
     assert made[0] is made[1] is made[2]
     made = value(b"]2\x86.")

@@ -66,7 +66,7 @@ def test_rejects_bytes_that_are_not_opcodes() -> None:
         assert refusal(b"N" + bytes([code]) + b".") == message + "or it is damaged"
 
 
-# what Python writes
+# values of Python
 
 PLAIN = [
     *(None, True, False),
@@ -133,7 +133,7 @@ VALUES = st.recursive(
 
 @given(VALUES, st.sampled_from(PROTOCOLS))
 @settings(max_examples=250, derandomize=True)
-def test_reads_whatever_python_writes(value: Any, protocol: int) -> None:
+def test_reads_random_values_of_python(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     result = run(b"before" + data + b"after", start=6)
     assert canonical(result.value) == canonical(value)
@@ -141,7 +141,7 @@ def test_reads_whatever_python_writes(value: Any, protocol: int) -> None:
 
 
 @protocols
-def test_keeps_what_is_shared_shared(protocol: int) -> None:
+def test_keeps_shared_values_shared(protocol: int) -> None:
     shared: list[Any] = []
     value = run(pickle.dumps({"a": shared, "b": (shared, [shared])}, protocol)).value
     assert value["a"] is value["b"][0] is value["b"][1][0]
@@ -159,7 +159,7 @@ def loops() -> list[Any]:
 
 @protocols
 @pytest.mark.parametrize("which", range(3))
-def test_reads_what_holds_itself(which: int, protocol: int) -> None:
+def test_reads_values_that_hold_themselves(which: int, protocol: int) -> None:
     value = run(pickle.dumps(loops()[which], protocol)).value
     assert canonical(value) == canonical(loops()[which])
     inner = [lambda: value[0], lambda: value["self"], lambda: value[1]["up"]][which]()
@@ -373,7 +373,7 @@ def test_says_the_byte_of_the_file_and_not_of_the_pickle() -> None:
 
 
 @pytest.mark.parametrize("start", [1, 2, 100])
-def test_there_is_no_pickle_behind_the_end(start: int) -> None:
+def test_a_start_after_the_end_is_truncation(start: int) -> None:
     with pytest.raises(CutShort, match="^the pickle ends at byte 1, before its STOP$"):
         run(b".", start=start)
 
@@ -425,12 +425,12 @@ def test_a_limit_is_the_most_that_is_let_through() -> None:
     ],
     ids=["SETITEM", "SETITEMS", "DICT"],
 )
-def test_entries_of_dicts_are_objects_too(data: bytes) -> None:
+def test_entries_of_dicts_count_as_objects(data: bytes) -> None:
     assert refusal(data + b".", Limits(objects=100)).endswith("more than 100 objects")
     assert run(data + b".", limits=Limits(objects=PAST + 1)).end == len(data) + 1
 
 
-def test_the_limits_are_over_what_checkpoints_need() -> None:
+def test_the_limits_have_their_documented_values() -> None:
     assert Limits() == LIMITS == (2**20, 2**10, 2**23, 2**21)
 
 
@@ -516,7 +516,7 @@ def test_ends_behind_stop() -> None:
     assert (second.value, second.end) == (1, 5)
 
 
-def test_tells_every_global_in_order_and_once() -> None:
+def test_lists_every_global_once_in_order() -> None:
     data = b"cos\nsystem\n0cm\nC\n0cos\nsystem\n0ctorch\nSize\n0N."
     result = run(data)
     assert list(map(str, result.globals)) == ["os.system", "m.C", "torch.Size"]
@@ -524,7 +524,7 @@ def test_tells_every_global_in_order_and_once() -> None:
     assert result.value is None
 
 
-def test_tells_references_that_the_value_does_not_hold() -> None:
+def test_lists_references_outside_the_value() -> None:
     result = run(b"U\1aQ0U\1bQ0K\1.")
     assert [(item.identifier, item.offset) for item in result.persistents] == [("a", 3), ("b", 8)]
 

@@ -253,14 +253,14 @@ def test_an_object_made_with_arguments_is_a_call_of_its_class() -> None:
     assert cls.is_called  # it stays so
 
 
-def test_objects_of_classes_on_the_list_are_not_noted() -> None:
+def test_does_not_record_objects_of_listed_classes() -> None:
     reading = state()
     made = reading.new(reading.find("argparse", "Namespace"), ())
     assert type(made) is Record
     assert reading.records == []
 
 
-def test_notes_objects_of_the_first_protocols() -> None:
+def test_records_objects_of_the_first_protocols() -> None:
     reading = state()
     function = reading.find("copy_reg", "_reconstructor")
     base = reading.find("__builtin__", "object")
@@ -308,7 +308,7 @@ def test_counts_calls_and_objects() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 12) | st.just(2**32 - 1), st.integers())))
-def test_is_what_a_dict_is(puts: list[tuple[int, int]]) -> None:
+def test_the_memo_behaves_like_a_dict(puts: list[tuple[int, int]]) -> None:
     memo, expected = Memo(), {}
     for slot, value in puts:
         memo[slot] = expected[slot] = value
@@ -321,7 +321,7 @@ def test_is_what_a_dict_is(puts: list[tuple[int, int]]) -> None:
                 memo[slot]
 
 
-def test_numbers_that_are_counted_up_are_kept_in_a_list() -> None:
+def test_consecutive_numbers_are_kept_in_a_list() -> None:
     memo = Memo()
     for slot in range(5):
         memo[slot] = slot

@@ -36,7 +36,7 @@ def test_compares_and_hashes_by_identity(which: int) -> None:
 
 
 @pytest.mark.parametrize("which", range(6))
-def test_takes_no_attributes_besides_its_own(which: int) -> None:
+def test_has_no_other_attributes(which: int) -> None:
     record = records()[which]
     with pytest.raises(AttributeError):
         record.items_of_an_attacker = 1
@@ -62,7 +62,7 @@ def test_a_global_is_shown_as_module_and_name() -> None:
     assert str(FUNCTION) == "os.system"
 
 
-def test_a_global_that_is_not_on_the_list_may_turn_out_to_be_a_function() -> None:
+def test_a_global_that_is_not_on_the_list_may_be_a_function() -> None:
     assert FUNCTION.use is None
     assert FUNCTION.make is None
     assert FUNCTION.is_function
