@@ -68,6 +68,11 @@ def touch(folder: Path, *names: str, content: str = "{}") -> Path:
     return folder
 
 
+def unchosen(folder: Path, *names: str) -> list[str]:
+    """Return the notices about weight files that were not chosen."""
+    return [f"left out: '{folder}/{name}'; choose other weights with --weights" for name in names]
+
+
 # Choice of weights
 
 
@@ -118,9 +123,12 @@ def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
-def test_ignores_an_empty_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_map", [{}, {"a": "model.safetensors"}])
+def test_reads_one_file_next_to_its_own_or_an_empty_index(
+    tmp_path: Path, weight_map: dict[str, str]
+) -> None:
     put(tmp_path, model=ONE)
-    (tmp_path / INDEX).write_text('{"weight_map":{}}')
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert Found(tmp_path).names == {"a"}
 
 
@@ -131,12 +139,6 @@ def test_rejects_one_file_next_to_an_index_of_others(tmp_path: Path) -> None:
         Found(tmp_path)
     assert Found(tmp_path, weights="model.safetensors").names == set(dense_tensors())
     assert Found(tmp_path, weights="model-*.safetensors").names == {"a", "b"}
-
-
-def test_an_index_that_names_the_one_file_is_followed(tmp_path: Path) -> None:
-    put(tmp_path, model=ONE)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    assert Found(tmp_path).names == {"a"}
 
 
 def test_a_broken_index_is_an_error_even_with_an_intact_file(tmp_path: Path) -> None:
@@ -154,18 +156,14 @@ def test_other_weights_are_left_out_with_a_notice(tmp_path: Path, other: str) ->
     save_file(TWO, tmp_path / f"{other}.safetensors")
     found = Found(tmp_path)
     assert found.names == {"a"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/{other}.safetensors'; choose other weights with --weights"
-    ]
+    assert found.notices == unchosen(tmp_path, f"{other}.safetensors")
 
 
 def test_a_pattern_chooses_other_weights(tmp_path: Path) -> None:
     put(tmp_path, model=ONE, consolidated=TWO)
     found = Found(tmp_path, weights="consolidated*")
     assert found.names == {"b"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/model.safetensors'; choose other weights with --weights"
-    ]
+    assert found.notices == unchosen(tmp_path, "model.safetensors")
 
 
 def test_a_pattern_chooses_shards_by_their_index(tmp_path: Path) -> None:
@@ -284,10 +282,7 @@ def test_reads_the_components_of_a_pipeline(tmp_path: Path) -> None:
         "unet/config.json",
     ]
     assert found.notices == [
-        (
-            f"left out: '{tmp_path}/text_encoder/model.fp16.safetensors'; "
-            "choose other weights with --weights"
-        ),
+        *unchosen(tmp_path, "text_encoder/model.fp16.safetensors"),
         f"left out: folder '{tmp_path}/safety'",
     ]
 
@@ -392,15 +387,14 @@ def test_rejects_lists_for_objects_and_objects_for_lists(
 
 @pytest.mark.parametrize(
     "component",
-    [
-        ["diffusers", "UNet2DConditionModel"],
-        ["transformers", "CLIPTextModel"],
-        ["custom", "X"],  # by its config
-    ],
+    [("diffusers", "UNet2DConditionModel"), ("transformers", "CLIPTextModel"), ("custom", "X")],
 )
-def test_a_component_without_its_weights_is_damage(tmp_path: Path, component: list[str]) -> None:
+def test_a_component_without_its_weights_is_damage(
+    tmp_path: Path, component: tuple[str, str]
+) -> None:
     pipeline(tmp_path, vae=["diffusers", "AutoencoderKL"], part=component)
     put(tmp_path / "vae", diffusion_pytorch_model=ONE)
+    # A component of another library is known by its config.
     touch(tmp_path, "part/config.json", content=json.dumps({"_class_name": component[1]}))
     touch(tmp_path, "part/training_args.bin")
     with pytest.raises(DamagedSource, match=rf"/part', a {component[1]}, has no weights; download"):
@@ -416,14 +410,9 @@ def test_a_component_without_its_weights_is_damage(tmp_path: Path, component: li
 @pytest.mark.parametrize(
     "class_name",
     [
-        "FlowMatchEulerDiscreteScheduler",
-        "CLIPTokenizer",
-        "T5TokenizerFast",
-        "CLIPFeatureExtractor",
-        "CLIPImageProcessor",
-        "Qwen2VLProcessor",
+        *("FlowMatchEulerDiscreteScheduler", "CLIPTokenizer", "T5TokenizerFast", "Mel"),
+        *("CLIPFeatureExtractor", "CLIPImageProcessor", "Qwen2VLProcessor"),
         "Qwen2VLImageProcessorFast",
-        "Mel",
     ],
 )
 def test_some_components_need_no_weights(tmp_path: Path, class_name: str) -> None:
@@ -478,21 +467,9 @@ def test_links_within_the_folder_and_to_the_folder_are_followed(tmp_path: Path) 
 
 
 def test_keeps_the_files_that_runtimes_and_users_need(tmp_path: Path) -> None:
-    kept = [
-        "LICENCE",
-        "LICENSE",
-        "NOTICE",
-        "README.md",
-        "USE_POLICY",
-        "chat_template.jinja",
-        "config.json",
-        "merges.txt",
-        "modeling_x.py",
-        "qwen.tiktoken",
-        "source.spm",
-        "spiece.model",
-        "tokenizer.json",
-    ]
+    kept = ["LICENCE", "LICENSE", "NOTICE", "README.md", "USE_POLICY", "chat_template.jinja"]
+    kept += ["config.json", "merges.txt", "modeling_x.py", "qwen.tiktoken", "source.spm"]
+    kept += ["spiece.model", "tokenizer.json"]
     left = [".gitattributes", INDEX, "pytorch_model.bin.index.json", "x.png", "model.sig"]
     left += ["model.safetensors.index.fp16.json"]
     touch(put(tmp_path, model=ONE), *kept, *left, content='{"weight_map":{}}')
@@ -686,9 +663,7 @@ def test_a_pattern_chooses_checkpoints(tmp_path: Path, weights: str) -> None:
     put_bin(tmp_path, "pytorch_model.bin", b=1)
     found = Found(tmp_path, weights=weights)
     assert found.names == {"b"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/model.safetensors'; choose other weights with --weights"
-    ]
+    assert found.notices == unchosen(tmp_path, "model.safetensors")
 
 
 def test_a_pattern_does_not_choose_training_state(tmp_path: Path) -> None:
@@ -696,10 +671,7 @@ def test_a_pattern_does_not_choose_training_state(tmp_path: Path) -> None:
     touch(tmp_path, "training_args.bin", "optimizer.bin")
     found = Found(tmp_path, weights="*.bin")
     assert found.names == {"b"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/{name}'; choose other weights with --weights"
-        for name in ("optimizer.bin", "training_args.bin")
-    ]
+    assert found.notices == unchosen(tmp_path, "optimizer.bin", "training_args.bin")
 
 
 def test_a_pattern_selects_the_shards_and_not_training_state(tmp_path: Path) -> None:
@@ -786,10 +758,9 @@ def test_the_usual_name_is_taken_among_several_checkpoints(tmp_path: Path) -> No
     put_bin(tmp_path, "pytorch_model.fp16.bin", "adapter_model.bin", "x.pth", b=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/{name}'; choose other weights with --weights"
-        for name in ("adapter_model.bin", "pytorch_model.fp16.bin", "x.pth")
-    ]
+    assert found.notices == unchosen(
+        tmp_path, "adapter_model.bin", "pytorch_model.fp16.bin", "x.pth"
+    )
 
 
 def test_rejects_several_checkpoints_without_a_usual_name(tmp_path: Path) -> None:

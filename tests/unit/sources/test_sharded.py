@@ -83,17 +83,8 @@ def test_rejects_an_index_of_another_form(tmp_path: Path, value: Any) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "../x.safetensors",
-        "/etc/x.safetensors",
-        "sub/x.safetensors",
-        "..\\x.safetensors",
-        "x\0.safetensors",
-        "..",
-        "",
-        "x.bin",
-        "x.safetensors/",
-        "x.safetensors\n",
-        "/dev/zero",
+        *("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors"),
+        *("x\0.safetensors", "x.safetensors/", "x.safetensors\n", "..", "", "x.bin", "/dev/zero"),
     ],
 )
 def test_rejects_names_that_are_not_plain_file_names(tmp_path: Path, file: str) -> None:

@@ -115,9 +115,15 @@ def test_reads_a_tensor() -> None:
     assert not found.is_negated
 
 
-def test_offsets_count_elements() -> None:
-    found = read(tensor((3,), (1,), offset=1))
-    assert (found.begin, found.offset, found.nbytes) == (4, START + 4, 12)
+@pytest.mark.parametrize(
+    ("size", "stride", "offset", "begin", "nbytes"), [((3,), (1,), 1, 4, 12), ((), (), 3, 12, 4)]
+)
+def test_offsets_count_elements(
+    size: tuple[int, ...], stride: tuple[int, ...], offset: int, begin: int, nbytes: int
+) -> None:
+    found = read(tensor(size, stride, offset=offset))
+    assert (found.spec.shape, found.begin, found.nbytes) == (size, begin, nbytes)
+    assert found.offset == START + begin
     assert found.is_direct
 
 
@@ -130,28 +136,15 @@ def test_a_tensor_without_elements_needs_no_bytes() -> None:
     assert read(tensor((2**40, 0), (0, 1), offset=100)).begin == 0
 
 
-def test_a_tensor_without_dimensions_has_one_element() -> None:
-    found = read(tensor((), (), offset=3))
-    assert (found.spec.shape, found.begin, found.nbytes, found.is_direct) == ((), 12, 4, True)
-
-
 @pytest.mark.parametrize(
     ("size", "stride", "span", "is_ordered"),
     [
-        ((), (), 1, True),
-        ((3,), (1,), 3, True),
-        ((3,), (2,), 5, False),
-        ((3,), (0,), 1, False),
-        ((2, 3), (3, 1), 6, True),
-        ((2, 3), (1, 2), 6, False),
-        ((2, 3), (4, 1), 7, False),
-        ((2, 3), (1, 1), 4, False),
-        ((1, 3), (99, 1), 3, True),
-        ((3, 1), (1, 99), 3, True),
+        *[((), (), 1, True), ((0,), (1,), 0, True), ((5, 0), (7, 7), 0, True)],
+        *[((3,), (1,), 3, True), ((3,), (2,), 5, False), ((3,), (0,), 1, False)],
+        *[((2, 3), (3, 1), 6, True), ((2, 3), (1, 2), 6, False), ((2, 3), (4, 1), 7, False)],
+        *[((2, 3), (1, 1), 4, False), ((1, 3), (99, 1), 3, True), ((3, 1), (1, 99), 3, True)],
         ((2, 1, 3), (3, 0, 1), 6, True),
         ((1, 1), (LARGEST, LARGEST), 1, True),
-        ((0,), (1,), 0, True),
-        ((5, 0), (7, 7), 0, True),
         ((LARGEST, LARGEST, 0), (1, 1, 1), 0, True),
         ((LARGEST, 2), (LARGEST, LARGEST), LARGEST**2 + 1, False),
     ],
@@ -182,12 +175,8 @@ def test_measures_the_elements_that_a_tensor_uses(dims: list[tuple[int, int]]) -
 @pytest.mark.parametrize(
     ("size", "stride", "offset", "needed"),
     [
-        ((5,), (1,), 0, 5),
-        ((4,), (1,), 1, 5),
-        ((1,), (1,), 4, 5),
-        ((), (), 4, 5),
-        ((2, 2), (3, 1), 0, 5),
-        ((2,), (4,), 0, 5),
+        *[((5,), (1,), 0, 5), ((4,), (1,), 1, 5), ((1,), (1,), 4, 5), ((), (), 4, 5)],
+        *[((2, 2), (3, 1), 0, 5), ((2,), (4,), 0, 5)],
         ((1,), (1,), LARGEST, LARGEST + 1),
         ((2, 2), (LARGEST, LARGEST), 0, 2 * LARGEST + 1),
         ((2**32, 2**32), (2**32, 1), 0, 2**64),
@@ -268,16 +257,10 @@ def test_rejects_views_of_another_form(view: bytes, says: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
-        (number(-1), "-1"),
-        (number(-(2**70)), "out of range"),
-        (number(2**63), str(2**63)),
-        (number(2**70), "out of range"),
-        (b"\x88", "not an integer"),
-        (b"\x89", "not an integer"),
-        (b"N", "not an integer"),
-        (b"G" + bytes(8), "not an integer"),
-        (text("1"), "not an integer"),
-        (listed(number(1)), "not an integer"),
+        *[(number(value), str(value)) for value in (-1, 2**63)],
+        *[(number(value), "out of range") for value in (-(2**70), 2**70)],
+        *[(value, "not an integer") for value in (b"\x88", b"\x89", b"N", b"G" + bytes(8))],
+        *[(value, "not an integer") for value in (text("1"), listed(number(1)))],
     ],
 )
 def test_sizes_are_natural_numbers(wrong: bytes, shown: str) -> None:
@@ -292,13 +275,9 @@ def test_sizes_are_natural_numbers(wrong: bytes, shown: str) -> None:
 @pytest.mark.parametrize(
     ("size", "stride"),
     [
-        (numbers(2), numbers(1, 1)),
-        (numbers(2, 2), numbers(1)),
-        (listed(number(2)), numbers(1)),
-        (numbers(2), listed(number(1))),
-        (number(2), number(1)),
-        (b"N", b"N"),
-        (text("22"), text("11")),
+        *[(numbers(2), numbers(1, 1)), (numbers(2, 2), numbers(1)), (number(2), number(1))],
+        *[(listed(number(2)), numbers(1)), (numbers(2), listed(number(1)))],
+        *[(b"N", b"N"), (text("22"), text("11"))],
     ],
 )
 def test_sizes_and_strides_are_tuples_of_one_length(size: bytes, stride: bytes) -> None:
@@ -336,12 +315,8 @@ def test_knows_the_types_of_storages(kind: str, module: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("ComplexDoubleStorage", 16),
-        ("QInt8Storage", 1),
-        ("QUInt8Storage", 1),
-        ("QInt32Storage", 4),
-        ("QUInt4x2Storage", 0),
-        ("QUInt2x4Storage", 0),
+        *[("ComplexDoubleStorage", 16), ("QInt8Storage", 1), ("QUInt8Storage", 1)],
+        *[("QInt32Storage", 4), ("QUInt4x2Storage", 0), ("QUInt2x4Storage", 0)],
     ],
 )
 def test_storages_of_other_types_are_measured_but_not_read(kind: str, size: int) -> None:
@@ -374,18 +349,21 @@ def test_rejects_references_of_another_form(name: str) -> None:
     ("part", "value", "says"),
     [
         (0, text("module"), "a reference to outside data of kind 'module' is not a storage"),
-        (0, number(1), "a reference to outside data of kind unknown is not a storage"),
-        (0, listed(b"N"), "a reference to outside data of kind unknown is not a storage"),
-        (1, named("torch", "float32"), "the type of a storage is unknown"),
-        (1, named("evil", "FloatStorage"), "the type of a storage is unknown"),
-        (1, named("builtins", "dict"), "the type of a storage is unknown"),
-        (1, text("FloatStorage"), "the type of a storage is unknown"),
-        (1, HOOKS, "the type of a storage is unknown"),
-        (2, number(0), "a storage's key is not a string"),
-        (2, text(""), "a storage's key is not a string"),
-        (2, b"N", "a storage's key is not a string"),
-        (2, b"C\x010", "a storage's key is not a string"),
-        (2, numbers(0), "a storage's key is not a string"),
+        *[
+            (0, kind, "a reference to outside data of kind unknown is not a storage")
+            for kind in (number(1), listed(b"N"))
+        ],
+        *[
+            (1, kind, "the type of a storage is unknown")
+            for kind in (
+                *(named("torch", "float32"), named("evil", "FloatStorage"), HOOKS),
+                *(named("builtins", "dict"), text("FloatStorage")),
+            )
+        ],
+        *[
+            (2, key, "a storage's key is not a string")
+            for key in (number(0), text(""), b"N", b"C\x010", numbers(0))
+        ],
     ],
 )
 def test_rejects_references_with_other_parts(part: int, value: bytes, says: str) -> None:
@@ -439,13 +417,9 @@ def test_reads_the_oldest_form() -> None:
 @pytest.mark.parametrize(
     ("function", "count"),
     [
-        ("_rebuild_tensor", 3),
-        ("_rebuild_tensor", 5),
-        ("_rebuild_tensor_v2", 0),
-        ("_rebuild_tensor_v2", 5),
-        ("_rebuild_tensor_v2", 8),
-        ("_rebuild_tensor_v3", 6),
-        ("_rebuild_tensor_v3", 9),
+        *[("_rebuild_tensor", count) for count in (3, 5)],
+        *[("_rebuild_tensor_v2", count) for count in (0, 5, 8)],
+        *[("_rebuild_tensor_v3", count) for count in (6, 9)],
     ],
 )
 def test_rejects_another_number_of_arguments(function: str, count: int) -> None:
@@ -560,13 +534,8 @@ def test_reads_flags(flags: bytes, is_conjugated: bool, is_negated: bool) -> Non
 @pytest.mark.parametrize(
     "flags",
     [
-        mapping(other=b"\x88"),
-        mapping(conj=b"\x88", x=b"N"),
-        listed(text("conj")),
-        text("conj"),
-        b"\x88",
-        entries((number(1), b"\x88")),
-        entries((b"N", b"\x88")),
+        *[mapping(other=b"\x88"), mapping(conj=b"\x88", x=b"N"), listed(text("conj"))],
+        *[text("conj"), b"\x88", entries((number(1), b"\x88")), entries((b"N", b"\x88"))],
     ],
 )
 def test_rejects_other_flags(flags: bytes) -> None:
@@ -652,13 +621,8 @@ def nested(depth: int) -> bytes:
     "value",
     [
         call(named(UTILS, "_rebuild_parameter")),
-        wrapped(b"N"),
-        wrapped(text("x")),
-        wrapped(storage()),
-        wrapped(HOOKS),
-        from_type(b"N", ARGUMENTS),
-        from_type(text("system"), ARGUMENTS),
-        from_type(tensor(), ARGUMENTS),
+        *[wrapped(inner) for inner in (b"N", text("x"), storage(), HOOKS)],
+        *[from_type(function, ARGUMENTS) for function in (b"N", text("system"), tensor())],
         from_type(named(UTILS, "_rebuild_tensor_v2"), listed(storage())),
         from_type(named(UTILS, "_rebuild_parameter"), several()),
         call(named("torch._tensor", "_rebuild_from_type_v2"), named(UTILS, "_rebuild_tensor_v2")),

@@ -137,17 +137,14 @@ FUNCTION = Global("os", "system", 0)
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (Reduced(FUNCTION, (), 0), ()),
-        (Record(FUNCTION, (), 0), ()),
-        (Persistent("a", 0), ()),
-        (Items([]), ()),
-        ("os.system", ()),
-        (("os", "system"), ()),
-        (None, ()),
-        (FUNCTION, []),
-        (FUNCTION, {}),
-        (FUNCTION, None),
-        (FUNCTION, "ab"),
+        *[
+            (function, ())
+            for function in (
+                *(Reduced(FUNCTION, (), 0), Record(FUNCTION, (), 0), Persistent("a", 0), Items([])),
+                *("os.system", ("os", "system"), None),
+            )
+        ],
+        *[(FUNCTION, []), (FUNCTION, {}), (FUNCTION, None), (FUNCTION, "ab")],
         (FUNCTION, Items([])),
     ],
     ids=range(12),
