@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import DamagedSource
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.small_files import is_kept, small_files
 
@@ -28,12 +27,6 @@ def test_lists_files_and_no_folders(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     tree = FileTree(tmp_path)
     assert list(small_files(tree, tree.entries(), [])) == ["config.json"]
-
-
-def test_rejects_a_broken_link(tmp_path: Path) -> None:
-    (tmp_path / "config.json").symlink_to("nowhere")
-    with pytest.raises(DamagedSource, match="broken link"):
-        list(small_files(FileTree(tmp_path), ["config.json"], []))
 
 
 def test_skips_files_that_cannot_be_kept_with_a_notice(tmp_path: Path) -> None:
