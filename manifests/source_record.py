@@ -30,6 +30,7 @@ _LEVEL: Final = 9
 MAX_RECORD_SIZE: Final = 256 * 2**20
 """Bytes; a larger layer is refused before it is read."""
 _SPARE_SIZE: Final = 64 * 2**20
+_MAX_DATA_SIZE: Final = 2**30
 _MAX_RATIO: Final = 256
 """Limit of the decompressed data, in sizes of the compressed data; headers reach about 30."""
 
@@ -117,7 +118,7 @@ class SourceRecord:
         if not isinstance(options, dict) or not isinstance(listed, list):
             raise BlobDamaged("$: expected an object 'options' and a list 'files'")
         sizes = [_checked_file(index, file) for index, file in enumerate(listed)]
-        data = _unpacked(packed)
+        data = _unpacked(packed, sum(sizes))
         files: dict[str, RecordedFile] = {}
         offset = 0
         for file, held in zip(listed, sizes, strict=True):
@@ -150,6 +151,8 @@ def _checked_file(index: int, value: Any) -> int:
         raise BlobDamaged(f"{place}.format: expected one of {', '.join(_FORMATS)}")
     if not (type(size) is type(held) is int and 0 <= held <= size <= MAX_SIZE):
         raise BlobDamaged(f"{place}: expected sizes in bytes with held <= size")
+    if {"index": held != size, "pytorch": held != 0}.get(value["format"]):
+        raise BlobDamaged(f"{place}.held: {held} of {size} bytes do not fit the format")
     try:
         if "sha256" in value:
             Digest.parse(f"sha256:{value['sha256']}")
@@ -158,8 +161,11 @@ def _checked_file(index: int, value: Any) -> int:
     return held
 
 
-def _unpacked(packed: Any) -> bytes:
-    """Return the decompressed data. Raises BlobDamaged unless it is one zstd frame of a fair size."""
+def _unpacked(packed: Any, held: int) -> bytes:
+    """Return the decompressed data, which begins with ``held`` bytes of the files.
+
+    Raises BlobDamaged unless it is one zstd frame of a fair size.
+    """
     import zstandard
 
     if not isinstance(packed, str):
@@ -167,8 +173,12 @@ def _unpacked(packed: Any) -> bytes:
     try:
         frame = base64.b64decode(packed, validate=True)
         size = zstandard.frame_content_size(frame)
-        if not 0 <= size <= _SPARE_SIZE + _MAX_RATIO * len(frame):
-            raise BlobDamaged(f"$.data: declares {size} bytes, too many for {len(frame)}")
+        # Names of tensors are in the headers too, so the rest is no larger than a few headers.
+        limit = min(_SPARE_SIZE + 4 * held, _SPARE_SIZE + _MAX_RATIO * len(frame), _MAX_DATA_SIZE)
+        if not held <= size <= limit:
+            raise BlobDamaged(
+                f"$.data: declares {size} bytes, for {held} bytes of files in {len(frame)} bytes"
+            )
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except (binascii.Error, ValueError, zstandard.ZstdError) as error:
         raise BlobDamaged(f"$.data: {error}") from None

@@ -22,6 +22,7 @@ from blobstore.operations.export.folder import (
     small_files,
 )
 from blobstore.operations.export.shards import WeightFile
+from blobstore.quantization.recipes import GLOBAL_SCALE
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
@@ -127,8 +128,11 @@ def _plan_file(
         full = folder + slash + name
         offset, size = header.data_start + begin, end - begin
         constant = record.left_out.get(full)
-        found = places.pop(record.stored_names.get(full, full), None)
+        stored_name = record.stored_names.get(full, full)
+        found = places.pop(stored_name, None)
         if constant is not None and len(constant) == size:
+            if found is not None and not stored_name.endswith(GLOBAL_SCALE):
+                raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which a blob has too")
             constants.append((offset, constant))
             continue
         if found is None or found.size != size:

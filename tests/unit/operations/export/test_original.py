@@ -348,6 +348,15 @@ def test_a_tensor_that_two_files_claim_is_damage(store: LocalStore, tmp_path: Pa
         export_model(NAME, tmp_path / "out", store=store)
 
 
+def test_a_tensor_that_the_record_and_a_blob_hold_is_damage(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    create(single(tmp_path), NAME, store=store)
+    change(store, lambda record: replace(record, left_out={"a": bytes(64)}))
+    with pytest.raises(BlobDamaged, match="it holds tensor 'a', which a blob has too"):
+        export_model(NAME, tmp_path / "out", store=store)
+
+
 def test_a_second_record_is_damage(store: LocalStore, tmp_path: Path) -> None:
     create(single(tmp_path), NAME, store=store)
     add_layers(store, *((media_types.SOURCE, "", data) for data in (b"{}", b"{ }")))
