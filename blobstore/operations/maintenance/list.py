@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.errors import Damaged
-from blobstore.models.source_layers import read_source_record
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 
@@ -78,6 +77,8 @@ def list_models(
 
 def _source(store: LocalStore, entry: CatalogEntry) -> SourceRecord | None:
     """Return the record of a model's source; None if there is none, or it is damaged."""
+    from blobstore.models.source_layers import read_source_record
+
     with contextlib.suppress(Damaged):
         if entry.manifest is not None:
             return read_source_record(store, entry.manifest)

@@ -15,7 +15,6 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.models.source_layers import read_source_record
 from blobstore.models.tensors import read_tensors
 from blobstore.store.local import LocalStore
 
@@ -214,6 +213,8 @@ def model_source(
         BlobMissing, BlobDamaged, InvalidManifest: the manifest or its source layer is damaged.
         StoreError: the store cannot be read.
     """
+    from blobstore.models.source_layers import read_source_record
+
     store = LocalStore.of(store)
     return read_source_record(store, store.resolve(reference))
 

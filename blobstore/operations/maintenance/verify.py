@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.workers import RateLimiter, check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -308,7 +309,8 @@ def _model_faults(
 def _record_faults(store: LocalStore, reference: Reference, manifest: Manifest) -> Iterator[Fault]:
     """Yield the fault of a source layer that does not fit the blobs of its model, which are intact."""
     try:
-        plan_original(store, manifest)
+        with gc_paused():  # a model has thousands of tensors
+            plan_original(store, manifest)
     except BlobstoreError as error:
         (*_, layer) = manifest.layers_of(media_types.SOURCE)
         message = _without_advice(error)
