@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict
 from typing import Any, Never
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blobstore.errors import CheckpointRefused
@@ -132,11 +132,13 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from(PROTOCOLS))
+@example(struct.unpack("d", struct.pack("Q", 0x7FF8000000000001))[0], 0)
 @settings(max_examples=250, derandomize=True)
 def test_reads_random_values_of_python(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     result = run(b"before" + data + b"after", start=6)
-    assert canonical(result.value) == canonical(value)
+    # Protocol 0 writes every NaN as "nan", so what Python reads back is what is expected here.
+    assert canonical(result.value) == canonical(pickle.loads(data))
     assert result.end == 6 + len(data)
 
 
