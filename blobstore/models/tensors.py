@@ -11,7 +11,7 @@ are plain tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError
@@ -23,7 +23,7 @@ from blobstore.safetensors.header import Header
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.quantization.formats import QuantFormat
@@ -37,6 +37,10 @@ CONSTANT_KEY = "data"
 """The name of the only tensor in blobs that Ollama wrote before February 2026."""
 
 _NO_COMPANIONS: Mapping[str, TensorEntry] = {}
+
+
+Headers: TypeAlias = "Mapping[BlobId, Header | BlobstoreError]"
+"""The headers of a model's tensor blobs, or the errors that reading them raised."""
 
 
 class StoredTensor(NamedTuple):
@@ -81,27 +85,37 @@ class ModelTensors:
     """Errors of tensor layers, by digest and size. The tensors of these layers are not listed."""
 
 
+def read_headers(store: LocalStore, manifest: Manifest) -> Headers:
+    """Read the headers of a model's tensor blobs, each once."""
+    blobs = list(dict.fromkeys(layer.id for layer in manifest.layers_of(media_types.TENSOR)))
+    return dict(zip(blobs, store.read_headers(blobs), strict=True))
+
+
 def read_tensors(
-    store: LocalStore, manifest: Manifest, *, collect_faults: bool = False
+    store: LocalStore,
+    manifest: Manifest,
+    *,
+    headers: Headers | None = None,
+    collect_faults: bool = False,
 ) -> ModelTensors:
-    """Return the tensors of a model, by reading the headers of its blobs.
+    """Return the tensors of a model, as the headers of its blobs describe them.
 
     Args:
         store: the store that holds the model.
         manifest: the model.
+        headers: the headers, if they were read before.
         collect_faults: continue after a missing or damaged blob, and list it in ``faults``.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is missing, has a wrong size or a broken header, or two
             blobs contain a tensor of the same name.
     """
-    layers = manifest.layers_of(media_types.TENSOR)
+    headers = read_headers(store, manifest) if headers is None else headers
     faults: dict[tuple[Digest, int], BlobstoreError] = {}
     tensors: dict[str, StoredTensor] = {}
-    headers = store.read_headers((layer.digest, layer.size) for layer in layers)
-    for layer, header in zip(layers, headers, strict=True):
+    for layer in manifest.layers_of(media_types.TENSOR):
         try:
-            found = tensors_of(layer, header)
+            found = tensors_of(layer, headers[layer.id])
         except BlobstoreError as error:
             if not collect_faults:
                 raise at_layer(error, layer) from None

@@ -85,7 +85,7 @@ def damaged_blobs(
                 if not as_bases:
                     raise
                 store.check_base_link(blob.digest, blob.size, count)
-        if both_forms and store.has_hot(blob.digest):
+        if both_forms and store.has_cold(blob.digest) and store.has_hot(blob.digest):
             with contextlib.suppress(BlobMissing):
                 store.check_cold(blob.digest, blob.size, pause)
 

@@ -13,7 +13,7 @@ from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record, read_stacks
-from blobstore.models.tensors import at_layer, only_tensor
+from blobstore.models.tensors import at_layer, only_tensor, read_headers
 from blobstore.operations.export.folder import (
     ExportPlan,
     FolderTensor,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import RecordedFile, SourceRecord
+    from blobstore.models.tensors import Headers
     from blobstore.store.local import LocalStore
 
 
@@ -42,8 +43,12 @@ class _Place(NamedTuple):
     size: int
 
 
-def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
+def plan_original(
+    store: LocalStore, manifest: Manifest, headers: Headers | None = None
+) -> ExportPlan | None:
     """Return the files that a model was imported from.
+
+    ``headers`` are those of its blobs, if they were read before.
 
     Returns None if they cannot be written: the import converted tensors or read a PyTorch checkpoint,
     or an earlier version made it.
@@ -56,7 +61,7 @@ def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
     if record is None or record.is_converted or not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
-    places = _places(store, manifest)
+    places = _places(store, manifest, read_headers(store, manifest) if headers is None else headers)
     tensors: list[FolderTensor] = []
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
@@ -74,13 +79,12 @@ def plan_original(store: LocalStore, manifest: Manifest) -> ExportPlan | None:
     return ExportPlan(tensors, weights, written, files)
 
 
-def _places(store: LocalStore, manifest: Manifest) -> dict[str, _Place]:
+def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str, _Place]:
     """Return where the source tensors are, by the names of the blobs, or of the sources of stacks."""
     stacks = read_stacks(store, manifest)
-    layers = manifest.layers_of(media_types.TENSOR)
     places: dict[str, _Place] = {}
-    headers = store.read_headers([layer.id for layer in layers])
-    for layer, header in zip(layers, headers, strict=True):
+    for layer in manifest.layers_of(media_types.TENSOR):
+        header = headers[layer.id]
         if not isinstance(header, Header):
             raise at_layer(header, layer)
         entries = header.tensors

@@ -35,8 +35,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.source_layers import read_stacks
-from blobstore.models.tensors import COMPANIONS, read_tensors
+from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
 from blobstore.operations.export.original import plan_original
+from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import bases_of, damaged_blobs
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.models.tensors import ModelTensors
+    from blobstore.models.tensors import Headers, ModelTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,11 @@ def verify_models(
         check.add(manifest for _, manifest in manifests.values())
         doubted = []
         for reference, (data, manifest) in manifests.items():
-            found = list(_model_faults(store, reference, data, manifest, check))
-            faults[reference] = found or list(_record_faults(store, reference, manifest))
+            with gc_paused():  # a model has thousands of tensors
+                headers = read_headers(store, manifest)
+                faults[reference] = list(
+                    _model_faults(store, reference, data, manifest, check, headers)
+                ) or list(_record_faults(store, reference, manifest, headers))
             # A blob that is frozen or thawed at this moment may be missed in both places.
             if faults[reference] and (is_first or not _is_unchanged(store, reference, data)):
                 doubted.append(reference)
@@ -269,7 +273,12 @@ def _is_unchanged(store: LocalStore, reference: Reference, data: bytes) -> bool:
 
 
 def _model_faults(
-    store: LocalStore, reference: Reference, data: bytes, manifest: Manifest, check: _BlobCheck
+    store: LocalStore,
+    reference: Reference,
+    data: bytes,
+    manifest: Manifest,
+    check: _BlobCheck,
+    headers: Headers,
 ) -> Iterator[Fault]:
     try:
         store.check_manifest(data, manifest)
@@ -286,14 +295,17 @@ def _model_faults(
             error = error and BlobDamaged(f"cold blob {layer.digest} cannot be decoded: {message}")
             if base not in check.of_models:  # otherwise it is reported as a blob of its own model
                 yield Fault(str(reference), layer.name, "", message, str(base.digest))
-        found = _layer_fault(store, manifest, layer, error)
+        if layer.media_type == media_types.TENSOR:
+            found = _tensor_fault(layer, headers[layer.id], error)
+        else:
+            found = _layer_fault(store, manifest, layer, error)
         if found is not None:
             reported.add(layer.id)
             tensor = found[0] or tensor_name(layer, indexed().get(layer.id, ()))
             where = (str(reference), layer.name or layer.media_type, tensor)
             yield Fault(*where, found[1], str(layer.digest))
     try:
-        contents = read_tensors(store, manifest, collect_faults=True)
+        contents = read_tensors(store, manifest, headers=headers, collect_faults=True)
     except BlobstoreError as twice:  # a tensor in two layers; the message names both
         yield Fault(str(reference), "", "", _without_advice(twice))
         return
@@ -306,11 +318,12 @@ def _model_faults(
     yield from _clashes(str(reference), contents)
 
 
-def _record_faults(store: LocalStore, reference: Reference, manifest: Manifest) -> Iterator[Fault]:
+def _record_faults(
+    store: LocalStore, reference: Reference, manifest: Manifest, headers: Headers
+) -> Iterator[Fault]:
     """Yield the fault of a source layer that does not fit the blobs of its model, which are intact."""
     try:
-        with gc_paused():  # a model has thousands of tensors
-            plan_original(store, manifest)
+        plan_original(store, manifest, headers)
     except BlobstoreError as error:
         (*_, layer) = manifest.layers_of(media_types.SOURCE)
         message = _without_advice(error)
@@ -333,12 +346,10 @@ def _clashes(reference: str, contents: ModelTensors) -> Iterator[Fault]:
 def _layer_fault(
     store: LocalStore, manifest: Manifest, layer: Descriptor, error: BlobstoreError | None
 ) -> tuple[str, str] | None:
-    """Return the tensor (empty if unknown) and the message of a layer's fault, or None.
+    """Return an empty tensor name and the message of a layer's fault, or None.
 
     ``error`` is the result of hashing the blob.
     """
-    if layer.media_type == media_types.TENSOR:
-        return _tensor_fault(store, layer, error)
     if error is not None:
         return "", _without_advice(error)
     if layer.media_type == media_types.STACKS:
@@ -358,14 +369,13 @@ def _layer_fault(
 
 
 def _tensor_fault(
-    store: LocalStore, layer: Descriptor, error: BlobstoreError | None
+    layer: Descriptor, header: Header | BlobstoreError, error: BlobstoreError | None
 ) -> tuple[str, str] | None:
-    try:
-        header = store.read_blob_header(layer.digest, layer.size)
-    except BlobstoreError as broken:
-        if error is None or str(error) == str(broken):
-            return "", _without_advice(broken)
-        return "", f"{_without_advice(error)} ({_without_advice(broken)})"
+    """Return the tensor (empty if unknown) and the message of a tensor layer's fault, or None."""
+    if not isinstance(header, Header):
+        if error is None or str(error) == str(header):
+            return "", _without_advice(header)
+        return "", f"{_without_advice(error)} ({_without_advice(header)})"
     names = list(header.tensors)
     if error is None:
         return name_fault(layer, names)
