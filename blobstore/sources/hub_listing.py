@@ -7,7 +7,6 @@ a busy server asks it to, without a limit.
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
 import re
@@ -137,6 +136,8 @@ def retry_after(headers: Any, default: float = 0) -> float:
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit() and len(text) < 10:  # noqa: PLR2004
         return int(text)
+    import email.utils  # imports sockets
+
     try:
         return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0)
     except (ValueError, OverflowError):

@@ -13,7 +13,6 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
-from blobstore.sources.pytorch.values import with_values
 from blobstore.sources.selection import read_json, select_files
 from blobstore.sources.sharded import ShardSet, add_indexed, read_index, read_weight_map
 
@@ -57,8 +56,11 @@ class HuggingFaceFolder(ShardSet):
                 self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
-            self.files, notices = with_values(self.files, self.values, path)
-            self.notices += notices
+            if self.values:
+                from blobstore.sources.pytorch.values import with_values
+
+                self.files, notices = with_values(self.files, self.values, path)
+                self.notices += notices
         except BaseException:
             self.close()
             raise

@@ -12,7 +12,6 @@ from blobstore.sources import hub
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.meta.source import MetaFolder, is_meta_folder
-from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from blobstore.core.progress import Progress
@@ -66,6 +65,8 @@ def open_source(
                 raise UsageError(
                     f"{quote(path)} is a Meta Llama folder, which has no parts for --subtree"
                 )
+            from blobstore.sources.pytorch.checkpoint import open_checkpoint
+
             return MetaFolder(path, open_checkpoint, options)
         if options.keep_names:
             raise UsageError(

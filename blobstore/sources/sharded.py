@@ -18,8 +18,6 @@ from blobstore.errors import (
 from blobstore.manifests.source_record import Format, RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.formats import INSTEAD, format_of_name
-from blobstore.sources.pytorch.checkpoint import Checkpoint
-from blobstore.sources.pytorch.container import UnknownFormat
 from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.sources.base import Shard, SourceOptions
+    from blobstore.sources.pytorch.checkpoint import Checkpoint
 
 _MAX_INDEX_SIZE = 256 * 2**20
 SAFETENSORS = ".safetensors"
@@ -59,6 +58,7 @@ class ShardSet:
         self._options = options
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, Shard] = {}
+        self._unreadable: dict[Path, AbstractSet[str]] = {}
 
     def add(self, path: Path, *, prefix: str = "", names: AbstractSet[str] | None = None) -> None:
         """Add the tensors of a file, or those in ``names``, with ``prefix`` in front of their names.
@@ -69,21 +69,10 @@ class ShardSet:
         self.versions.record(path)
         shard: Shard
         if path.suffix != SAFETENSORS:
-            try:
-                shard = checkpoint = Checkpoint(path, subtree=self._options.subtree)
-            except SourceNotFound:
-                raise DamagedSource(f"weight file {quote(path)} is missing") from None
-            except UnknownFormat as error:
-                kind = format_of_name(path.name)
-                if kind is None and path.suffix in CHECKPOINTS:  # a checkpoint that is damaged
-                    raise
-                raise UnsupportedSource(
-                    f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
-                    advice=INSTEAD,
-                ) from None
-            self._shards[path] = shard
+            shard = self._shards[path] = checkpoint = self._open_checkpoint(path)
             checkpoint.check_readable(skip=self._options.skip_unreadable)
             self.values[prefix + path.name] = checkpoint.values
+            self._unreadable |= {path: checkpoint.unreadable.keys()}
         elif self._options.subtree is not None:
             raise UsageError(
                 f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
@@ -105,10 +94,27 @@ class ShardSet:
             self.specs[full] = TensorSpec(full, spec.dtype, spec.shape) if prefix else spec
             self._places[full] = _Place(shard, name)
 
+    def _open_checkpoint(self, path: Path) -> Checkpoint:
+        # The readers of pickles take a while to import, and most models need none.
+        from blobstore.sources.pytorch.checkpoint import Checkpoint
+        from blobstore.sources.pytorch.container import UnknownFormat
+
+        try:
+            return Checkpoint(path, subtree=self._options.subtree)
+        except SourceNotFound:
+            raise DamagedSource(f"weight file {quote(path)} is missing") from None
+        except UnknownFormat as error:
+            kind = format_of_name(path.name)
+            if kind is None and path.suffix in CHECKPOINTS:  # a checkpoint that is damaged
+                raise
+            raise UnsupportedSource(
+                f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
+                advice=INSTEAD,
+            ) from None
+
     def names_in(self, path: Path) -> AbstractSet[str]:
         """Return the names of all tensors of an added file, also of those left out, without prefix."""
-        shard = self._shards[path]
-        return shard.specs.keys() | (shard.unreadable if isinstance(shard, Checkpoint) else {})
+        return self._shards[path].specs.keys() | self._unreadable.get(path, set())
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""

@@ -19,7 +19,6 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
-from blobstore.sources.pytorch.values import with_values
 from blobstore.sources.small_files import matching_files, small_files, unusable_name
 
 if TYPE_CHECKING:
@@ -87,6 +86,8 @@ class MetaFolder:
                 self.specs = self._shards[0].specs
             else:
                 self._join(folder, keep_names=keep_names)
+            from blobstore.sources.pytorch.values import with_values  # imports the unpickler
+
             values = {
                 path.name: shard.values
                 for path, shard in zip(self._paths, self._shards, strict=True)
