@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import signal
 import sys
 from importlib import import_module
@@ -16,24 +17,46 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli.options import expect_json, wants_json
-from blobstore.cli.render import OutputClosed, printable_lines, show_error, show_json
-from blobstore.core.escape import quote
+from blobstore.cli import options
+from blobstore.cli.render import OutputClosed, is_verbose, printable_lines, show_error, show_json
+from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
+    from typing import IO
 
 _COMMANDS = (
     *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack"),
 )
+_ALIASES = {"ls": "list"}
+# What other programs call our commands.
+_SYNONYMS = {
+    **dict.fromkeys(("add", "import", "pull", "download"), "create"),
+    **dict.fromkeys(("images", "models", "ps"), "list"),
+    **dict.fromkeys(("remove", "delete", "rmi", "del"), "rm"),
+    **dict.fromkeys(("prune", "clean"), "gc"),
+    **dict.fromkeys(("check", "fsck", "validate"), "verify"),
+    **dict.fromkeys(("compress", "archive"), "freeze"),
+    **dict.fromkeys(("decompress", "unfreeze"), "thaw"),
+    **dict.fromkeys(("save", "push"), "pack"),
+    **dict.fromkeys(("load", "extract"), "unpack"),
+    "copy": "cp",
+    "rename": "mv",
+    "stats": "du",
+    "scan": "inspect",
+    "mount": "link",
+}
 _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stop_requests = count()
+_DID_YOU_MEAN = re.compile(
+    r"\.? \(?(?:Did you mean|Possible options:)(?: one of:)? ([^?)]+)[?.)]*$"
+)
 
 _EPILOG = """\b
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data,
@@ -61,24 +84,45 @@ class Stopped(BaseException):
         self.exit_code = 128 + signal_number
 
 
+class _UsageError(click.UsageError):
+    """A usage error of click, shown as other errors are: in one line."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        del file
+        show_error(f"{self.message}; see '{self.ctx.command_path if self.ctx else ''} --help'")
+
+
 class _Program(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+        name = _ALIASES.get(cmd_name, cmd_name)
+        if name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"blobstore.cli.{cmd_name}").command
+        command: click.Command = import_module(f"blobstore.cli.{name}").command
+        if command.params[-1] is not options.COMMON[-1]:
+            command.params.extend(options.COMMON)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not (
+            name.startswith("-") or ctx.resilient_parsing
+        ):
+            raise click.UsageError(f"no such command {quote(name)}{_suggestion(name)}", ctx)
+        return super().resolve_command(ctx, args)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        expect_json(ctx, args)
-        with _printable_usage_errors():
+        options.expect_json(ctx, args)
+        with _usage_errors_in_one_line(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _printable_usage_errors():
+            with _usage_errors_in_one_line(ctx):
                 return super().invoke(ctx)
         except click.UsageError as error:
             _report_json(ctx, "UsageError", error.format_message(), error.exit_code)
@@ -93,6 +137,10 @@ class _Program(click.Group):
                 where = f" ({quote(error.filename)})" if error.filename else ""
                 error = BlobstoreError(f"the system failed: {error.strerror or error}{where}")
             _report_json(ctx, type(error).__name__, str(error), error.exit_code)
+            if is_verbose():
+                import traceback
+
+                click.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
             show_error(str(error))
             ctx.exit(error.exit_code)
 
@@ -106,6 +154,7 @@ class _Program(click.Group):
     callback=lambda ctx, _, asked: _show_version(ctx) if asked else None,
     help="Show the version and exit.",
 )
+@options.global_store_option
 def program() -> None:
     """A content-addressed store for model weights.
 
@@ -113,6 +162,9 @@ def program() -> None:
     map them into memory without copying. The store is the folder given with --store, or else
     $BLOBSTORE_HOME, or else ~/.blobstore. A models folder of Ollama works too.
     """
+
+
+program.params.extend(options.COMMON)
 
 
 def main() -> None:
@@ -152,18 +204,32 @@ def _show_version(ctx: click.Context) -> None:
 
 
 def _report_json(ctx: click.Context, kind: str, message: str, exit_code: int) -> None:
-    if wants_json(ctx):
+    if options.wants_json(ctx):
         value = {"kind": kind, "message": message, "exit_code": exit_code}
         # If standard output cannot be written, the message on standard error is enough.
         with contextlib.suppress(BlobstoreError, OutputClosed):
             show_json({"error": value})
 
 
+def _suggestion(name: str) -> str:
+    """Return the commands that a mistyped name may mean, as the end of an error."""
+    from difflib import get_close_matches
+
+    synonym = _SYNONYMS.get(name)
+    near = [synonym] if synonym else get_close_matches(name, (*_COMMANDS, *_ALIASES))
+    return f"; did you mean {' or '.join(map(quote, near))}?" if near else ""
+
+
 @contextlib.contextmanager
-def _printable_usage_errors() -> Iterator[None]:
+def _usage_errors_in_one_line(ctx: click.Context) -> Iterator[None]:
+    """Give the errors of click the form of all others: lower case, one line, no full stop."""
     try:
         yield
     except click.UsageError as error:
-        # Final for type checkers only. A new error would lose the context that click prints.
-        error.message = printable_lines(error.message)  # type: ignore[misc]
-        raise
+        if (
+            type(error).__name__ == "NoArgsIsHelpError"
+        ):  # the help itself; click 8.1 has no such class
+            raise
+        text = " ".join(escape(error.format_message()).split())
+        text = _DID_YOU_MEAN.sub(r"; did you mean \1?", text).removesuffix(".")
+        raise _UsageError(text[:1].lower() + text[1:], error.ctx or ctx) from None

@@ -7,7 +7,9 @@ import re
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
+from blobstore.cli.render import VOLUME_KEYS
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound
 
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 
 _JSON_KEY = "blobstore.json"
 _WAIT_KEY = "blobstore.wait"
+_STORE_KEY = "blobstore.store"
 _SIZE = re.compile(
     r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
 )
-_DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhd])", re.ASCII)
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhdw])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS = {
     "": 1,
     **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
@@ -65,13 +68,32 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; None if it was not given."""
+    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell; None if it was not given.
+
+    A number without a unit is an error.
+    """
     if value is None:
         return None
     match = _DURATION.fullmatch(value.strip())
     if match is None:
         raise click.BadParameter(f"{quote(value)} is not a time such as 30m, 1h or 2d", ctx, param)
     return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes per second that ``50MB/s`` or ``50MB`` spell; None if it was not given.
+
+    A number without a unit is an error.
+    """
+    if value is None:
+        return None
+    text = value.strip().removesuffix("/s")
+    if text[-1:].isdigit():
+        raise click.BadParameter(f"{quote(value)} is not a rate such as 50MB/s", ctx, param)
+    rate = parse_size(ctx, param, text)
+    if not rate or rate < 1:
+        raise click.BadParameter(f"rate must be above 0, got {quote(value)}", ctx, param)
+    return rate
 
 
 def expect_json(ctx: click.Context, args: Sequence[str]) -> None:
@@ -95,6 +117,8 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
     from blobstore.store.local import LocalStore
     from blobstore.store.permissions import folder_warnings
 
+    if ctx.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
+        value = ctx.meta.get(_STORE_KEY, value)
     if value == "":  # an unset variable of a script must not mean the current folder
         raise click.BadParameter("--store must not be empty", ctx, param)
     store = LocalStore(value)
@@ -102,6 +126,17 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
     for concern in folder_warnings(store):
         show_note(concern)
     return store
+
+
+def _note_store(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    del param
+    if value is not None:
+        ctx.meta[_STORE_KEY] = value
+
+
+def _note_volume(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and param.name:
+        ctx.meta[VOLUME_KEYS[param.name]] = True
 
 
 def _wait_for_others(ctx: click.Context, param: click.Parameter, value: float | None) -> None:
@@ -120,6 +155,30 @@ store_option = click.option(
     callback=_open_store,
     help="Folder of the store; ~/.blobstore by default.",
 )
+global_store_option = click.option(
+    "--store",
+    metavar="DIR",
+    expose_value=False,
+    callback=_note_store,
+    help="Folder of the store, for all commands.",
+)
+COMMON = (
+    click.Option(
+        ["--quiet", "-q"],
+        is_flag=True,
+        expose_value=False,
+        callback=_note_volume,
+        help="Print no notes and no progress.",
+    ),
+    click.Option(
+        ["--verbose", "-v"],
+        is_flag=True,
+        expose_value=False,
+        callback=_note_volume,
+        help="Print more details, and where in the code an error occurred.",
+    ),
+)
+"""Options of the program and of every command; they may stand before or after the command."""
 wait_option = click.option(
     "--wait",
     type=click.FloatRange(min=0),

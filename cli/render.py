@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from operator import attrgetter
@@ -39,7 +40,15 @@ _AGES = (
     (3600, "hour"),
     (60, "minute"),
 )
-_BAR_NAME = 48
+_MIN_NAME = 16
+"""The least characters to which a name is shortened, so that a table fits the terminal."""
+_DROPPED_FIRST = ("DIGEST", "SHA256", "BITS", "BLOBS")
+"""Columns that a table leaves out if the terminal is too narrow, in this order."""
+_NARROW = 100
+"""Columns of a terminal from which on the progress bar has a rate."""
+_LINE_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
 _DUMB_TERMINALS = ("dumb", "unknown")
 
 
@@ -130,14 +139,33 @@ _JSON_FORMS: dict[str, Callable[[Any], Any]] = {
 """The keys whose values have another form in JSON. A digest is a tuple, so show_json cannot know it."""
 
 
+def is_quiet() -> bool:
+    """Return whether the user wants no notes and no progress."""
+    return _has_option("quiet")
+
+
+def is_verbose() -> bool:
+    """Return whether the user wants more details."""
+    return _has_option("verbose")
+
+
+def _has_option(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and VOLUME_KEYS[name] in context.meta
+
+
 def show_note(message: str) -> None:
-    """Print a note on standard error."""
-    _show_line(f"note: {escape(message)}")
+    """Print a note on standard error, unless the user wants none."""
+    if not is_quiet():
+        _show_line(f"note: {escape(message)}")
 
 
 def show_error(message: str) -> None:
     """Print an error on standard error."""
-    _show_line(f"blobstore: error: {escape(message)}")
+    start = "blobstore: error:"
+    if sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        start = click.style(start, fg="red", bold=True)
+    _show_line(f"{start} {escape(message)}")
 
 
 def _show_line(line: str) -> None:
@@ -171,27 +199,60 @@ def table(
 ) -> str:
     """Return rows as aligned columns. The texts must be escaped already.
 
+    A table that is wider than the terminal leaves out digests, and shortens names in the middle.
+
     Args:
         headings: one per column.
         rows: one cell per column.
         right: columns of numbers.
         alarming: rows to print in red if the terminal has colours.
     """
-    lines = [headings, *rows]
-    widths = [min(_MAX_WIDTH, max(map(len, column))) for column in zip(*lines, strict=True)]
-    is_number = [index in set(right) for index in range(len(headings))]
-    texts = [
-        "  ".join(
-            text.rjust(width) if number else text.ljust(width)
-            for text, width, number in zip(line, widths, is_number, strict=True)
-        ).rstrip()
-        for line in lines
+    numbers = {headings[index] for index in right}
+    columns = dict(zip(headings, zip(*[headings, *rows], strict=True), strict=True))
+    if is_terminal():
+        columns = _fitted(columns, numbers, shutil.get_terminal_size().columns)
+    widths = {name: min(_MAX_WIDTH, max(map(len, column))) for name, column in columns.items()}
+    aligned = [
+        [
+            text.rjust(widths[name]) if name in numbers else text.ljust(widths[name])
+            for text in column
+        ]
+        for name, column in columns.items()
     ]
+    texts = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
     if is_terminal() and not os.environ.get("NO_COLOR"):
         texts[0] = click.style(texts[0], bold=True)
         for row in alarming:
             texts[row + 1] = click.style(texts[row + 1], fg="red")
     return "\n".join(texts)
+
+
+def _fitted(
+    columns: dict[str, tuple[str, ...]], numbers: set[str], width: int
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns of a table without digests and with shorter names, if it is too wide."""
+    widths = {name: max(map(len, column)) for name, column in columns.items()}
+
+    def excess() -> int:
+        return sum(widths.values()) + 2 * (len(widths) - 1) - width
+
+    for name in _DROPPED_FIRST:
+        if excess() > 0:
+            widths.pop(name, None)
+    for name in sorted(widths.keys() - numbers, key=lambda name: -widths[name]):
+        widths[name] = min(widths[name], max(widths[name] - max(excess(), 0), _MIN_NAME))
+    return {
+        name: tuple(shortened(text, limit) for text in columns[name])
+        for name, limit in widths.items()
+    }
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text with an ellipsis in its middle, if it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    return f"{text[: limit - 1 - tail]}\u2026{text[len(text) - tail :]}"
 
 
 def human_bytes(count: int) -> str:
@@ -226,15 +287,21 @@ def count_of(count: int, noun: str) -> str:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """Show a progress bar on standard error. Yields None if that is not a terminal."""
-    terminal = os.environ.get("TERM", "") not in _DUMB_TERMINALS
-    if sys.stderr is None or not sys.stderr.isatty() or not terminal:
+    """Show progress on standard error: a bar on a terminal, else a line every ten seconds.
+
+    Yields None if the user wants no progress.
+    """
+    if sys.stderr is None or is_quiet():
         yield None
+        return
+    if not sys.stderr.isatty() or os.environ.get("TERM", "") in _DUMB_TERMINALS:
+        yield _progress_lines()
         return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
@@ -245,15 +312,23 @@ def progress_bar() -> Iterator[Progress | None]:
     def fixed() -> Column:
         return Column(no_wrap=True)
 
-    columns = (
-        BarColumn(bar_width=20, table_column=fixed()),
-        DownloadColumn(table_column=fixed()),
-        TransferSpeedColumn(table_column=fixed()),
-        TimeRemainingColumn(table_column=fixed()),
-        # The rest of the line, however long the name is.
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-    )
     console = Console(stderr=True)
+    is_narrow = console.width < _NARROW
+    columns: list[ProgressColumn] = [
+        BarColumn(bar_width=max(10, min(40, console.width // 5)), table_column=fixed()),
+        DownloadColumn(table_column=fixed()),
+    ]
+    if not is_narrow:
+        columns += [
+            TransferSpeedColumn(table_column=fixed()),
+            TextColumn("ETA", table_column=fixed()),
+            TimeRemainingColumn(table_column=fixed()),
+        ]
+    # The rest of the line, however long the name is.
+    columns.append(
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    )
+    name_width = max(_MIN_NAME, console.width - console.width // 5 - (18 if is_narrow else 48))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=None)
         last_total = -1
@@ -263,10 +338,33 @@ def progress_bar() -> Iterator[Progress | None]:
             if total != last_total:  # a new phase, which has its own speed
                 bar.reset(task, total=total)
                 last_total = total
-            text = escape(what, _BAR_NAME) if done < total else "finishing"
+            text = escape(shortened(what, name_width)) if done < total else "finishing"
             bar.update(task, completed=done, description=text)
 
         yield advance
+
+
+def _progress_lines() -> Progress:
+    """Return a function that prints a line of progress now and then, for logs."""
+    begin = shown = time.monotonic()
+    last_total = first_done = 0
+
+    def advance(what: str, done: int, total: int) -> None:
+        nonlocal begin, shown, last_total, first_done
+        now = time.monotonic()
+        if total != last_total:  # a new phase, which has its own speed
+            begin, last_total, first_done = now, total, done
+        if now - shown < _LINE_SECONDS:
+            return
+        shown = now
+        rate = int((done - first_done) / max(now - begin, 1e-3))
+        share = f" ({done / total:.0%})" if total else ""
+        _show_line(
+            f"progress: {human_bytes(done)} of {human_bytes(total)}{share}, "
+            f"{human_bytes(rate)}/s: {escape(what, MAX_SHOWN)}"
+        )
+
+    return advance
 
 
 def _scaled(count: int, units: Sequence[str]) -> str:

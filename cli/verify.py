@@ -19,24 +19,15 @@ FAULT_FIELDS = "reference layer tensor message blob"
 _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
 
 
-def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes per second that ``50MB/s`` or ``50MB`` spell; a callback of click."""
-    if value is None:
-        return None
-    rate = options.parse_size(ctx, param, value.strip().removesuffix("/s"))
-    if not rate or rate < 1:
-        raise click.BadParameter(f"rate must be above 0, got {quote(value)}", ctx, param)
-    return rate
-
-
 @click.command("verify", short_help="Hash all blobs of models and check them.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
+    "--max-rate",
     "--watch-rate",
     "rate",
     metavar="RATE",
-    callback=parse_rate,
+    callback=options.parse_rate,
     help="Read at most RATE bytes per second, such as 50MB/s.",
 )
 @options.store_option

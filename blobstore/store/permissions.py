@@ -27,7 +27,9 @@ def folder_warnings(store: LocalStore) -> Iterator[str]:
         store.folder("cold"),
     ):
         status = _status(folder)
-        if status is not None and status.st_mode & stat.S_IWOTH:
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            continue  # using the store reports what is wrong
+        if status.st_mode & stat.S_IWOTH:
             yield f"every user may write to {quote(folder)}; remove that permission with chmod o-w"
 
 

@@ -51,13 +51,13 @@ def test_reports_that_there_is_nothing_to_remove(stored: LocalStore) -> None:
     assert run("gc", "--older-than=0s").stdout == "nothing to remove\n"
 
 
-@pytest.mark.parametrize("time", ["1", "1w", "-1h", "h", "1e5s", "1h30m", "", "nan s"])
+@pytest.mark.parametrize("time", ["1", "-1h", "h", "1e5s", "1h30m", "", "nan s"])
 def test_rejects_invalid_times(stored: LocalStore, time: str) -> None:
     result = run("gc", "--older-than", time, exit_code=2)
     assert "is not a time such as 30m, 1h or 2d" in result.stderr
 
 
-@pytest.mark.parametrize("time", ["0s", "90 m", "1.5h", "2d"])
+@pytest.mark.parametrize("time", ["0s", "90 m", "1.5h", "2d", "1w"])
 def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
     run("gc", "--older-than", time)
 

@@ -165,6 +165,56 @@ def test_an_error_is_json_too_when_asked(
     assert error["message"] in run(*arguments, exit_code=exit_code).stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["shwo"], "no such command 'shwo'; did you mean 'show'?; see 'program --help'"),
+        (["images"], "no such command 'images'; did you mean 'list'?; see 'program --help'"),
+        (["xyzzy"], "no such command 'xyzzy'; see 'program --help'"),
+        (["show"], "missing argument 'NAME'; see 'program show --help'"),
+        (["list", "--stroe", "x"], "no such option '--stroe'; did you mean '--"),
+        (["--stroe", "x"], "no such option '--stroe'; did you mean '--store'?"),
+        (["create", "s", "n", "--jobs", "0"], "invalid value for '--jobs' / '-j': 0 is not in"),
+    ],
+)
+def test_a_usage_error_is_one_line_like_other_errors(arguments: list[str], message: str) -> None:
+    result = run(*arguments, exit_code=2)
+
+    assert result.stderr.startswith(f"blobstore: error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_ls_is_list(stored: LocalStore) -> None:
+    assert run("ls").stdout == run("list").stdout
+
+
+def test_the_store_may_stand_before_the_command(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = run("list").stdout
+    monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "other"))
+
+    assert run("list").stdout == ""
+    assert run("--store", stored.root, "list").stdout == expected
+    assert run("--store", tmp_path / "other", "list", "--store", stored.root).stdout == expected
+    run("--store", "", "list", exit_code=2)
+
+
+@pytest.mark.parametrize("arguments", [["-q", "list"], ["list", "--quiet"]])
+def test_quiet_prints_no_notes(store: LocalStore, arguments: list[str]) -> None:
+    assert run("list").stderr.startswith("note: ")
+    assert run(*arguments).output == ""
+
+
+@pytest.mark.parametrize("arguments", [["-v", "show", "absent"], ["show", "absent", "--verbose"]])
+def test_verbose_says_where_an_error_occurred(store: LocalStore, arguments: list[str]) -> None:
+    errors = run(*arguments, exit_code=3).stderr.splitlines()
+
+    assert errors[0] == "Traceback (most recent call last):"
+    assert errors[-1] == run("show", "absent", exit_code=3).stderr.rstrip()
+
+
 def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     code = (
         "import blobstore.operations.maintenance.list as m, sys\n"

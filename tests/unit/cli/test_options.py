@@ -5,7 +5,7 @@ import os
 import click
 import pytest
 
-from blobstore.cli.options import parse_size
+from blobstore.cli.options import parse_duration, parse_rate, parse_size
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.support.sandbox import NOBODY
@@ -35,6 +35,36 @@ def test_reads_sizes(text: str, size: int) -> None:
 def test_rejects_invalid_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size such as 5GB"):
         parse_size(click.Context(click.Command("x")), PARAMETER, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0s", 0), ("30m", 1800), ("1.5d", 129_600), ("1w", 604_800)]
+)
+def test_reads_durations(text: str, seconds: float) -> None:
+    assert parse_duration(click.Context(click.Command("x")), PARAMETER, text) == seconds
+
+
+def test_rejects_a_duration_without_a_unit() -> None:
+    with pytest.raises(click.BadParameter, match="is not a time such as 30m"):
+        parse_duration(click.Context(click.Command("x")), PARAMETER, "5")
+
+
+@pytest.mark.parametrize("text", ["5B", "5B/s", "5 B"])
+def test_reads_rates(text: str) -> None:
+    assert parse_rate(click.Context(click.Command("x")), PARAMETER, text) == 5
+
+
+@pytest.mark.parametrize("text", ["5", "5/s", "", "0MB/s", "MB"])
+def test_rejects_a_rate_without_a_unit(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        parse_rate(click.Context(click.Command("x")), PARAMETER, text)
+
+
+def test_a_store_that_is_a_device_is_an_error_without_advice_to_change_its_mode() -> None:
+    result = run("list", "--store", "/dev/null", exit_code=1)
+
+    assert result.stderr.startswith("blobstore: error: ")
+    assert "chmod" not in result.stderr
 
 
 def test_warns_of_a_store_that_everybody_may_write_to(stored: LocalStore) -> None:

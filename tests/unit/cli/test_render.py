@@ -22,13 +22,13 @@ HIDE_CURSOR = b"\x1b[?25l"
 RED = b"\x1b[31m"
 
 
-def on_terminal(code: str, *arguments: object, **variables: str) -> bytes:
+def on_terminal(code: str, *arguments: object, exit_code: int = 0, **variables: str) -> bytes:
     """Run Python code with a pseudo-terminal for input and output; return what it shows."""
-    return _on_terminal(code, *arguments, piped=False, **variables)[0]
+    return _on_terminal(code, *arguments, piped=False, exit_code=exit_code, **variables)[0]
 
 
 def _on_terminal(
-    code: str, *arguments: object, piped: bool, **variables: str
+    code: str, *arguments: object, piped: bool, exit_code: int = 0, **variables: str
 ) -> tuple[bytes, bytes]:
     """Return what the terminal shows and, if standard output is ``piped``, what went there."""
     master, slave = pty.openpty()
@@ -46,7 +46,7 @@ def _on_terminal(
         shown += data
     os.close(master)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode in (0, 4), shown
+    assert process.returncode in (exit_code, 4), shown
     return shown, output
 
 
@@ -114,6 +114,61 @@ def test_long_cells_do_not_widen_their_column() -> None:
     assert lines == ["A".ljust(80) + "  B", "a".ljust(80) + "  1", f"{long}  2"]
 
 
+LONG_NAME = "model.layers.0." + "x" * 60 + ".weight"
+TABLE = f"""
+from blobstore.cli import render
+row = ("{LONG_NAME}", "[4096, 4096]", "16", "33.6 MB", "0123456789ab")
+print(render.table(("NAME", "SHAPE", "BITS", "SIZE", "DIGEST"), [row], right=(2, 3)))
+"""
+
+
+def test_a_table_fits_the_terminal() -> None:
+    heading, row = on_terminal(TABLE, NO_COLOR="1").decode().splitlines()
+
+    assert heading.split() == ["NAME", "SHAPE", "SIZE"]
+    assert len(row) == 80
+    assert row.startswith("model.layers.0.x")
+    assert row.endswith("x.weight  [4096, 4096]  33.6 MB")
+    assert "\u2026" in row
+
+
+def test_a_table_that_fits_keeps_its_columns() -> None:
+    shown = on_terminal(TABLE.replace(LONG_NAME, "a"), NO_COLOR="1").decode()
+    assert shown.split() == [
+        *("NAME", "SHAPE", "BITS", "SIZE", "DIGEST"),
+        *("a", "[4096,", "4096]", "16", "33.6", "MB", "0123456789ab"),
+    ]
+
+
+def test_a_piped_table_keeps_long_names(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(TABLE, {})
+    assert LONG_NAME in capsys.readouterr().out
+
+
+def test_errors_are_red_on_a_terminal(stored: LocalStore) -> None:
+    assert b"\x1b[31m\x1b[1mblobstore: error:\x1b[0m no such" in on_terminal(
+        LAUNCHER, "shwo", exit_code=2
+    )
+    assert b"\x1b" not in on_terminal(LAUNCHER, "shwo", exit_code=2, NO_COLOR="1")
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("blobstore.cli.render.time.monotonic", lambda: now)
+    with render.progress_bar() as progress:
+        assert progress is not None
+        for second in range(26):
+            now = 100.0 + second
+            progress("layer\x1b", second * 10**6, 10**8)
+
+    assert capsys.readouterr().err.splitlines() == [
+        "progress: 10.0 MB of 100 MB (10%), 1.0 MB/s: layer\\x1b",
+        "progress: 20.0 MB of 100 MB (20%), 1.0 MB/s: layer\\x1b",
+    ]
+
+
 def test_create_shows_progress_on_a_terminal_and_clears_it(store: LocalStore, dense: Path) -> None:
     shown = on_terminal(LAUNCHER, "create", dense, "dense")
     assert shown.startswith(HIDE_CURSOR)
@@ -158,7 +213,7 @@ def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
     layer = stored.resolve(Reference.parse("dense")).layers[0]
     (stored.folder("blobs") / layer.digest.file_name).unlink()
     shown = on_terminal(LAUNCHER, "show", "dense").splitlines()
-    assert [line.startswith(RED) for line in shown].count(True) == 1
+    assert [line.startswith(RED) and b"error:" not in line for line in shown].count(True) == 1
     assert shown[2].startswith(RED + b"empty")
     assert b"\x1b" not in on_terminal(LAUNCHER, "show", "dense", NO_COLOR="1")
 

@@ -88,25 +88,26 @@ def test_advises_repair_once(stored: LocalStore) -> None:
     assert "repair" not in run("verify", "--quick").stderr
 
 
-@pytest.mark.parametrize("rate", ["50MB/s", "50MB", "1000000", " 2GiB/s"])
+@pytest.mark.parametrize("rate", ["50MB/s", "50MB", "1000000B", " 2GiB/s"])
 def test_a_rate_can_be_given(rate: str, stored: LocalStore) -> None:
+    run("verify", "--max-rate", rate)
     run("verify", "--watch-rate", rate)
 
 
-@pytest.mark.parametrize("rate", ["fast", "0", "0.5B/s", "-1MB/s", "5MB/m", ""])
+@pytest.mark.parametrize("rate", ["fast", "0", "1000000", "0.5B/s", "-1MB/s", "5MB/m", ""])
 def test_rejects_invalid_rates(rate: str, stored: LocalStore) -> None:
-    assert "--watch-rate" in run("verify", "--watch-rate", rate, exit_code=2).stderr
+    assert "--max-rate" in run("verify", "--max-rate", rate, exit_code=2).stderr
 
 
 def test_refuses_a_rate_for_a_quick_check(stored: LocalStore) -> None:
-    run("verify", "--quick", "--watch-rate", "1MB/s", exit_code=2)
+    run("verify", "--quick", "--max-rate", "1MB/s", exit_code=2)
 
 
 @pytest.mark.timeout(60)
 def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
     # One byte per second: without the interrupt this would take an hour.
     process = subprocess.Popen(
-        command_line("verify", "--watch-rate", "1"),
+        command_line("verify", "--max-rate", "1B"),
         env=environment(BLOBSTORE_HOME=str(stored.root)),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
