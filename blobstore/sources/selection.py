@@ -264,7 +264,7 @@ def _choose(
 ) -> tuple[str | None, Sequence[str]]:
     """Return the index to follow, or the files to read, of one component."""
     indexes = {
-        ending: fnmatch.filter(tree.entries(folder), f"*{ending}.index*.json")
+        ending: fnmatch.filter(tree.entries(folder), f"*{ending}.*index*.json")
         for ending in (SAFETENSORS, ".bin")
     }
     if weights is not None:
@@ -291,6 +291,10 @@ def _choose(
         if shards:
             _check_numbers(tree, folder, shards)
             return None, shards
+    # Of a variant, such as model.safetensors.index.fp16.json.
+    complete = [name for name in indexes[ending] if {*names} <= _mapped(tree, folder, name)]
+    if len(complete) == 1:
+        return complete[0], ()
     if len(names) > 1:
         raise SourceError(
             f"{tree.label(folder)} has several weight files "

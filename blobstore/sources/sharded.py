@@ -163,7 +163,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         raise DamagedSource(
             f"weight index {quote(index)} has no 'weight_map' from tensor to file names"
         )
-    ending = ".bin" if ".bin.index" in index.name else SAFETENSORS
+    ending = ".bin" if ".bin." in index.name else SAFETENSORS
     for name, file in weight_map.items():
         if "/" in file or "\\" in file or "\0" in file or not file.endswith(ending):
             raise DamagedSource(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from blobstore.sources.file_tree import FileTree
 
 MAX_SMALL_FILE = 64 * 2**20
-_WEIGHT_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
+_WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
 
 
 def is_kept(name: str) -> bool:

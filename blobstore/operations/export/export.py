@@ -16,7 +16,7 @@ from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export import writer
-from blobstore.operations.export.folder import plan_export
+from blobstore.operations.export.folder import is_adapter, plan_export
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
 from blobstore.store.local import LocalStore
@@ -100,7 +100,8 @@ def export_model(
     target = writer.resolve_target(folder)
     try:
         original = None
-        if shard_size is None and not single and not dequantize:
+        is_same = shard_size is None and not single and not dequantize
+        if is_same or (not dequantize and is_adapter(manifest)):  # adapters are single files
             original = plan_original(store, manifest)
         size = MAX_SIZE if single else shard_size or SHARD_SIZE
         plan = original or plan_export(store, manifest, size, dequantize=dequantize)

@@ -8,6 +8,7 @@ the names and the config that MLX expects, or are dequantized.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.source_layers import left_out_tensors, read_stacks
+from blobstore.models.source_layers import left_out_tensors, read_source_record, read_stacks
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
@@ -52,6 +53,14 @@ _ADAPTER_STEM = "adapter_model"
 """The stem of PEFT's adapters, such as LoRAs."""
 _ADAPTER_PREFIX = "base_model."
 """Prefix of the tensor names of adapters that change modules of their model."""
+_ADAPTER_PART = re.compile(r"(.*[._])?(lora|lokr|hada|oft)[._].*")
+"""Tensor names of other adapters, such as those of diffusers."""
+_VARIANT = re.compile(
+    r"((diffusion_)?pytorch_)?model(-\d+-of-\d+)?\.(?P<variant>[A-Za-z0-9_-]+?)(-\d+-of-\d+)?"
+    r"\.(safetensors|bin)"
+)
+"""Names of the weight files of a variant, such as ``model.fp16.safetensors``."""
+_MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 _OTHER_WEIGHTS = (media_types.MODEL, media_types.PROJECTOR, media_types.ADAPTER)
 
 
@@ -80,12 +89,20 @@ class Component(NamedTuple):
     """Prefix of the names in the model, but not in the files: the folder and a slash."""
     stem: str
     """Start of the names of the weight files, including the folder."""
+    variant: str
+    """The variant that libraries have to be asked for, such as ``fp16``; mostly empty."""
+    is_single: bool
+    """Whether its library reads a single weight file only."""
     specs: Sequence[TensorSpec]
 
+    def file_names(self, count: int) -> list[str]:
+        """Return the names of its weight files; see :func:`file_names`."""
+        return file_names(self.stem, count, self.variant)
+
     @property
-    def is_single(self) -> bool:
-        """Whether its library reads a single weight file only."""
-        return self.stem == _ADAPTER_STEM
+    def index_name(self) -> str:
+        """The name of the index of its weight files."""
+        return index_name(self.stem, self.variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +144,17 @@ def plan_export(
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
     for component in contents.components:
-        prefix, stem, specs = component
+        prefix, specs = component.prefix, component.specs
         size = MAX_SIZE if component.is_single else shard_size
         parts = [in_file_order(part) for part in split_by_size(specs, size)]
         shards = [
             weight_file(name, part, contents.joins, prefix, contents.constants)
-            for name, part in zip(file_names(stem, len(parts)), parts, strict=True)
+            for name, part in zip(component.file_names(len(parts)), parts, strict=True)
         ]
         weights += shards
         if len(shards) > 1:
             tensors = {shard.name.removeprefix(prefix): shard.tensors for shard in shards}
-            written[index_name(stem)] = index(tensors, sum(spec.nbytes for spec in specs))
+            written[component.index_name] = index(tensors, sum(spec.nbytes for spec in specs))
     check_file_names(contents, [shard.name for shard in weights])
     written |= contents.configs
     kept = {name: file for name, file in contents.files.items() if name not in written}
@@ -196,17 +213,18 @@ def folder_contents(
             for name in stacks.get(stored.name, (stored.name,))
         }
     stems = _stems(store, files)
-    if "adapter_config.json" in files and (
-        "config.json" not in files
-        or all(tensor.spec.name.startswith(_ADAPTER_PREFIX) for tensor in tensors)
-    ):
+    is_single = is_adapter(manifest)
+    if is_single and "adapter_config.json" in files:
         stems[""] = _ADAPTER_STEM
+    variants = _variants(store, manifest)
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
     for spec in (*specs, *(spec for spec, _ in left_out.values())):
         members[_prefix(spec.name, stems)].append(spec)
     components = [
-        Component(prefix, prefix + stems[prefix], own) for prefix, own in members.items() if own
+        Component(prefix, prefix + stems[prefix], variants.get(prefix, ""), is_single, own)
+        for prefix, own in members.items()
+        if own
     ]
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
@@ -215,6 +233,28 @@ def folder_contents(
         configs = _changed_configs(store, files, stems, types)
     constants = {name: data for name, (_, data) in left_out.items()}
     return FolderContents(tensors, components, joins, configs, files, constants)
+
+
+def is_adapter(manifest: Manifest) -> bool:
+    """Return whether a model is an adapter, such as a LoRA, which libraries read from a single file."""
+    kinds = (media_types.JSON, media_types.FILE)
+    files = {layer.name for layer in manifest.layers if layer.media_type in kinds}
+    names = [layer.name for layer in manifest.layers_of(media_types.TENSOR)]
+    if "adapter_config.json" in files:
+        return "config.json" not in files or all(n.startswith(_ADAPTER_PREFIX) for n in names)
+    return files.isdisjoint(_MODEL_FILES) and any(map(_ADAPTER_PART.fullmatch, names))
+
+
+def _variants(store: LocalStore, manifest: Manifest) -> dict[str, str]:
+    """Return the variant of the weight files that a model was imported from, by component prefix."""
+    record = read_source_record(store, manifest)
+    found: dict[str, set[str]] = {}
+    for file in record.files if record is not None and record.kind != "file" else ():
+        folder, slash, name = file.name.rpartition("/")
+        match = _VARIANT.fullmatch(name)
+        if file.format != "index":
+            found.setdefault(folder + slash, set()).add(match["variant"] if match else "")
+    return {prefix: variants.pop() for prefix, variants in found.items() if len(variants) == 1}
 
 
 def _needs_source_layout(tensor: StoredTensor) -> bool:
@@ -230,7 +270,7 @@ def check_file_names(contents: FolderContents, weights: Iterable[str]) -> None:
         InvalidManifest: they do.
     """
     # Names of indexes are reserved even if there is none: another file there would mislead readers.
-    indexes = [index_name(component.stem) for component in contents.components]
+    indexes = [component.index_name for component in contents.components]
     check_paths([*contents.files, *indexes, *weights])
 
 

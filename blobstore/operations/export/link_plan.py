@@ -15,12 +15,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.manifests.descriptor import MAX_SIZE
-from blobstore.operations.export.folder import check_file_names, folder_contents
+from blobstore.operations.export.folder import check_file_names, folder_contents, is_adapter
+from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import (
     SHARD_SIZE,
-    file_names,
     index,
-    index_name,
     split_by_size,
     weight_file,
 )
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.export.folder import FolderContents, FolderTensor
+    from blobstore.operations.export.folder import ExportPlan, FolderContents, FolderTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
 
@@ -97,6 +96,9 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
 
     Raises as :func:`folder_contents`.
     """
+    original = plan_original(store, manifest) if is_adapter(manifest) else None
+    if original is not None and len(original.tensors) > 1:
+        return _plan_copies(original)
     contents = folder_contents(store, manifest)
     blobs, rest = _classify(contents)
     links: list[Link] = []
@@ -105,7 +107,7 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
     weights: list[str] = []
     written: dict[str, bytes] = {}
     for component in contents.components:
-        prefix, stem, specs = component
+        prefix, specs = component.prefix, component.specs
         own = blobs[prefix]
         others = [spec for spec in specs if spec.name in rest.names]
         if component.is_single and len(specs) > 1:
@@ -113,7 +115,7 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
             own, others = [], list(specs)
         size = MAX_SIZE if component.is_single else SHARD_SIZE
         parts = split_by_size(others, size) if others else []
-        names = iter(file_names(stem, len(own) + len(parts)))
+        names = iter(component.file_names(len(own) + len(parts)))
         tensors: dict[str, Sequence[str]] = {}  # by file
         for blob in own:
             name, (first, *_) = next(names), blob.tensors
@@ -134,14 +136,30 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
         weights += tensors
         if len(tensors) > 1:
             held = {name.removeprefix(prefix): own for name, own in tensors.items()}
-            written[index_name(stem)] = index(held, sum(spec.nbytes for spec in specs))
+            written[component.index_name] = index(held, sum(spec.nbytes for spec in specs))
     check_file_names(contents, weights)
     written |= contents.configs
     files = {name: file for name, file in contents.files.items() if name not in written}
-    large = [name for name, file in files.items() if file.size > MAX_SMALL_FILE]
-    links += [Link(name, files.pop(name)) for name in large]
+    links += _take_large(files)
     count = len(contents.tensors) + len(contents.constants)
     return LinkPlan(links, relabelled, gathered, rest.tensors, written, files, count)
+
+
+def _plan_copies(original: ExportPlan) -> LinkPlan:
+    """Return the contents of an adapter's folder: the weight files are those of the source.
+
+    Libraries read an adapter from one file, with the metadata of its header: diffusers has the scale
+    of a LoRA there.
+    """
+    files = dict(original.files)
+    weights, tensors, written = original.weights, original.tensors, original.written
+    return LinkPlan(_take_large(files), [], weights, tensors, written, files, len(tensors))
+
+
+def _take_large(files: dict[str, Descriptor]) -> list[Link]:
+    """Remove the large files, and return the links that they become."""
+    large = [name for name, file in files.items() if file.size > MAX_SMALL_FILE]
+    return [Link(name, files.pop(name)) for name in large]
 
 
 def _classify(contents: FolderContents) -> tuple[dict[str, list[_Blob]], _Rest]:

@@ -83,19 +83,23 @@ def split_by_size(specs: Iterable[TensorSpec], shard_size: int) -> list[list[Ten
     return parts
 
 
-def file_names(stem: str, count: int) -> list[str]:
+def file_names(stem: str, count: int, variant: str = "") -> list[str]:
     """Return the names of ``count`` weight files, numbered if there is more than one.
 
-    ``stem`` is the start of their names, including the folder of a component.
+    ``stem`` is the start of their names, including the folder of a component. ``variant`` is what
+    libraries call so, such as ``fp16``.
     """
+    stem = f"{stem}.{variant}" if variant else stem
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def index_name(stem: str) -> str:
+def index_name(stem: str, variant: str = "") -> str:
     """Return the name of the index of such files."""
-    return f"{stem}.safetensors.index.json"
+    return (
+        f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
+    )
 
 
 def index(files: Mapping[str, Sequence[str]], total_size: int) -> bytes:

@@ -174,6 +174,38 @@ def test_a_pattern_chooses_shards_by_their_index(tmp_path: Path) -> None:
     assert Found(tmp_path, weights=SHARDS[0]).names == {"a", "b"}
 
 
+@pytest.mark.parametrize(
+    ("shard", "index"),
+    [
+        ("model.fp16-{}.safetensors", "model.safetensors.index.fp16.json"),
+        ("model-{}.fp16.safetensors", "model.safetensors.fp16.index.json"),  # of older diffusers
+    ],
+)
+def test_reads_the_shards_of_a_variant_by_its_index(tmp_path: Path, shard: str, index: str) -> None:
+    write_folder(tmp_path, ONE | TWO, shards=2)
+    text = (tmp_path / INDEX).read_text()
+    for name in SHARDS:
+        new = shard.format(name[len("model-") : -len(".safetensors")])
+        (tmp_path / name).rename(tmp_path / new)
+        text = text.replace(name, new)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / index).write_text(text)
+    assert Found(tmp_path).names == {"a", "b"}
+    assert Found(tmp_path).files == ["config.json"]
+    next(tmp_path.glob("*00002*")).unlink()
+    with pytest.raises(DamagedSource, match=r"shard .*00002.* is missing"):
+        Found(tmp_path)
+
+
+def test_shards_of_two_variants_need_a_choice(tmp_path: Path) -> None:
+    put(tmp_path, model__fp16=ONE, model__ema=TWO)
+    for name in ("fp16", "ema"):
+        index = {"weight_map": {"a": f"model.{name}.safetensors"}}
+        (tmp_path / f"model.safetensors.index.{name}.json").write_text(json.dumps(index))
+    with pytest.raises(SourceError, match="several weight files"):
+        Found(tmp_path)
+
+
 def test_a_pattern_must_not_mix_sets(tmp_path: Path) -> None:
     write_folder(tmp_path, ONE | TWO, shards=2)
     put(tmp_path, model__fp16=dense_tensors())

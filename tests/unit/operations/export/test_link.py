@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - numpy learns bfloat16
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
@@ -39,6 +40,7 @@ from tests.unit.operations.export.folders import (
 )
 
 INDEX = "model.safetensors.index.json"
+FP16_INDEX = "model.safetensors.index.fp16.json"
 
 
 def assert_as_exported(store: LocalStore, farm: Path) -> None:
@@ -465,6 +467,20 @@ def test_an_adapter_is_one_file_with_the_name_that_peft_reads(
     assert raw_tensors(tmp_path / "exported" / "adapter_model.safetensors") == raw_tensors(source)
 
 
+@pytest.mark.parametrize("name", ["unet.mid.to_q.lora_A.weight", "lora_unet_mid.lora_up.weight"])
+def test_a_lora_without_a_config_is_the_file_of_the_source(
+    store: LocalStore, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    metadata = {"lora_adapter_metadata": '{"lora_alpha": 32}'}
+    save_file({name: np.ones((2, 2)), f"{name}.2": np.zeros(2)}, file, metadata=metadata)
+    create(file, NAME, store=store)
+    link_model(NAME, tmp_path / "farm", store=store)
+    export_model(NAME, tmp_path / "exported", store=store, shard_size=1)
+    for folder in ("farm", "exported"):
+        assert contents(tmp_path / folder) == {file.name: file.read_bytes()}
+
+
 def test_an_adapter_of_one_tensor_is_a_link(store: LocalStore, tmp_path: Path) -> None:
     files = {"adapter_config.json": b"{}"}
     source = write_folder(tmp_path / "source", {"prompt_embeddings": np.ones((2, 2))}, files=files)
@@ -479,5 +495,38 @@ def test_a_model_with_an_adapter_config_keeps_the_names_of_a_model(
 ) -> None:
     files = {"adapter_config.json": b"{}"}
     create(write_folder(tmp_path / "source", dense_tensors(), files=files), NAME, store=store)
+    link_model(NAME, tmp_path / "farm", store=store)
+    assert (tmp_path / "farm" / INDEX).exists()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_weight_files_of_a_variant_keep_its_name(
+    store: LocalStore, tmp_path: Path, shards: int
+) -> None:
+    source = write_folder(tmp_path / "source", dense_tensors(), shards=shards)
+    for path in [*source.glob("model*")]:
+        new = path.name.replace("model", "model.fp16", 1)
+        if path.name == INDEX:
+            path.write_text(path.read_text().replace("model-", "model.fp16-"))
+            new = FP16_INDEX
+        path.rename(source / new)
+    create(source, NAME, store=store)
+    link_model(NAME, tmp_path / "farm", store=store)
+    export_model(NAME, tmp_path / "exported", store=store, shard_size=9)
+    for folder in ("farm", "exported"):
+        names = {path.name for path in (tmp_path / folder).glob("model*")}
+        index = json.loads((tmp_path / folder / FP16_INDEX).read_bytes())
+        assert names == {FP16_INDEX, *index["weight_map"].values()}
+        assert all(name.startswith("model.fp16-0") for name in names - {FP16_INDEX})
+    export_model(NAME, tmp_path / "single", store=store, single=True)
+    assert (tmp_path / "single" / "model.fp16.safetensors").exists()
+
+
+def test_a_file_with_the_name_of_a_variant_becomes_a_model_without_one(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "source", dense_tensors())
+    file = (source / "model.safetensors").rename(source / "model.v2.safetensors")
+    create(file, NAME, store=store)
     link_model(NAME, tmp_path / "farm", store=store)
     assert (tmp_path / "farm" / INDEX).exists()
