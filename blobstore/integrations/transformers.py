@@ -2,15 +2,17 @@
 
 On the CPU, parameters are views of mapped blobs. The only copies are tensors that transformers
 computes itself: fused experts, and other element types. The maps are private, so training such a
-model never changes the store. They live as long as any parameter.
+model never changes the store. They live as long as any parameter. On another device, each tensor is
+copied there and dequantized there when transformers takes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
+import os
+import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.integrations.lazy_tensors import TensorQueue
 from blobstore.integrations.model_files import (
     check_layers,
     check_names,
@@ -41,7 +44,6 @@ from blobstore.quantization.mlx_layout import exported_config
 from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
@@ -59,6 +61,13 @@ _OTHER_CONFIGS = "configuration_files"
 
 _BUILT: ContextVar[tuple[Mapping[str, torch.Tensor], str]] = ContextVar("_BUILT")
 """The tensors of the model that is being built, and the beginning of error messages."""
+_BUILDING = threading.RLock()
+"""Held while transformers builds a model. While it does, functions of its classes are replaced, and a second
+thread would take the replacements for the originals."""
+# A child process would inherit the replacements, and the lock of a thread that it does not have.
+os.register_at_fork(
+    before=_BUILDING.acquire, after_in_parent=_BUILDING.release, after_in_child=_BUILDING.release
+)
 
 
 def from_store(
@@ -87,7 +96,8 @@ def from_store(
         dtype: the element type. The default is that of ``config.json``, else that of the first
             tensor. Another type than the stored one requires a copy. Quantized weights are
             dequantized.
-        device: the device of the model. Any device but ``cpu`` requires a copy.
+        device: the device of the model. Any device but ``cpu`` requires a copy. Weights are
+            dequantized on the device.
         subfolder: the component of a pipeline.
         strict: fail if tensors are missing or the class does not take some. Otherwise transformers
             initialises missing tensors, and warns.
@@ -119,6 +129,7 @@ def from_store(
         name,
         store=store,
         framework="torch",
+        device="cpu" if device == "meta" else device,
         verify=verify,
         dequantize=True if is_plain else DECODED_TYPES,
         read=read,
@@ -132,8 +143,9 @@ def from_store(
             is_plain=is_plain,
             trust_remote_code=trust_remote_code,
         )
-        state = _source_state(model, subfolder, config, model_class, strict=strict)
-        built = _build(model, config, model_class, state, dtype, options, strict=strict)
+        with _source_state(model, subfolder, config, device) as state:
+            built = _build(model, config, model_class, state, dtype, options, strict=strict)
+    # What transformers computes itself, such as buffers, is not there yet.
     placed: transformers.PreTrainedModel = built if device == "cpu" else built.to(device)
     return placed
 
@@ -168,15 +180,11 @@ def _config_and_class(
     return config, model_class
 
 
+@contextlib.contextmanager
 def _source_state(
-    model: Model,
-    subfolder: str,
-    config: transformers.PreTrainedConfig,
-    model_class: Any,
-    *,
-    strict: bool,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a component under the names of its source."""
+    model: Model, subfolder: str, config: transformers.PreTrainedConfig, device: str
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Give the tensors of a component under the names of its source."""
     stated = _stated_config(model, subfolder)
     names = _SourceNames(
         f"{subfolder}/" if subfolder else "",
@@ -184,17 +192,21 @@ def _source_state(
         stacked_names(model),
         gpt_oss_experts(model, stated),
     )
-    if strict and model.quantized:  # check before dequantizing weights that may be too many
-        meta = torch.device("meta")
-        empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
-        what = f"transformers cannot build {model.reference}"
-        with library_errors(what), meta:
-            _check_parameters(model_class(copy.deepcopy(config)), names.rename(empty), what)
-    tensors = model.tensors(names.prefix)
-    if hasattr(config, "quantization_config"):
-        for name, (spec, data) in activation_scales(model, stated).items():
-            tensors[name] = as_tensor(memoryview(bytearray(data)), 0, spec)
-    return names.rename(tensors)
+    scales = activation_scales(model, stated) if hasattr(config, "quantization_config") else {}
+    others = names.rename(
+        {
+            name: as_tensor(memoryview(bytearray(data)), 0, spec)
+            for name, (spec, data) in scales.items()
+        }
+    )
+    if device in ("cpu", "meta") and not model.quantized:
+        yield names.rename(model.tensors(names.prefix)) | others
+        return
+    meta = torch.device("meta")
+    empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
+    queue = TensorQueue(model.iter_tensors(names.prefix), names.rename)
+    with contextlib.closing(queue):
+        yield queue.lazy(names.rename(empty)) | others
 
 
 def _build(
@@ -211,7 +223,7 @@ def _build(
     if strict:
         options["ignore_mismatched_sizes"] = True  # check_names() lists all of them
     what = f"transformers cannot build {model.reference}"
-    with library_errors(what), contextlib.ExitStack() as block:
+    with _BUILDING, library_errors(what), contextlib.ExitStack() as block:
         block.callback(_BUILT.reset, _BUILT.set((state, what)))
         used_class = _checking(model_class) if strict else model_class
         built, info = used_class.from_pretrained(
@@ -440,7 +452,8 @@ class _SourceNames(NamedTuple):
         prefix, others, stacks, transposed = self
         state = {name: one for name, one in tensors.items() if name.startswith(prefix)}
         for name in transposed:
-            state[name] = state[name].transpose(-1, -2).contiguous()
+            if name in state:
+                state[name] = state[name].transpose(-1, -2).contiguous()
         for name, sources in stacks.items():
             if name in state:
                 state.update(zip(sources, state.pop(name).unbind(0), strict=True))

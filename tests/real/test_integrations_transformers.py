@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,17 @@ from blobstore.integrations.transformers import (
     from_store,
     tokenizer_from_store,
 )
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models.frameworks import ArrayTarget
 from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.safetensors import cuda
+from blobstore.safetensors.cuda import TorchStagingBuffer
 from blobstore.store.local import LocalStore
 from tests.real.tiny import TEXT, changed, logits, make, with_float8
+from tests.support import sandbox
 from tests.support.damage import flip, truncate
 
 needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel in Linux's way")
@@ -166,6 +173,98 @@ def test_a_quantized_model_computes_the_same_as_its_dequantized_export(
     assert torch.equal(logits(model), logits(from_folder(tmp_path / "out")))
     assert not torch.equal(logits(model), logits(from_folder(source)))
     assert not hasattr(model.config, "quantization_config")
+
+
+def test_threads_can_load_models_at_the_same_time(store: LocalStore, tmp_path: Path) -> None:
+    source = saved("tied", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+    expected = logits(from_folder(source))
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: from_store("m", store=store), range(8)))
+    for model in (*models, from_store("m", store=store)):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_forked_child_can_load_a_model_while_a_thread_of_its_parent_does(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("tied", tmp_path / "source"), "m", store=store)
+    torch.set_num_threads(1)  # a child has none of torch's threads
+    is_done = False
+
+    def load() -> None:
+        while not is_done:
+            from_store("m", store=store)
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        try:
+            outcomes = [
+                sandbox.call(lambda: from_store("m", store=store).name_or_path) for _ in range(3)
+            ]
+        finally:
+            is_done = True
+        loading.result()
+    assert outcomes == ["m:latest"] * 3
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send tensors to the device ``cpu:0`` as if it were a GPU."""
+    monkeypatch.setattr(ArrayTarget, "has_stream", property(lambda target: target.device != "cpu"))
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+@pytest.mark.parametrize(
+    ("kind", "quant_type", "experts"),
+    [
+        ("tied", None, "packed"),
+        ("llama", "int4", "packed"),
+        ("qwen3-moe", None, "stacked"),
+        ("mixtral", "mxfp4", "packed"),
+    ],
+)
+def test_tensors_go_to_a_device_as_they_are_stored(
+    kind: str,
+    quant_type: str | None,
+    experts: ExpertForm,
+    read: Any,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = saved(kind, tmp_path / "source", torch.bfloat16)
+    policy: Any = {"policy": "uniform"} if quant_type else {}
+    blobstore.create(source, "m", store=store, quantize=quant_type, experts=experts, **policy)
+    expected = logits(from_store("m", store=store))
+    sent: list[int] = []
+
+    class Watched(TorchStagingBuffer):
+        def send(self, moves: Any, after: Any) -> Any:
+            sent.extend(count for *_, count in moves)
+            return super().send(moves, after)
+
+    monkeypatch.setattr(cuda, "TorchStagingBuffer", Watched)
+    model = from_store("m", store=store, device="cpu:0", read=read)
+    with blobstore.open("m", store=store) as stored:
+        assert sum(sent) == sum(spec.nbytes for spec in stored.specs.values())
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_blob_that_is_damaged_while_a_model_is_loaded_is_named(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = saved("llama", tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+    layer = store.resolve(Reference.parse("m")).layers_of(media_types.TENSOR)[-1]
+    truncate(Path(store.blob_path(layer.digest)))
+    for _ in range(2):
+        with pytest.raises(BlobDamaged, match=f"layer '{layer.name}'"):
+            from_store("m", store=store, device="cpu:0", verify="none")
 
 
 def test_a_model_that_mlx_quantized_is_dequantized(store: LocalStore, tmp_path: Path) -> None:
