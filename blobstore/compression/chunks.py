@@ -48,7 +48,7 @@ def encode_chunk(
     """
     for transform, coders in pipelines:
         split = transform.encode(chunk, base)
-        if split is None:
+        if split is None or not _are_possible(split, transform, len(chunk)):
             continue
         planes = [
             encode_plane(plane.data, tried or _coders_after_probe(plane))
@@ -103,6 +103,12 @@ def decode_chunk(
         checksum = crc32(plane, checksum)
     if checksum != entry.checksum:
         raise ColdDamaged("a chunk does not match its checksum: the file or the base is altered")
+
+
+def _are_possible(planes: Sequence[Bytes], transform: Transform, size: int) -> bool:
+    """Return whether decoders accept planes of these sizes; differences may be longer than the chunk."""
+    limits = transform.sizes(size // transform.width)
+    return all(len(plane) <= abs(limit) for plane, limit in zip(planes, limits, strict=True))
 
 
 def _coders_after_probe(plane: Bytes) -> Sequence[Coder]:

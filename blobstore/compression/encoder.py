@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.chunks import Pipeline
+    from blobstore.compression.entropy import Plane
     from blobstore.compression.level import Level
     from blobstore.compression.spans import Span
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
+    from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]
@@ -56,7 +58,9 @@ distributions would share one Huffman code.
 _GRAIN: Final = 1 << 12
 """All chunks but the last are multiples of this many bytes."""
 _CHUNKS_PER_CHOICE: Final = 32
-"""Consecutive chunks that share one choice of pipelines."""
+"""Consecutive chunks that share one choice of pipelines at most."""
+_MAX_DEVIATION: Final = 1 / 8
+"""A chunk whose ratio differs by more from that of the chunk of the choice gets its own choice."""
 
 
 def encode(
@@ -100,16 +104,14 @@ def encode(
         prediction = _prediction(span, part, base)
         if span.factors is not None and part.same_as is None:
             write(span.factors)
-        pipelines: Sequence[Pipeline] = ()
-        for number, begin in enumerate(range(0, part.size, part.chunk_size)):
+        encoder = _ChunkEncoder(span.dtype, level)
+        for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
             if part.same_as is not None:
                 continue
             chunk = _aligned(piece, part.width)
             predicted = None if prediction is None else prediction.read(begin, len(chunk))
-            if number % _CHUNKS_PER_CHOICE == 0:
-                pipelines = choose_pipelines(chunk, predicted, span.dtype, level)
-            entry, planes = encode_chunk(chunk, predicted, pipelines)
+            entry, planes = encoder.encode(chunk, predicted)
             chunks.append(entry)
             for plane in planes:
                 write(plane.data)
@@ -123,6 +125,32 @@ def encode(
     )
     write(encode_table(table))
     return table
+
+
+class _ChunkEncoder:
+    """Encodes the chunks of one part, with pipelines that are chosen anew where the data changes."""
+
+    def __init__(self, dtype: DType | None, level: Level) -> None:
+        self._dtype = dtype
+        self._level: Level = level
+        self._pipelines: Sequence[Pipeline] = ()
+        self._ratio = 0.0
+        """The ratio of the chunk that the pipelines were chosen for."""
+        self._remaining = 0
+        """Chunks that may use the pipelines."""
+
+    def encode(self, chunk: Bytes, predicted: Bytes | None) -> tuple[Chunk, list[Plane]]:
+        """Encode the next chunk; the planes are valid until this thread encodes again."""
+        if self._remaining:
+            self._remaining -= 1
+            entry, planes = encode_chunk(chunk, predicted, self._pipelines)
+            if abs(entry.stored_size / len(chunk) - self._ratio) <= _MAX_DEVIATION:
+                return entry, planes
+        self._pipelines = choose_pipelines(chunk, predicted, self._dtype, self._level)
+        self._remaining = _CHUNKS_PER_CHOICE - 1
+        entry, planes = encode_chunk(chunk, predicted, self._pipelines)
+        self._ratio = entry.stored_size / len(chunk)
+        return entry, planes
 
 
 def _part(span: Span) -> Part:

@@ -9,7 +9,7 @@ import zstandard
 
 from blobstore.compression.chunks import Pipeline, decode_chunk, encode_chunk
 from blobstore.compression.delta.codec import FAST
-from blobstore.compression.entropy import Coder, Method
+from blobstore.compression.entropy import Coder, Method, encode_plane
 from blobstore.compression.table import Chunk, StoredPlane
 from blobstore.compression.transforms import (
     BF16,
@@ -104,6 +104,18 @@ def test_a_delta_needs_the_same_base_to_decode() -> None:
     base[100] ^= 1
     with pytest.raises(ColdDamaged, match="the file or the base is altered"):
         decoded(entry, stored, len(chunk), base)
+
+
+def test_differences_longer_than_the_chunk_are_not_stored() -> None:
+    """Decoders reject them, even where they compress to less than the chunk."""
+    base = np.frombuffer(weights(DType.BF16, 16), np.uint8)
+    chunk = base.copy()
+    chunk[1::4] += 1
+    differences = delta_transform(DType.BF16, FAST)
+    (plane,) = differences.encode(chunk, base) or ()
+    assert encode_plane(plane.data, HUFFMAN).size < len(chunk) < len(plane)
+    entry, stored = encoded(chunk, Pipeline(differences, (HUFFMAN,)), base=base)
+    assert decoded(entry, stored, len(chunk), base).tobytes() == chunk.tobytes()
 
 
 def test_the_identity_has_one_number_for_all_widths() -> None:
