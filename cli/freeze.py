@@ -95,7 +95,9 @@ def command(
             progress=progress,
         )
     if as_json:
-        fields = "names=references bases bytes=size stored_bytes=stored blobs faults seconds"
+        fields = (
+            "names=references bases bytes=size stored_bytes=stored blobs faults fallbacks seconds"
+        )
         blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
         result = (
             {"dry_run": dry_run}
@@ -133,6 +135,11 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
             yield (
                 f"  {render.cell(name)}: {deltas} against {render.cell(base)}, whose blobs are kept"
             )
+    if frozen.fallbacks:
+        yield (
+            f"  {render.count_of(frozen.fallbacks, 'blob')} compressed without a base: "
+            "the base is damaged, or the delta could not be verified"
+        )
     if count := frozen.count("cold"):
         yield f"  {render.count_of(count, 'blob')} {'was' if count == 1 else 'were'} already frozen"
     for outcome, reason in _REASONS.items():

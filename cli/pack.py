@@ -64,7 +64,7 @@ def command(
             names, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
         )
     if as_json:
-        fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored seconds"
+        fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks seconds"
         render.show_json(render.record(packed, fields))
         return
     share = f" ({1 - packed.stored / packed.size:.1%} less)" if packed.stored < packed.size else ""
@@ -74,3 +74,8 @@ def command(
         f"{render.human_bytes(packed.size)} take {render.human_bytes(packed.stored)}{share}; "
         f"{render.human_seconds(packed.seconds)}"
     )
+    if packed.fallbacks:
+        render.show(
+            f"  {render.count_of(packed.fallbacks, 'blob')} compressed without a base: "
+            "the delta could not be verified"
+        )

@@ -128,7 +128,7 @@ def encode(
 
 
 class _ChunkEncoder:
-    """Encodes the chunks of one part, with pipelines that are chosen anew where the data changes."""
+    """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 
     def __init__(self, dtype: DType | None, level: Level) -> None:
         self._dtype = dtype

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
+from typing_extensions import Buffer
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 
@@ -58,6 +61,21 @@ def forms(store: LocalStore, digest: Digest) -> str:
 def forms_of(store: LocalStore, name: str) -> dict[str, str]:
     """Return the forms of a model's blobs, by their layers."""
     return {key: forms(store, item.digest) for key, item in layers(store, name).items()}
+
+
+def spoil_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every delta be written with a wrong byte, as a faulty encoder would."""
+    real = BlobEncoder.write
+
+    def spoiled(
+        self: BlobEncoder, write: Callable[..., object], report: Callable[[int], None]
+    ) -> None:
+        def other(data: Buffer) -> None:
+            write(bytes(byte ^ (place == 5) for place, byte in enumerate(bytes(data))))
+
+        real(self, other if self.has_base else write, report)
+
+    monkeypatch.setattr(BlobEncoder, "write", spoiled)
 
 
 def flip(path: str, place: int = -100) -> None:

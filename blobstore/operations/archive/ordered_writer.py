@@ -1,36 +1,41 @@
 """Several threads write to one file, in a fixed order.
 
-Each thread writes one slot. What it writes before its turn is buffered, up to a limit for all threads
-together; a thread that would exceed the limit waits for its turn. The thread whose turn it is never
-waits, so there is always progress.
+Each thread writes one slot. What it writes is kept in memory, or in a temporary file if all threads
+together keep too much, and can be read back and discarded. When the slot is complete, the thread waits for
+its turn and copies it to the file.
 """
 
 from __future__ import annotations
 
-import os
+import tempfile
 import threading
 from typing import TYPE_CHECKING
+
+from zlib_ng.zlib_ng import crc32
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.files import write_all
 from blobstore.core.mmap import mapped
 from blobstore.core.workers import Cancelled
+from blobstore.operations.freeze.blob_encoder import chunks_of
 
 if TYPE_CHECKING:
-    from typing import Self
+    from pathlib import Path
+    from typing import IO, Self
 
     from typing_extensions import Buffer
 
 _MAX_BUFFERED = 256 << 20
-"""Bytes that all threads together may buffer."""
+"""Bytes that all threads together may keep in memory."""
 
 
 class OrderedWriter:
     """The file that threads write to, slot by slot from number 0."""
 
-    def __init__(self, descriptor: int, prefix: bytes) -> None:
-        """Write the bytes before the first slot."""
+    def __init__(self, descriptor: int, folder: Path, prefix: bytes) -> None:
+        """Write the bytes before the first slot; ``folder`` is for temporary files."""
         self.descriptor = descriptor
+        self.folder = folder
         self._end = len(prefix)
         self._turn = 0
         self._buffered = 0
@@ -39,25 +44,25 @@ class OrderedWriter:
         write_all(descriptor, prefix)
 
     def reserve(self, size: int) -> bool:
-        """Return whether ``size`` more bytes may be buffered, and count them if so."""
+        """Return whether ``size`` more bytes may be kept in memory, and count them if so."""
         with self._changed:
             is_free = self._buffered + size <= _MAX_BUFFERED
             self._buffered += size if is_free else 0
             return is_free
 
     def release(self, size: int) -> None:
-        """Count ``size`` bytes as no longer buffered."""
+        """Count ``size`` bytes as no longer in memory."""
         with self._changed:
             self._buffered -= size
 
-    def wait_for_turn(self, number: int) -> int:
-        """Wait until all slots before ``number`` are written; return the offset of that slot.
+    def wait_until(self, number: int) -> int:
+        """Wait until all slots before ``number`` are written; return the offset of the next slot.
 
         Raises:
             Cancelled: the writer was closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._turn == number)
+            self._changed.wait_for(lambda: self._is_closed or self._turn >= number)
             if self._is_closed:
                 raise Cancelled("stopped")
             return self._end
@@ -82,10 +87,14 @@ class OrderedSlot:
     def __init__(self, writer: OrderedWriter, number: int) -> None:
         self._writer = writer
         self._number = number
-        self._buffers: list[bytes] = []
-        self._begin: int | None = None
-        """Offset in the file, once it is this slot's turn."""
+        self._memory = bytearray()
+        self._file: IO[bytes] | None = None
+        """A temporary file, which replaces the memory if that is not enough."""
+        self._begin = 0
+        """Offset in the file, once the slot is written."""
+        self._is_written = False
         self._digester = Digester()
+        self._checksum = 0
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +102,14 @@ class OrderedSlot:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._writer.close()
+            self.clear()
             return
-        self._take_turn()
+        self._begin = self._writer.wait_until(self._number)
+        for piece in chunks_of(self.read_back(), lambda _: None):
+            write_all(self._writer.descriptor, piece)
+        self._is_written = True
         self._writer.end_turn(self.size)
+        self._discard()
 
     @property
     def size(self) -> int:
@@ -110,33 +124,37 @@ class OrderedSlot:
     def write(self, data: Buffer) -> None:
         """Append bytes."""
         self._digester.update(data)
-        if self._begin is None and not self._writer.reserve(memoryview(data).nbytes):
-            self._take_turn()
-        if self._begin is None:
-            self._buffers.append(bytes(data))
-        else:
-            write_all(self._writer.descriptor, data)
+        self._checksum = crc32(data, self._checksum)
+        if self._file is None:
+            if self._writer.reserve(memoryview(data).nbytes):
+                self._memory += data
+                return
+            file = tempfile.TemporaryFile(dir=self._writer.folder, buffering=0)  # noqa: SIM115
+            write_all(file.fileno(), self._memory)
+            self._discard()
+            self._file = file
+        write_all(self._file.fileno(), data)
 
     def clear(self) -> None:
         """Discard what was written."""
-        self._digester = Digester()
-        self._drop_buffers()
-        if self._begin is not None:
-            os.ftruncate(self._writer.descriptor, self._begin)
-            os.lseek(self._writer.descriptor, self._begin, os.SEEK_SET)
+        self._digester, self._checksum = Digester(), 0
+        self._discard()
 
     def read_back(self) -> memoryview:
-        """Map the bytes in the file, after the slot's turn."""
-        begin = self._begin or 0
-        return mapped(self._writer.descriptor, begin + self.size)[begin:]
+        """Return the bytes: those in the file, once the slot is written."""
+        if self._is_written:
+            return mapped(self._writer.descriptor, self._begin + self.size)[self._begin :]
+        if self._file is not None:
+            return mapped(self._file.fileno(), self.size)
+        return memoryview(self._memory)
 
-    def _take_turn(self) -> None:
-        if self._begin is None:
-            self._begin = self._writer.wait_for_turn(self._number)
-            for buffer in self._buffers:
-                write_all(self._writer.descriptor, buffer)
-            self._drop_buffers()
+    def is_intact(self) -> bool:
+        """Return whether the bytes read back are those that were written."""
+        return crc32(self.read_back()) == self._checksum
 
-    def _drop_buffers(self) -> None:
-        self._writer.release(sum(map(len, self._buffers)))
-        self._buffers = []
+    def _discard(self) -> None:
+        self._writer.release(len(self._memory))
+        self._memory = bytearray()
+        if self._file is not None:
+            self._file.close()
+            self._file = None

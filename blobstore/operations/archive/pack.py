@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.encoder import encode
 from blobstore.compression.level import Level
-from blobstore.compression.spans import mark_duplicates, spans_of
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
-    BlobMissing,
     BlobstoreError,
     ColdDamaged,
     Damaged,
@@ -38,11 +35,17 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import MAX_UNCOMPRESSED, plan_members, read_models
-from blobstore.operations.freeze.blob_encoder import SizeEstimator, chunks_of
+from blobstore.operations.freeze.batches import BlobProgress
+from blobstore.operations.freeze.blob_encoder import (
+    BlobEncoder,
+    SizeEstimator,
+    chunks_of,
+    write_verified,
+)
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.operations.archive.format import ArchivedModel
@@ -63,6 +66,8 @@ class Packed:
     """Bytes of the blobs."""
     stored: int
     """Bytes of the archive."""
+    fallbacks: int
+    """Number of blobs that are stored without their base, because the delta could not be verified."""
     seconds: float
 
 
@@ -129,6 +134,7 @@ def pack_models(
         deltas=sum(member.kind == Kind.DELTA for member in members),
         size=sum(item.blob.size for item in planned),
         stored=size,
+        fallbacks=len(writer.fallbacks),
         seconds=time.monotonic() - started,
     )
 
@@ -142,13 +148,20 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         )
 
 
+class _Form(NamedTuple):
+    """How a blob is stored."""
+
+    kind: Kind
+    base: int | None = None
+    """The number of its base."""
+
+
 class _WrittenBlob(NamedTuple):
-    """A blob in the archive, not yet verified."""
+    """A blob that is in the archive, or will be when its turn has come."""
 
     number: int
     slot: OrderedSlot
-    is_raw: bool
-    """Whether it is stored uncompressed."""
+    kind: Kind
 
 
 class _ArchiveWriter:
@@ -166,10 +179,12 @@ class _ArchiveWriter:
         self._store = store
         self._estimator = estimator
         self._level: Level = level
-        self._folder = folder
         self._workers = workers
-        self._writer = OrderedWriter(descriptor, PREFIX)
+        self._writer = OrderedWriter(descriptor, folder, PREFIX)
         self._written: dict[Digest, _WrittenBlob] = {}
+        self._numbers: dict[Digest, int] = {}
+        self.fallbacks: set[Digest] = set()
+        """Blobs that are compressed alone, because their delta could not be verified."""
 
     def write(
         self, models: Sequence[ArchivedModel], planned: Sequence[PlannedMember]
@@ -181,6 +196,9 @@ class _ArchiveWriter:
             with OrderedSlot(self._writer, len(members)) as slot:
                 slot.write(data)
             members.append(Member(Kind.MANIFEST, len(data), digest, len(data), digest))
+        self._numbers = {
+            item.blob.digest: number for number, item in enumerate(planned, start=len(members))
+        }
         members += self._workers.run(
             enumerate(planned, start=len(members)),
             lambda item: self._write_blob(*item),
@@ -198,93 +216,104 @@ class _ArchiveWriter:
         return members
 
     def _write_blob(self, number: int, planned: PlannedMember) -> Member:
-        """Write a blob in its smallest form, and verify what is in the file."""
+        """Write a blob in its smallest form, and verify what is in the file.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is not intact, or the file does not have it.
+        """
         blob = planned.blob
+        progress = BlobProgress(self._workers.report, planned.label, 2 * blob.size)
         try:
             with OrderedSlot(self._writer, number) as slot:
-                is_raw = not self._write_cold(planned, slot)
-                if is_raw:
+                form = self._write_cold(planned, slot, progress.add)
+                if form is None:
+                    form = _Form(Kind.RAW)
                     for piece in self._store.read_pieces(*blob):
                         slot.write(piece)
-                        self._workers.report(0, planned.label)
-                    # Bytes that were compressed in vain have been reported already.
-                    is_reported = blob.size > MAX_UNCOMPRESSED
-                    self._workers.report(0 if is_reported else blob.size, planned.label)
-                self._written[blob.digest] = written = _WrittenBlob(number, slot, is_raw)
-            base = self._verify(planned, written)
+                        progress.add(memoryview(piece).nbytes)
+                    if slot.digest != blob.digest:
+                        raise self._fault(planned)
+                self._written[blob.digest] = _WrittenBlob(number, slot, form.kind)
+            if not slot.is_intact():
+                raise self._fault(planned)
         except Damaged as error:
             raise error.at(planned.label) from None
-        kind = Kind.RAW if is_raw else Kind.COLD if base is None else Kind.DELTA
-        return Member(kind, blob.size, blob.digest, slot.size, slot.digest, base)
+        progress.finish()
+        return Member(form.kind, blob.size, blob.digest, slot.size, slot.digest, form.base)
 
-    def _write_cold(self, planned: PlannedMember, slot: OrderedSlot) -> bool:
-        """Write the cold form of a blob; return False, with nothing written, if it is not smaller."""
-        blob, copied = planned.blob, planned.cold
+    def _fault(self, planned: PlannedMember) -> BlobDamaged:
+        """Return the error for a blob that was not written correctly.
 
-        def report(count: int) -> None:
-            self._workers.report(count, planned.label)
+        Raises:
+            BlobDamaged: it or its base is damaged in the store.
+        """
+        self._store.check_digest(*planned.blob)
+        if planned.base is not None:
+            self._store.check_digest(*planned.base)
+        return BlobDamaged(f"blob {planned.blob.digest} does not match its digest after packing")
 
-        if copied is not None and self._store.has_hot(blob.digest):
+    def _write_cold(
+        self, planned: PlannedMember, slot: OrderedSlot, report: Callable[[int], None]
+    ) -> _Form | None:
+        """Write the cold form of a blob; return None, with nothing written, if it is not smaller.
+
+        Raises:
+            BlobDamaged: the cold form does not decode to the blob.
+        """
+        blob = planned.blob
+        is_hot = self._store.has_hot(blob.digest)
+        if planned.cold is not None:
             try:
-                cold = self._store.open_cold(*blob)
-                cold.check(lambda _: report(0))
-            except (BlobMissing, BlobDamaged):
-                copied = None
-        if copied is not None:
-            for chunk in chunks_of(copied, lambda _: report(0)):
-                slot.write(chunk)
-            report(blob.size)
-            return True
+                for chunk in chunks_of(planned.cold, lambda _: report(0)):
+                    slot.write(chunk)
+                return self._verify(slot, report)
+            except ColdDamaged:
+                if not is_hot:
+                    raise self._fault(planned) from None
+                slot.clear()
         if blob.size <= MAX_UNCOMPRESSED:
-            return False
-        if self._store.has_hot(blob.digest):
-            self._estimator.choose_encoder(blob, planned.base).write(slot.write, report)
-        else:  # it is compressed again, without its base, which is not in the archive
-            with tempfile.TemporaryFile(dir=self._folder) as file:
+            return None
+        with contextlib.ExitStack() as files:
+            if is_hot:
+                encoder = self._estimator.choose_encoder(blob, planned.base)
+            else:  # it is compressed again, without its base, which is not in the archive
+                file = files.enter_context(tempfile.TemporaryFile(dir=self._writer.folder))
                 for piece in self._store.read_pieces(*blob):
                     write_all(file.fileno(), piece)
                     report(0)
                 data = mapped(file.fileno(), blob.size)
-                spans = mark_duplicates(spans_of(data, blob.size), data)
-                chunks = chunks_of(data, report)
-                encode(chunks, spans, slot.write, level=self._level, digest=blob.digest)
-        if slot.size < blob.size:
-            return True
-        slot.clear()
-        return False
+                encoder = BlobEncoder(self._store, blob, self._level, data=data)
+            try:
+                form = write_verified(
+                    encoder,
+                    slot,
+                    is_gain=lambda: slot.size < blob.size,
+                    verify=lambda: self._verify(slot, report),
+                    report=report,
+                )
+            except ColdDamaged:
+                raise self._fault(planned) from None
+        if encoder.has_base and form is not None and form.base is None:
+            self.fallbacks.add(blob.digest)
+        return form
 
-    def _verify(self, planned: PlannedMember, written: _WrittenBlob) -> int | None:
-        """Decode and hash a blob as it is in the file; return the number of its base.
+    def _verify(self, slot: OrderedSlot, report: Callable[[int], None]) -> _Form:
+        """Decode and hash the cold form in a slot, against the base that is in the archive.
 
         Raises:
-            BlobDamaged: it is not the blob.
+            ColdDamaged: it does not decode to the blob.
         """
-
-        def report(count: int) -> None:
-            self._workers.report(count, planned.label)
-
-        data = written.slot.read_back()
-        if written.is_raw:
-            digester = Digester()
-            for chunk in chunks_of(data, report):
-                digester.update(chunk)
-            if digester.digest() == written.slot.digest == planned.blob.digest:
-                return None
-        else:
-            with contextlib.suppress(ColdDamaged):
-                cold, base = ColdBlobDecoder(data), None
-                if cold.table.base is not None:
-                    base = self._written[cold.table.base.digest]
-                    cold.give_base(
-                        BaseBlob.hot(base.slot.read_back(), cold.table.base.digest)
-                        if base.is_raw
-                        else ColdBlobDecoder(base.slot.read_back()).as_base()
-                    )
-                for piece in cold.pieces():
-                    report(len(piece))
-                return None if base is None else base.number
-        # If the store is damaged, report that.
-        self._store.check_digest(*planned.blob)
-        if planned.base is not None:
-            self._store.check_digest(*planned.base)
-        raise BlobDamaged(f"blob {planned.blob.digest} does not match its digest after packing")
+        cold, base = ColdBlobDecoder(slot.read_back()), None
+        if cold.table.base is not None:
+            digest = cold.table.base.digest
+            self._writer.wait_until(self._numbers[digest] + 1)
+            base = self._written[digest]
+            data = base.slot.read_back()
+            cold.give_base(
+                BaseBlob.hot(data, digest)
+                if base.kind == Kind.RAW
+                else ColdBlobDecoder(data).as_base()
+            )
+        for piece in cold.pieces():
+            report(len(piece))
+        return _Form(Kind.COLD) if base is None else _Form(Kind.DELTA, base.number)

@@ -37,6 +37,26 @@ _NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 Result = TypeVar("Result")
 
 
+class BlobProgress:
+    """Reports the progress of one blob: exactly ``total`` bytes, though some are processed twice."""
+
+    def __init__(self, report: Report, name: str, total: int) -> None:
+        """Report nothing yet."""
+        self._report = report
+        self._name = name
+        self._remaining = total
+
+    def add(self, count: int) -> None:
+        """Report up to ``count`` bytes more."""
+        count = min(count, self._remaining)
+        self._remaining -= count
+        self._report(count, self._name)
+
+    def finish(self) -> None:
+        """Report the bytes that are left."""
+        self.add(self._remaining)
+
+
 class TemporaryFiles:
     """A lease and the temporary files that carry its name, which ``gc`` keeps while the lease lives."""
 

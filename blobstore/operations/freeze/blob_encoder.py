@@ -1,16 +1,17 @@
-"""Compresses hot blobs, each alone or as a delta against a base, and estimates the compressed size.
+"""Compresses blobs, each alone or as a delta against a base, and estimates the compressed size.
 
-An estimate samples the blob and its base. :class:`SizeEstimator` remembers the estimates of a run, so that
+:func:`write_verified` is the only way to the cold form of a blob: what was encoded is decoded before it is
+used. An estimate samples the blob and its base. :class:`SizeEstimator` remembers the estimates of a run, so that
 the searches for bases and the compression do not sample the same pair twice.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from blobstore.compression.level import Level
-from blobstore.errors import Damaged, InvalidHeader, StoreError
+from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
 from blobstore.operations.freeze.fingerprints import (
     MIN_PIECE,
     FingerprintIndex,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Final
 
+    from typing_extensions import Buffer
+
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.estimate import KnownFactors
     from blobstore.compression.spans import Span
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 MIN_GAIN: Final = 0.05
 """The share of the compressed size that a base must save."""
 _CHUNK: Final = 16 << 20
+
+
+Verified = TypeVar("Verified")
 
 
 class Estimate(NamedTuple):
@@ -86,8 +92,64 @@ class SizeEstimator:
         return encoder if is_gain else alone
 
 
+class Output(Protocol):
+    """Where a cold form is written."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes written."""
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes."""
+
+    def clear(self) -> None:
+        """Discard what was written."""
+
+
+def write_verified(
+    encoder: BlobEncoder,
+    output: Output,
+    *,
+    is_gain: Callable[[], bool],
+    verify: Callable[[], Verified | None],
+    report: Callable[[int], None],
+) -> Verified | None:
+    """Compress a blob and verify what was written; without its base if the delta is not verified.
+
+    Args:
+        encoder: compresses the blob.
+        output: receives the cold form. It is left empty if there is none.
+        is_gain: says whether the output is small enough to be kept.
+        verify: decodes the output and compares digests; returns None if the base cannot be used.
+        report: gets the number of bytes of each chunk read.
+
+    Returns:
+        What ``verify`` returned, or None if compressing saves nothing.
+
+    Raises:
+        BlobDamaged, ColdDamaged: the output does not decode to the blob, even without a base.
+    """
+    for candidate in (encoder, encoder.without_base()) if encoder.has_base else (encoder,):
+        candidate.write(output.write, report)
+        if not is_gain():
+            output.clear()
+            break
+        try:
+            verified = verify()
+        except (BlobDamaged, ColdDamaged):
+            if not candidate.has_base:
+                raise
+            verified = None
+        if verified is not None:
+            return verified
+        output.clear()
+    return None
+
+
 class BlobEncoder:
-    """Compresses a hot blob, against ``base`` if that is given and has similar tensors.
+    """Compresses a blob, against ``base`` if that is given and has similar tensors.
+
+    The bytes are those of the hot form, unless ``data`` is given.
 
     Raises:
         BlobMissing, BlobDamaged: the blob has no readable hot form.
@@ -101,13 +163,14 @@ class BlobEncoder:
         level: Level,
         base: BlobId | None = None,
         estimates: dict[_Key, Estimate] | None = None,
+        data: memoryview | None = None,
     ) -> None:
         from blobstore.compression.spans import spans_of  # imports numpy
 
         self._blob = blob
         self._level: Level = level
         self._estimates = {} if estimates is None else estimates
-        self._data = store.mmap_hot(*blob)
+        self._data = store.mmap_hot(*blob) if data is None else data
         self._spans = spans_of(self._data, blob.size)
         self._aligned: Sequence[Span] = self._spans
         """The spans, with their offsets in the base."""

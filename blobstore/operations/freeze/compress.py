@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import FileState, write_all
 from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.operations.freeze.batches import BlobProgress
+from blobstore.operations.freeze.blob_encoder import write_verified
 from blobstore.store.bases import WholeBases
 from blobstore.store.cold import ColdBlob
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from typing import Final
+
+    from typing_extensions import Buffer
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
@@ -49,6 +53,25 @@ class EncodedBlob(NamedTuple):
     """Why the blob cannot be read. Without fault and state, compressing it saves nothing."""
 
 
+class _FileOutput:
+    """A temporary file that a cold form is written to."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = 0
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes."""
+        write_all(self._descriptor, data)
+        self.size += memoryview(data).nbytes
+
+    def clear(self) -> None:
+        """Discard what was written."""
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        self.size = 0
+
+
 class ColdBlobBuilder:
     """Builds the cold forms of blobs. Threads share it."""
 
@@ -61,6 +84,8 @@ class ColdBlobBuilder:
         self._verified = WholeBases(store)
         self.has_links = True
         """Whether the file system has hard links; without them, only cold blobs can be bases."""
+        self.fallbacks: set[Digest] = set()
+        """Blobs that are compressed alone, because their delta or their base is not intact."""
 
     def choose_encoder(self, blob: Descriptor) -> BlobEncoder:
         """Return the best encoder of a blob.
@@ -75,7 +100,10 @@ class ColdBlobBuilder:
             return encoder
         # Checked again when the delta is decoded; checking it here saves an encoding in vain.
         is_intact = self._verified.is_whole(*base, self._verified.form(base.digest))
-        return encoder if is_intact else encoder.without_base()
+        if is_intact:
+            return encoder
+        self.fallbacks.add(blob.digest)
+        return encoder.without_base()
 
     def build(self, blob: Descriptor, files: TemporaryFiles, report: Report) -> EncodedBlob:
         """Build the cold form of a blob, or verify the one that is there.
@@ -88,14 +116,7 @@ class ColdBlobBuilder:
         Raises:
             OSError: the file cannot be written.
         """
-        remaining = 2 * blob.size
-
-        def report_some(count: int) -> None:
-            nonlocal remaining
-            count = min(count, remaining)  # some bytes are processed twice
-            remaining -= count
-            report(count, blob.name)
-
+        progress = BlobProgress(report, blob.name, 2 * blob.size)
         try:
             encoded = None
             if self._store.has_cold(blob.digest):
@@ -103,60 +124,46 @@ class ColdBlobBuilder:
                 with contextlib.suppress(BlobMissing, BlobDamaged):
                     self._store.open_cold(*blob.id)
                     where = self._store.cold_path(blob.digest)
-                    encoded = self._verify(blob, where, None, report_some)
+                    encoded = self._verify(blob, where, None, progress.add)
             if encoded is None:
-                encoded = self._encode(blob, files, report_some)
+                encoded = self._encode(blob, files, progress.add)
         except (BlobMissing, BlobDamaged) as error:
             return EncodedBlob(blob, fault=error)
-        report_some(remaining)
+        progress.finish()
         return encoded
 
     def _encode(
         self, blob: Descriptor, files: TemporaryFiles, report: Callable[[int], None]
     ) -> EncodedBlob:
-        encoder = self.choose_encoder(blob)
-        if encoder.has_base:
-            with contextlib.suppress(BlobDamaged):  # perhaps it is the base that is damaged
-                encoded = self._encode_with(encoder, blob, files, report)
-                if encoded is not None:
-                    return encoded
-            encoder = encoder.without_base()
-        try:
-            encoded = self._encode_with(encoder, blob, files, report)
-        except BlobDamaged:
-            self._store.check_digest(*blob.id)  # names the hot file if that is damaged
-            raise
-        if encoded is None:
-            raise AssertionError
-        return encoded
-
-    def _encode_with(
-        self,
-        encoder: BlobEncoder,
-        blob: Descriptor,
-        files: TemporaryFiles,
-        report: Callable[[int], None],
-    ) -> EncodedBlob | None:
-        """Encode a blob into a new file; return None if its base is damaged or has changed.
+        """Encode a blob into a new file, and verify that.
 
         Raises:
             BlobDamaged: the file does not decode to the blob.
         """
+        encoder = self.choose_encoder(blob)
         with files.create() as (path, descriptor):
-            encoder.write(lambda data: write_all(descriptor, data), report)
-            stored = os.fstat(descriptor).st_size
-            is_gain = count_blocks(stored) < count_blocks(blob.size)
-            if not is_gain:
-                os.ftruncate(descriptor, 0)
-        if not is_gain:
+            output = _FileOutput(descriptor)
+
+            def verify() -> EncodedBlob | None:
+                os.fsync(descriptor)  # which may still change the state of the file
+                return self._verify(blob, str(path), path, report)
+
+            try:
+                encoded = write_verified(
+                    encoder,
+                    output,
+                    is_gain=lambda: count_blocks(output.size) < count_blocks(blob.size),
+                    verify=verify,
+                    report=report,
+                )
+            except BlobDamaged:
+                self._store.check_digest(*blob.id)  # names the hot file if that is damaged
+                raise
+        if encoded is None:
             path.unlink()
             return EncodedBlob(blob)
-        encoded = None
-        try:
-            encoded = self._verify(blob, str(path), path, report)
-        finally:
-            if encoded is None:
-                path.unlink(missing_ok=True)
+        if encoder.has_base and encoded.base is None:
+            self.fallbacks.add(blob.digest)
         return encoded
 
     def _verify(

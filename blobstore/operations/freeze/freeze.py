@@ -69,6 +69,8 @@ class Frozen:
     """The tensor blobs, each once."""
     faults: tuple[BlobstoreError, ...]
     """Why blobs could not be read."""
+    fallbacks: int
+    """Number of blobs that are compressed without their base, because it or the delta is not intact."""
     seconds: float
 
     def count(self, *outcomes: Outcome) -> int:
@@ -142,7 +144,8 @@ def freeze_models(
         base=None if base is None else Reference.of(base),
         find_base=find_base,
     )
-    run = _Run(store, plan, ColdBlobBuilder(store, estimator, plan.base_blobs), keep_hot=keep_hot)
+    builder = ColdBlobBuilder(store, estimator, plan.base_blobs)
+    run = _Run(store, plan, builder, keep_hot=keep_hot)
     size = sum(blob.size for blob in plan.blobs.values())
     with store.writing():
         if dry_run:
@@ -155,6 +158,7 @@ def freeze_models(
         bases=tuple(plan.bases.items()),
         blobs=tuple(run.results[digest] for digest in plan.blobs if digest in run.results),
         faults=tuple(run.faults),
+        fallbacks=len(builder.fallbacks),
         seconds=time.monotonic() - started,
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests.support.frozen import flip, forms_of, layer, layers, put, tuned, weights
+from tests.support.frozen import flip, forms_of, layer, layers, put, spoil_deltas, tuned, weights
 from tests.support.models import add_blobs
 from tests.unit.cli.running import command_line, environment, run, run_json
 
@@ -43,11 +43,25 @@ def test_json_lists_every_blob(pair: LocalStore) -> None:
     size = len(layer("x", weights(1)))
     assert found["names"] == ["a:latest", "b:latest"]
     assert (found["dry_run"], found["faults"], found["bases"]) == (False, [], {})
+    assert found["fallbacks"] == 0
     assert found["bytes"] == 3 * size
     assert found["stored_bytes"] == sum(blob["stored_bytes"] for blob in found["blobs"])
     for blob in found["blobs"]:
         assert blob.keys() == {"digest", "name", "bytes", "stored_bytes", "outcome", "base"}
         assert (blob["bytes"], blob["outcome"], blob["base"]) == (size, "frozen", None)
+
+
+def test_reports_deltas_that_could_not_be_verified(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
+    spoil_deltas(monkeypatch)
+    result = run("freeze", "child", "--base", "base")
+    assert result.stdout.splitlines()[1] == (
+        "  1 blob compressed without a base: the base is damaged, "
+        "or the delta could not be verified"
+    )
 
 
 def test_a_dry_run_estimates(pair: LocalStore) -> None:

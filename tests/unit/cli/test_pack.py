@@ -7,7 +7,7 @@ import pytest
 from blobstore.operations.archive.unpack import check_archive
 from blobstore.store.local import LocalStore
 from tests.support.archives import put_family
-from tests.support.frozen import flip, layers
+from tests.support.frozen import flip, layers, spoil_deltas
 from tests.unit.cli.running import run, run_json
 
 
@@ -37,7 +37,18 @@ def test_prints_json_with_exact_numbers(family: LocalStore, tmp_path: Path) -> N
         "deltas": 3,
         "bytes": check_archive(path).size,
         "stored_bytes": path.stat().st_size,
+        "fallbacks": 0,
     }
+
+
+def test_reports_deltas_that_could_not_be_verified(
+    family: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_deltas(monkeypatch)
+    result = run("pack", "base", "tuned", tmp_path / "family.bsar")
+    assert result.stdout.splitlines()[1:] == [
+        "  3 blobs compressed without a base: the delta could not be verified"
+    ]
 
 
 def test_force_replaces_an_existing_file(family: LocalStore, tmp_path: Path) -> None:

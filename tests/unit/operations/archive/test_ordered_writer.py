@@ -25,8 +25,8 @@ def content(descriptor: int) -> bytes:
     return os.pread(descriptor, 1 << 20, 0)
 
 
-def test_writes_slots_in_order(descriptor: int) -> None:
-    writer = OrderedWriter(descriptor, b"begin ")
+def test_writes_slots_in_order(descriptor: int, tmp_path: Path) -> None:
+    writer = OrderedWriter(descriptor, tmp_path, b"begin ")
     first_may_go = threading.Event()
 
     def write(number: int) -> OrderedSlot:
@@ -47,11 +47,11 @@ def test_writes_slots_in_order(descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 3, 100])
-def test_a_slot_over_the_buffer_limit_waits_for_its_turn(
-    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch
+def test_a_slot_over_the_memory_limit_is_kept_in_a_temporary_file(
+    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", limit)
-    writer = OrderedWriter(descriptor, b"")
+    writer = OrderedWriter(descriptor, tmp_path, b"")
 
     def write(number: int) -> None:
         with OrderedSlot(writer, number) as slot:
@@ -61,16 +61,17 @@ def test_a_slot_over_the_buffer_limit_waits_for_its_turn(
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(write, range(30)))
     assert content(descriptor) == b"".join(b"%02d" % number * 5 for number in range(30))
-    assert writer.reserve(limit)  # all buffers were released
+    assert writer.reserve(limit)  # all memory was released
     assert not writer.reserve(1)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("limit", [0, 100])
 def test_a_slot_can_be_cleared(
-    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch
+    descriptor: int, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", limit)
-    writer = OrderedWriter(descriptor, b"begin ")
+    writer = OrderedWriter(descriptor, tmp_path, b"begin ")
     with OrderedSlot(writer, 0) as first:
         first.write(b"first ")
     with OrderedSlot(writer, 1) as slot:
@@ -83,8 +84,24 @@ def test_a_slot_can_be_cleared(
     assert writer.reserve(limit)
 
 
-def test_a_slot_may_be_empty(descriptor: int) -> None:
-    writer = OrderedWriter(descriptor, b"begin")
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_slot_can_be_read_before_and_after_its_turn(
+    descriptor: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ordered_writer, "_MAX_BUFFERED", limit)
+    writer = OrderedWriter(descriptor, tmp_path, b"begin ")
+    with OrderedSlot(writer, 0) as slot:
+        slot.write(b"first")
+        assert bytes(slot.read_back()) == b"first"
+        assert content(descriptor) == b"begin "
+    assert bytes(slot.read_back()) == b"first"
+    assert slot.is_intact()
+    os.pwrite(descriptor, b"F", 6)
+    assert not slot.is_intact()
+
+
+def test_a_slot_may_be_empty(descriptor: int, tmp_path: Path) -> None:
+    writer = OrderedWriter(descriptor, tmp_path, b"begin")
     for number in range(2):
         with OrderedSlot(writer, number) as slot:
             pass
@@ -92,8 +109,8 @@ def test_a_slot_may_be_empty(descriptor: int) -> None:
     assert content(descriptor) == b"begin"
 
 
-def test_an_error_stops_the_slots_that_wait(descriptor: int) -> None:
-    writer = OrderedWriter(descriptor, b"")
+def test_an_error_stops_the_slots_that_wait(descriptor: int, tmp_path: Path) -> None:
+    writer = OrderedWriter(descriptor, tmp_path, b"")
     waiting = threading.Event()
 
     def wait() -> None:

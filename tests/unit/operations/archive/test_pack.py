@@ -43,7 +43,7 @@ from tests.readers.archives import read_archive
 from tests.support import sandbox
 from tests.support.archives import Parts, put_family
 from tests.support.cold import cold, noise
-from tests.support.frozen import flip, layer, layers, tuned, weights
+from tests.support.frozen import flip, layer, layers, spoil_deltas, tuned, weights
 from tests.support.models import add_blobs, dense_tensors, write_folder
 
 CHILDREN = ("one", "two", "three")
@@ -87,7 +87,7 @@ def test_packs_everything_that_the_models_need_once(store: LocalStore, path: Pat
     assert packed.path == path
     assert [reference.model for reference in packed.references] == sorted(EVERYONE)
     assert (packed.blobs, packed.size) == (len(wanted), sum(wanted.values()))
-    assert packed.deltas == 9
+    assert (packed.deltas, packed.fallbacks) == (9, 0)
     assert packed.stored == path.stat().st_size < 0.5 * packed.size
     assert left(path) == ["family.bsar"]
     assert list(store.folder("temporary").iterdir()) == []
@@ -252,6 +252,16 @@ def test_detects_a_faulty_codec(
     with pytest.raises(BlobDamaged, match="does not match its digest after packing"):
         pack_models(["base"], path, store=store)
     assert left(path) == []
+
+
+def test_a_delta_that_does_not_decode_is_replaced_and_counted(
+    store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_deltas(monkeypatch)
+    packed = pack_models(EVERYONE, path, store=store)
+    assert (packed.deltas, packed.fallbacks) == (0, 9)
+    assert packed.stored < 0.9 * packed.size
+    check_archive(path)
 
 
 def test_detects_a_faulty_disk(

@@ -12,7 +12,7 @@ from blobstore.operations.freeze.compress import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
-from tests.support.frozen import flip_in_place, forms_of, layer, layers, put, tuned
+from tests.support.frozen import flip_in_place, forms_of, layer, layers, put, spoil_deltas, tuned
 from tests.support.models import add_blobs
 
 CHILD = tuned(10, 1)
@@ -100,6 +100,23 @@ def test_a_base_that_is_frozen_at_the_same_time_remains_usable(
     assert len(checks) == 2
     assert frozen.base == base == delta_base(store)
     assert_whole(store)
+
+
+def test_a_delta_that_does_not_decode_is_replaced_and_counted(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_deltas(monkeypatch)
+    result = freeze_models(["child"], store=store, base="base")
+    (frozen,) = result.blobs
+    assert (frozen.outcome, frozen.base, result.fallbacks) == ("frozen", None, 1)
+    assert list(store.folder("temporary").iterdir()) == []
+    assert_whole(store)
+
+
+def test_a_damaged_base_is_not_used_and_counted(store: LocalStore, base: Digest) -> None:
+    flip_in_place(store.blob_path(base))
+    result = freeze_models(["child"], store=store, base="base")
+    assert (result.blobs[0].outcome, result.blobs[0].base, result.fallbacks) == ("frozen", None, 1)
 
 
 def test_an_existing_delta_against_a_damaged_base_is_replaced(
