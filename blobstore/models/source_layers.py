@@ -9,6 +9,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
+from blobstore.quantization.formats import LEFT_OUT
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 
 if TYPE_CHECKING:
@@ -65,10 +66,13 @@ def read_source_record(store: LocalStore, manifest: Manifest) -> SourceRecord | 
 
 
 def left_out_tensors(store: LocalStore, manifest: Manifest) -> dict[str, tuple[TensorSpec, bytes]]:
-    """Return the tensors of the source that no blob holds unchanged, such as scales of activations.
+    """Return the tensors of the source that no blob holds unchanged.
+
+    They are scales of activations, and global scales whose reciprocals are in blobs.
 
     Raises:
-        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed.
+        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed,
+            or it holds other tensors.
     """
     record = read_source_record(store, manifest)
     found: dict[str, tuple[TensorSpec, bytes]] = {}
@@ -84,5 +88,10 @@ def left_out_tensors(store: LocalStore, manifest: Manifest) -> dict[str, tuple[T
             full = folder + slash + name
             data = record.left_out.get(full, b"") if record is not None else b""
             if data and len(data) == spec.nbytes:
+                if not name.endswith(LEFT_OUT):
+                    raise BlobDamaged(
+                        f"the source layer: file {quote(file.name)}: it holds tensor {quote(full)}, "
+                        "which imports store"
+                    )
                 found[full] = spec._replace(name=full), data
     return found

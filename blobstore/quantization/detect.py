@@ -32,6 +32,7 @@ from blobstore.quantization.formats import (
     FACTORS,
     FLOAT8,
     FORMATS,
+    INPUT_SCALES,
     SCALE_SUFFIXES,
     WORD_BITS,
     float8_format,
@@ -66,7 +67,6 @@ _FOREIGN: Final = {
 _FOREIGN_ENDS: Final = tuple(_FOREIGN)
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
 """The values of ``quant_method`` that are supported here."""
-_INPUT_SCALES: Final = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale")
 _OTHER_FLOAT8: Final = (DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F8_E8M0)
 _EVERY_FLOAT8: Final = (*FLOAT8, *_OTHER_FLOAT8)
 _BYTES: Final = (DType.U8, DType.I8, *FLOAT8)
@@ -123,7 +123,7 @@ def detect_quantization(
             # Leave out the scales of activations, which runtimes compute themselves.
             weight = recipe.spec.name
             prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
-            inputs.update(prefix + end for end in _INPUT_SCALES if prefix + end in specs)
+            inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
     recipes: dict[str, Copied | Decoded | Prequantized] = {**found}
     for name, spec in specs.items():
         if name not in used and name not in inputs:

@@ -1,6 +1,6 @@
-"""The names of quantized weights in folders of other tools than MLX, which its layout cannot hold.
+"""The names and types of quantized weights in the folders that models are imported from.
 
-8-bit floats and their scales have their own names in blobs. Weights of 4-bit floats have these names:
+:class:`SourceNaming` has those of folders of other tools than MLX, which its layout cannot hold. 8-bit floats and their scales have their own names in blobs. Weights of 4-bit floats have these names:
 
 =====================  ================================  =======================
 in a blob              compressed-tensors                ModelOpt
@@ -13,20 +13,33 @@ in a blob              compressed-tensors                ModelOpt
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError
 from blobstore.quantization.formats import WORD_BITS
-from blobstore.quantization.recipes import GLOBAL_SCALE, SCALE
+from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from blobstore.quantization.formats import QuantFormat
 
 _COMPRESSED_TENSORS: Final = "compressed-tensors"
 _WORD_BYTES: Final = WORD_BITS // 8
+_ENDS: Final = {
+    "": ("", "_packed", "_blocks"),
+    SCALE: ("_scale", "_scale_inv", "_scales"),
+    BIAS: (),
+    GLOBAL_SCALE: ("_global_scale", "_scale_2"),
+}
+"""What sources append to the name of a weight for it and its companions."""
+_MLX_ENDS: Final = {SCALE: ".scales", BIAS: ".biases"}
+"""What MLX has for companions in place of ``.weight``."""
+_FLOAT8_SCALES: Final = (DType.F8_E4M3, DType.F8_E8M0)
 
 
 class SourceNaming:
@@ -70,3 +83,37 @@ class SourceNaming:
             return TensorSpec(name, DType.F8_E4M3, shape)
         end = "_packed" if self._is_compressed_tensors else ""
         return TensorSpec(name + end, DType.U8, shape)
+
+
+def is_stored_as(source: TensorSpec, stored: TensorSpec, blob: Container[str]) -> bool:
+    """Return whether an import may store a tensor of a source as another one, bytes unchanged.
+
+    Args:
+        source: the tensor of the source.
+        stored: the tensor in the blob.
+        blob: the names of all tensors of the blob.
+    """
+    if source == stored:
+        return True
+    for suffix, ends in _ENDS.items():
+        weight = stored.name.removesuffix(suffix)
+        if weight + suffix != stored.name or not (weight in blob and weight + SCALE in blob):
+            continue
+        names = {weight + end for end in ends}
+        if suffix in _MLX_ENDS:
+            names.add(weight.removesuffix(".weight") + _MLX_ENDS[suffix])
+        if source.name in names and _has_same_bits(source, stored, is_weight=not suffix):
+            return True
+    return False
+
+
+def _has_same_bits(source: TensorSpec, stored: TensorSpec, *, is_weight: bool) -> bool:
+    """Return whether a quantized weight or a companion of a source is only relabelled in a blob."""
+    _, dtype, shape = source
+    if not is_weight:
+        is_relabelled = stored.dtype is DType.U8 and dtype in _FLOAT8_SCALES
+        return shape == stored.shape and (is_relabelled or dtype is stored.dtype)
+    if source.name.endswith("_blocks"):
+        shape = (*shape[:-2], math.prod(shape[-2:]))
+    words = (*stored.shape[:-1], math.prod(stored.shape[-1:]) * _WORD_BYTES)
+    return stored.dtype is DType.U32 and dtype in (DType.U8, DType.F8_E4M3) and shape == words

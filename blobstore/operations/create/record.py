@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.operations.create.blobs import EXPERT_FORMS, ExpertForm
 from blobstore.operations.create.plan import QuantizeOptions
@@ -61,14 +61,24 @@ class ImportOptions(NamedTuple):
         """Return the options of a record, which are not trusted.
 
         Raises:
-            BlobDamaged: one is unknown, or of a wrong type.
+            BlobDamaged: they are not what :meth:`to_json` returns for options that ``create`` accepts.
         """
         left = dict(value)
         experts, decode = left.pop("experts", "packed"), left.pop("decode", False) is True
         source, quantize = _parsed(SourceOptions(), left), _parsed(QuantizeOptions(), left)
-        if left or experts not in EXPERT_FORMS:
-            raise BlobDamaged(f"the source layer has an unknown option: {quote(left or experts)}")
-        return cls(source, quantize, experts, decode)
+        options = cls(source, quantize, experts, decode)
+        try:
+            quantize.to_policy({}, ())
+            is_sound = experts in EXPERT_FORMS and options.to_json() == value
+        except UsageError as error:
+            raise BlobDamaged(
+                f"the source layer has options that create refuses: {error}"
+            ) from None
+        if not is_sound:
+            raise BlobDamaged(
+                f"the source layer has options that create does not record: {quote(value)}"
+            )
+        return options
 
 
 def _parsed(options: _Options, value: dict[str, Any]) -> _Options:
@@ -85,7 +95,9 @@ def _parsed(options: _Options, value: dict[str, Any]) -> _Options:
         elif isinstance(found, list) and all(isinstance(item, str) for item in found):
             found = tuple(found)
         if type(found) is not expected:
-            raise BlobDamaged(f"the source layer has the option {name} {quote(found)}")
+            raise BlobDamaged(
+                f"the source layer has options that create does not record: {name} {quote(found)}"
+            )
         changes[field.name] = found
     return replace(options, **changes)
 

@@ -1,7 +1,8 @@
 """Plans the folder that a model was imported from, byte for byte. Nothing is written.
 
 The source layer has the headers of the weight files, which say where each tensor lies; the bytes of the
-tensors are in the blobs. The layer is not trusted: a header that does not fit the blobs is damage.
+tensors are in the blobs. The layer is not trusted: a tensor of a header must be one that an import stores as
+the blobs have it, with its own name, type and shape. So a forged layer cannot exchange tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.tensor import TensorSpec
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record, read_stacks
@@ -22,10 +23,14 @@ from blobstore.operations.export.folder import (
     small_files,
 )
 from blobstore.operations.export.shards import WeightFile
+from blobstore.quantization.formats import LEFT_OUT
 from blobstore.quantization.recipes import GLOBAL_SCALE
+from blobstore.quantization.source_layout import is_stored_as
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import RecordedFile, SourceRecord
@@ -38,17 +43,21 @@ class _Place(NamedTuple):
 
     layer: Descriptor
     header: Header
+    spec: TensorSpec
+    """As stored. The members of a stack have their names in the source."""
     begin: int
     """Offset in the blob."""
-    size: int
 
 
 def plan_original(
-    store: LocalStore, manifest: Manifest, headers: Headers | None = None
+    store: LocalStore,
+    manifest: Manifest,
+    headers: Headers | None = None,
+    record: SourceRecord | None = None,
 ) -> ExportPlan | None:
     """Return the files that a model was imported from.
 
-    ``headers`` are those of its blobs, if they were read before.
+    ``headers`` and ``record`` are those of the model, if they were read before.
 
     Returns None if they cannot be written: the import converted tensors or read a PyTorch checkpoint,
     or an earlier version made it.
@@ -57,7 +66,7 @@ def plan_original(
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, its source layer does not fit
             its blobs, or a file has a name that must not be written.
     """
-    record = read_source_record(store, manifest)
+    record = read_source_record(store, manifest) if record is None else record
     if record is None or record.is_converted or not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
@@ -69,7 +78,7 @@ def plan_original(
         if file.format == "index":
             written[file.name] = file.start
             continue
-        weights.append(_plan_file(file, record, places, tensors))
+        weights.append(_plan_file(store, file, record, places, tensors))
     if places:
         raise BlobDamaged(f"the source layer does not say where tensor {quote(min(places))} was")
     files = small_files(manifest)
@@ -93,14 +102,18 @@ def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str
         for name, (spec, begin, end) in entries.items():
             start = header.data_start + begin
             sources = stacks.pop(name, None) or [name]
-            if sources != [name] and spec.shape[:1] != (len(sources),):
-                raise BlobDamaged(
-                    f"tensor {quote(name)} of shape {list(spec.shape)} is listed as a stack of "
-                    f"{len(sources)} tensors"
-                )
+            shape = spec.shape
+            if sources != [name]:
+                if shape[:1] != (len(sources),) or not _are_experts(name, sources):
+                    raise BlobDamaged(
+                        f"tensor {quote(name)} of shape {list(shape)} is listed as a stack of "
+                        f"{len(sources)} tensors, which are not its experts in order"
+                    )
+                shape = shape[1:]
             size = (end - begin) // len(sources)
             for number, source in enumerate(sources):
-                place = _Place(layer, header, start + number * size, size)
+                stored = spec if source == spec.name else TensorSpec(source, spec.dtype, shape)
+                place = _Place(layer, header, stored, start + number * size)
                 if places.setdefault(source, place) is not place:
                     raise BlobDamaged(f"two tensors would both be exported as {quote(source)}")
     if stacks:
@@ -110,7 +123,21 @@ def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str
     return places
 
 
+def _are_experts(name: str, sources: Sequence[str]) -> bool:
+    """Return whether the names are that of a stack with ascending numbers at one dot."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        start, end = ".".join(parts[:count]) + ".", "." + ".".join(parts[count:])
+        if all(it.startswith(start) and it.endswith(end) for it in sources):
+            numbers = [it[len(start) : -len(end)] for it in sources]
+            ascending = sorted(set(numbers), key=lambda number: (len(number), number))
+            if numbers == ascending and all(map(str.isdecimal, numbers)):
+                return True
+    return False
+
+
 def _plan_file(
+    store: LocalStore,
     file: RecordedFile,
     record: SourceRecord,
     places: dict[str, _Place],
@@ -131,19 +158,36 @@ def _plan_file(
     for name, (spec, begin, end) in header.tensors.items():
         full = folder + slash + name
         offset, size = header.data_start + begin, end - begin
+        named = TensorSpec(full, spec.dtype, spec.shape) if folder else spec
+        found = places.pop(record.stored_names.get(full, full), None)
+        is_stored = found is not None and is_stored_as(named, found.spec, found.header.tensors)
         constant = record.left_out.get(full)
-        stored_name = record.stored_names.get(full, full)
-        found = places.pop(stored_name, None)
-        if constant is not None and len(constant) == size:
-            if found is not None and not stored_name.endswith(GLOBAL_SCALE):
+        if constant is not None:
+            if found is not None and not (is_stored and _is_reciprocal(store, found, constant)):
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which a blob has too")
+            if len(constant) != size or not full.endswith(LEFT_OUT):
+                raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which imports store")
             constants.append((offset, constant))
-            continue
-        if found is None or found.size != size:
-            raise BlobDamaged(f"{place}: no blob has the {size} bytes of tensor {quote(full)}")
-        offsets[full] = offset
-        named = TensorSpec(full, spec.dtype, spec.shape)
-        tensors.append(FolderTensor(named, found.layer, found.begin, found.header))
+        elif found is not None and is_stored:
+            offsets[full] = offset
+            tensors.append(FolderTensor(named, found.layer, found.begin, found.header))
+        else:
+            raise BlobDamaged(
+                f"{place}: no blob has the {size} bytes of tensor {quote(full)}, {spec.dtype.value} of "
+                f"shape {list(spec.shape)}"
+            )
     return WeightFile(
         file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
     )
+
+
+def _is_reciprocal(store: LocalStore, found: _Place, data: bytes) -> bool:
+    """Return whether the blob has a global scale that is the reciprocal of ``data``."""
+    import numpy as np
+
+    if not found.spec.name.endswith(GLOBAL_SCALE) or found.spec.dtype is not DType.F32:
+        return False
+    stored = bytearray(len(data))
+    store.read_into(found.layer.digest, found.layer.size, found.begin, memoryview(stored))
+    with np.errstate(all="ignore"):
+        return (np.float32(1) / np.frombuffer(data, "<f4")).tobytes() == stored

@@ -216,7 +216,18 @@ def model_source(
     from blobstore.models.source_layers import read_source_record
 
     store = LocalStore.of(store)
-    return read_source_record(store, store.resolve(reference))
+    record = read_source_record(store, store.resolve(reference))
+    if record is not None:
+        check_options(record)
+    return record
+
+
+def check_options(record: SourceRecord) -> None:
+    """Check that ``create`` has such options. Raises BlobDamaged if it has not."""
+    if record.options:  # most models have none, and this imports what plans an import
+        from blobstore.operations.create.record import ImportOptions
+
+        ImportOptions.from_json(record.options)
 
 
 def _first_text(config: Mapping[str, Any], key: str) -> str:

@@ -34,9 +34,10 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
-from blobstore.models.source_layers import read_stacks
+from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
 from blobstore.operations.export.original import plan_original
+from blobstore.operations.maintenance.show import check_options
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
@@ -323,7 +324,10 @@ def _record_faults(
 ) -> Iterator[Fault]:
     """Yield the fault of a source layer that does not fit the blobs of its model, which are intact."""
     try:
-        plan_original(store, manifest, headers)
+        record = read_source_record(store, manifest)
+        if record is not None:
+            check_options(record)
+            plan_original(store, manifest, headers, record)
     except BlobstoreError as error:
         (*_, layer) = manifest.layers_of(media_types.SOURCE)
         message = _without_advice(error)

@@ -412,7 +412,7 @@ def with_start(record: SourceRecord, start: bytes) -> SourceRecord:
         ),
         (
             lambda record: replace(record, left_out={"w.weight_scale": bytes(4)}),
-            "the source layer has tensor 'w.weight_scale', which a blob has too",
+            "it holds tensor 'w.weight_scale', which imports store",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, Damaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
-from blobstore.models.source_layers import read_source_record
+from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze.freeze import freeze_models
@@ -71,7 +72,8 @@ def scaled(name: str, groups: int = 4) -> Tensors:
     }
 
 
-EXPERTS = weights(" ".join(f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(12)))
+EXPERT = "model.layers.0.mlp.experts"
+EXPERTS = weights(" ".join(f"{EXPERT}.{i}.up_proj.weight" for i in range(12)))
 LORA = {"format": "pt", "lora": "rank 8"}
 SOURCES: dict[str, dict[str, bytes]] = {
     "a single file": {"model.safetensors": file_of(weights("b a c"), {"format": "pt"})},
@@ -334,6 +336,127 @@ def test_a_forged_record_is_damage(
     (fault,) = verify_models(store=store).faults
     assert fault.layer == media_types.SOURCE
     assert {p for p in tmp_path.rglob("*") if store.root not in p.parents} <= set(before)
+
+
+def saved(store: LocalStore, tmp_path: Path, kind: str, **options: Any) -> None:
+    """Import one of the sources as model ``m``."""
+    folder = tmp_path / "source"
+    for name, data in SOURCES[kind].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    create(folder, NAME, store=store, **options)
+
+
+def assert_damaged(store: LocalStore, tmp_path: Path, message: str) -> None:
+    """Check that ``export`` and ``verify`` report the record of model ``m``."""
+    with pytest.raises(BlobDamaged, match=message):
+        export_model(NAME, tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+    (fault,) = verify_models(store=store).faults
+    assert fault.layer == media_types.SOURCE
+    assert re.search(message, fault.message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored_names", "name"),
+    [
+        ("a single file", {"a": "b", "b": "a"}, "b"),
+        (
+            "experts",
+            {f"{EXPERT}.0.up_proj.weight": f"{EXPERT}.1.up_proj.weight"},
+            "0.up_proj.weight",
+        ),
+        ("packed weights and input scales", {"q.weight_packed": "k.weight"}, "q.weight_packed"),
+        ("packed weights and input scales", {"q.weight_scale": "k.weight.scale"}, "q.weight_scale"),
+        ("packed weights and input scales", {"norm": "k.weight"}, "norm"),
+    ],
+)
+def test_a_record_cannot_exchange_tensors(
+    kind: str, stored_names: dict[str, str], name: str, store: LocalStore, tmp_path: Path
+) -> None:
+    saved(store, tmp_path, kind)
+    both = stored_names | {new: old for old, new in stored_names.items()}
+    change(store, lambda it: replace(it, stored_names={**it.stored_names, **both}))
+    assert_damaged(store, tmp_path, f"no blob has the [0-9]+ bytes of tensor '[^']*{name}'")
+
+
+@pytest.mark.parametrize("changed", [("I32", [16]), ("F16", [32]), ("F32", [4, 4]), ("U8", [64])])
+def test_a_record_cannot_change_types_and_shapes(
+    changed: tuple[str, list[int]], store: LocalStore, tmp_path: Path
+) -> None:
+    create(single(tmp_path), NAME, store=store)
+    tensors = {name: (*changed, data) for name, (_, _, data) in weights("a b").items()}
+    edit = with_header(file_of(tensors))
+    change(store, lambda record: replace(record, files=tuple(map(edit, record.files))))
+    shown = re.escape(f"{changed[0]} of shape {changed[1]}")
+    assert_damaged(store, tmp_path, f"no blob has the 64 bytes of tensor 'a', {shown}")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ({"q.weight_global_scale": b"\0\0\x80?"}, "'q.weight_global_scale', which a blob has too"),
+        ({"norm": bytes(64)}, "'norm', which a blob has too"),
+        ({"q.input_global_scale": b""}, "'q.input_global_scale', which imports store"),
+    ],
+)
+def test_a_record_cannot_hold_other_values_than_the_blobs(
+    left_out: dict[str, bytes], message: str, store: LocalStore, tmp_path: Path
+) -> None:
+    saved(store, tmp_path, "packed weights and input scales")
+    change(store, lambda it: replace(it, left_out={**it.left_out, **left_out}))
+    assert_damaged(store, tmp_path, message)
+
+
+def test_a_record_cannot_add_tensors(store: LocalStore, tmp_path: Path) -> None:
+    create(single(tmp_path), NAME, store=store)
+    edit = with_header(file_of(weights("a b c")))
+    change(
+        store,
+        lambda it: replace(it, files=tuple(map(edit, it.files)), left_out={"c": bytes(64)}),
+    )
+    assert_damaged(store, tmp_path, "'c', which imports store")
+
+
+def test_a_record_cannot_hide_a_tensor_behind_a_scale(store: LocalStore, tmp_path: Path) -> None:
+    saved(store, tmp_path, "packed weights and input scales")
+    tensors = {**scaled("q"), **scaled("k")}
+    edit = with_header(file_of(tensors))
+    change(
+        store,
+        lambda it: replace(
+            it,
+            files=tuple(map(edit, it.files)),
+            stored_names={**it.stored_names, "q.input_global_scale": "norm"},
+        ),
+    )
+    assert_damaged(store, tmp_path, "'q.input_global_scale', which a blob has too")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda names: names[::-1],
+        lambda names: [names[0]] * len(names),
+        lambda names: [name.replace("experts.1.", "other.1.") for name in names],
+        lambda names: [name.replace("experts.1.", "experts.x.") for name in names],
+    ],
+)
+def test_a_list_of_stacks_cannot_exchange_experts(
+    edit: Callable[[list[str]], list[str]], store: LocalStore, tmp_path: Path
+) -> None:
+    saved(store, tmp_path, "experts", experts="stacked")
+    manifest = store.resolve(NAME)
+    ((name, sources),) = read_stacks(store, manifest).items()
+    record = read_source_record(store, manifest)
+    assert record is not None
+    forged = json.dumps({name: edit(sources)}).encode()
+    remove_layers(store, media_types.STACKS)
+    add_layers(store, (media_types.STACKS, "", forged), (media_types.SOURCE, "", record.to_bytes()))
+    with pytest.raises(BlobDamaged, match="not its experts in order"):
+        export_model(NAME, tmp_path / "out", store=store)
+    (fault,) = verify_models(store=store).faults
+    assert "not its experts in order" in fault.message
 
 
 def test_a_tensor_that_two_files_claim_is_damage(store: LocalStore, tmp_path: Path) -> None:
