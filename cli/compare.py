@@ -17,7 +17,6 @@ from blobstore.operations.ui.compare_page import badness, decibels, group_of, nu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.compare import Comparison, TensorError
     from blobstore.store.local import LocalStore
 
@@ -40,9 +39,9 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 
 
 @click.command("compare", short_help="Measure the tensors of a model against those of another.")
-@click.argument("name", callback=options.parse_name)
-@click.argument("base", callback=options.parse_name)
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.argument("name", type=options.MODEL)
+@click.argument("base", type=options.MODEL)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
 @options.store_option
 @click.option(
     "--sort",
@@ -60,13 +59,14 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 @click.option(
     "--html",
     metavar="FILE",
+    type=options.FILE,
     help="Also write a page with a heat map by layer and projection. An existing file is replaced.",
 )
 @options.jobs_option
 @options.json_option
 def command(
-    name: Reference,
-    base: Reference,
+    name: str,
+    base: str,
     patterns: tuple[str, ...],
     store: LocalStore,
     order: Order | None,
@@ -94,9 +94,13 @@ def command(
     from blobstore.operations.compare.compare import compare_models
 
     target = None if html is None else _free_target(html)
-    with options.suggesting_names(store, [name, base]), render.progress_bar() as progress:
+    with (
+        options.model(store, name) as model,
+        options.model(store, base) as other,
+        render.progress_bar() as progress,
+    ):
         compared = compare_models(
-            name, base, store=store, patterns=patterns, jobs=jobs, progress=progress
+            model, other, store=store, patterns=patterns, jobs=jobs, progress=progress
         )
     if target is not None:
         try:

@@ -9,8 +9,8 @@ from blobstore.core.escape import escape
 
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
-@click.argument("source")
-@click.argument("out", metavar="OUT.safetensors")
+@click.argument("source", type=options.FILE)
+@click.argument("out", metavar="OUT.safetensors", type=options.FILE)
 @click.option(
     "--subtree", metavar="PATH", help="Part of a PyTorch checkpoint; '.' is the whole checkpoint."
 )

@@ -37,15 +37,13 @@ def show_named(named: Named, done: str, *, as_json: bool) -> None:
 
 
 @click.command("cp", short_help="Give a model a second name.")
-@click.argument("source", metavar="SRC", callback=options.parse_name)
-@click.argument("target", metavar="DST", callback=options.parse_name)
+@click.argument("source", metavar="SRC", type=options.MODEL)
+@click.argument("target", metavar="DST", type=options.NEW_NAME)
 @naming_options
-def command(
-    source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
-) -> None:
+def command(source: str, target: Reference, store: LocalStore, force: bool, as_json: bool) -> None:
     """Give the model SRC the additional name DST. Both names share all blobs; no data is copied."""
     from blobstore.operations.maintenance.names import copy_model
 
-    with options.suggesting_names(store, [source]):
-        named = copy_model(source, target, store=store, force=force)
+    with options.model(store, source) as model:
+        named = copy_model(model, target, store=store, force=force)
     show_named(named, "copied", as_json=as_json)

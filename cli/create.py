@@ -26,15 +26,9 @@ _CREATED_FIELDS = (
 _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
 
 
-def _parse_optional_name(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> Reference | None:
-    return None if value is None else options.parse_name(ctx, param, value)
-
-
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
-@click.argument("source")
-@click.argument("name", required=False, callback=_parse_optional_name)
+@click.argument("source", type=options.FILE)
+@click.argument("name", required=False, type=options.NEW_NAME)
 @options.store_option
 @click.option(
     "--experts",
@@ -47,6 +41,7 @@ def _parse_optional_name(
     "--quantize",
     "quant_type",
     metavar="TYPE",
+    type=options.QUANT_TYPE,
     help="Quantize the weights to int4, int8, nvfp4, mxfp8 or mxfp4.",
 )
 @click.option(

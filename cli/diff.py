@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.diff import Difference, FileDifference, TensorDifference
     from blobstore.operations.compare.pairs import SourceTensor
     from blobstore.store.local import LocalStore
@@ -22,8 +21,8 @@ _DIFFERENT = 1
 
 
 @click.command("diff", short_help="Show the differences between two models.")
-@click.argument("ours", metavar="A", callback=options.parse_name)
-@click.argument("theirs", metavar="B", callback=options.parse_name)
+@click.argument("ours", metavar="A", type=options.MODEL)
+@click.argument("theirs", metavar="B", type=options.MODEL)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
 @options.store_option
 @options.jobs_option
@@ -31,8 +30,8 @@ _DIFFERENT = 1
 @click.pass_context
 def command(
     ctx: click.Context,
-    ours: Reference,
-    theirs: Reference,
+    ours: str,
+    theirs: str,
     store: LocalStore,
     shows_all: bool,
     jobs: int | None,
@@ -47,8 +46,12 @@ def command(
     """
     from blobstore.operations.compare.diff import diff_models
 
-    with options.suggesting_names(store, [ours, theirs]), render.progress_bar() as progress:
-        found = diff_models(ours, theirs, store=store, jobs=jobs, progress=progress)
+    with (
+        options.model(store, ours) as first,
+        options.model(store, theirs) as second,
+        render.progress_bar() as progress,
+    ):
+        found = diff_models(first, second, store=store, jobs=jobs, progress=progress)
     if as_json:
         _show_json(found)
     else:

@@ -13,7 +13,6 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage
     from blobstore.store.local import LocalStore
 
@@ -32,7 +31,7 @@ _SPACES = {
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option(
     "--sort",
     "order",
@@ -45,7 +44,7 @@ _SPACES = {
 @options.json_option
 @click.pass_context
 def command(
-    ctx: click.Context, names: tuple[Reference, ...], store: LocalStore, order: Order, as_json: bool
+    ctx: click.Context, names: tuple[str, ...], store: LocalStore, order: Order, as_json: bool
 ) -> None:
     """Show the disk usage of the models NAME, or of all models, and of the whole store.
 
@@ -55,8 +54,8 @@ def command(
     """
     from blobstore.operations.maintenance.disk_usage import measure_usage
 
-    with options.suggesting_names(store, names):
-        usage = measure_usage(names, store=store)
+    with options.models(store, names) as chosen:
+        usage = measure_usage(chosen, store=store)
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
     rows = sorted(usage.models, key=key, reverse=not by_name)

@@ -10,13 +10,12 @@ from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
-    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 
 @click.command("export", short_help="Write the files that a model was imported from.")
-@click.argument("name", callback=options.parse_name)
-@click.argument("folder", metavar="DIR")
+@click.argument("name", type=options.MODEL)
+@click.argument("folder", metavar="DIR", type=options.FOLDER)
 @options.store_option
 @click.option(
     "--shards",
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 @options.jobs_option
 @options.json_option
 def command(
-    name: Reference,
+    name: str,
     folder: str,
     store: LocalStore,
     shard_size: int | None,
@@ -51,9 +50,9 @@ def command(
     """
     from blobstore.operations.export.export import export_model
 
-    with options.suggesting_names(store, [name]), render.progress_bar() as progress:
+    with options.model(store, name) as model, render.progress_bar() as progress:
         exported = export_model(
-            name,
+            model,
             folder,
             store=store,
             shard_size=shard_size,
@@ -64,10 +63,10 @@ def command(
         )
     if as_json:
         fields = "folder files tensors shards bytes_written original=is_original seconds"
-        render.show_json({"name": name} | render.record(exported, fields))
+        render.show_json({"name": model} | render.record(exported, fields))
         return
     render.show(
-        f"exported {name} to {escape(str(exported.folder))}: "
+        f"exported {model} to {escape(str(exported.folder))}: "
         f"{render.count_of(exported.tensors, 'tensor')} in "
         f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
         f"{render.human_bytes(exported.bytes_written)}, "

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.compression.level import Level
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.store.local import LocalStore
 
@@ -25,7 +24,7 @@ _REASONS = {
 
 
 @click.command("freeze", short_help="Compress models losslessly.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option(
     "--level",
     type=click.Choice(["fast", "small"]),
@@ -36,7 +35,7 @@ _REASONS = {
 @click.option(
     "--base",
     metavar="NAME",
-    callback=options.parse_name,
+    type=options.MODEL,
     help="Encode the other models as deltas against NAME; by default a base is searched for.",
 )
 @click.option(
@@ -60,10 +59,10 @@ _REASONS = {
 @click.pass_context
 def command(
     ctx: click.Context,
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     store: LocalStore,
     level: Level,
-    base: Reference | None,
+    base: str | None,
     no_base: bool,
     keep_hot: bool,
     older_than: float | None,
@@ -81,12 +80,16 @@ def command(
 
     if base is not None and no_base:
         raise click.UsageError("--base and --no-base contradict each other", ctx)
-    with options.suggesting_names(store, names), render.progress_bar() as progress:
+    with (
+        options.models(store, names) as chosen,
+        options.models(store, [base] if base else []) as bases,
+        render.progress_bar() as progress,
+    ):
         frozen = freeze_models(
-            names,
+            chosen,
             store=store,
             level=level,
-            base=base,
+            base=bases[0] if bases else None,
             find_base=not no_base,
             keep_hot=keep_hot,
             older_than=older_than,

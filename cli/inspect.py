@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command(
     "inspect", short_help="Show the contents of a PyTorch checkpoint without executing it."
 )
-@click.argument("file")
+@click.argument("file", type=options.FILE)
 @click.option("--subtree", metavar="PATH", help="List the tensors below these keys.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @options.json_option

@@ -12,14 +12,13 @@ from blobstore.core.escape import escape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.export.link import Linked
     from blobstore.store.local import LocalStore
 
 
 @click.command("link", short_help="Create a Hugging Face folder of links to a model's blobs.")
-@click.argument("name", callback=options.parse_name)
-@click.argument("folder", metavar="DIR")
+@click.argument("name", type=options.MODEL)
+@click.argument("folder", metavar="DIR", type=options.FOLDER)
 @options.store_option
 @click.option(
     "--hard",
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 @options.jobs_option
 @options.json_option
 def command(
-    name: Reference,
+    name: str,
     folder: str,
     store: LocalStore,
     hard: bool,
@@ -52,11 +51,11 @@ def command(
     from blobstore.cli.thaw import thaw_whole
     from blobstore.operations.export.link import link_model
 
-    with options.suggesting_names(store, [name]), render.progress_bar() as progress:
+    with options.model(store, name) as model, render.progress_bar() as progress:
         if thaw:
-            thaw_whole(name, store, progress)
+            thaw_whole(model, store, progress)
         linked = link_model(
-            name, folder, store=store, hard=hard, old_keys=old_keys, jobs=jobs, progress=progress
+            model, folder, store=store, hard=hard, old_keys=old_keys, jobs=jobs, progress=progress
         )
     for notice in linked.notices:
         render.show_note(notice)
@@ -65,10 +64,10 @@ def command(
             "folder files tensors links bytes_linked shared bytes_shared copied bytes_copied notices "
             "seconds"
         )
-        render.show_json({"name": name} | render.record(linked, fields))
+        render.show_json({"name": model} | render.record(linked, fields))
         return
     render.show(
-        f"linked {name} in {escape(str(linked.folder))}: "
+        f"linked {model} in {escape(str(linked.folder))}: "
         f"{render.count_of(linked.tensors, 'tensor')} in {', '.join(_kinds(linked))}; "
         f"{render.human_seconds(linked.seconds)}"
     )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from blobstore.cli import options, render
-from blobstore.errors import Damaged
+from blobstore.core.escape import quote
+from blobstore.errors import Damaged, ModelNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.list import ListedModel
     from blobstore.store.local import LocalStore
 
-Order = Literal["name", "size", "modified"]
+Order = Literal["name", "size", "shared", "frozen", "modified"]
 
 _FIELDS = (
     "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified source error"
@@ -26,19 +27,25 @@ _LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 
 
 @click.command("list", short_help="List the models of the store.")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.MODEL)
 @click.option(
     "--sort",
     "order",
-    type=click.Choice(["name", "size", "modified"]),
+    type=click.Choice(["name", "size", "shared", "frozen", "modified"]),
     default="name",
     show_default=True,
-    help="Order of the models; largest first for size, latest first for modified.",
+    help="Order of the models: by name, largest first, or latest first for modified.",
 )
 @options.store_option
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) -> None:
-    """List the models of the store.
+def command(
+    ctx: click.Context, patterns: tuple[str, ...], order: Order, store: LocalStore, as_json: bool
+) -> None:
+    """List the models of the store, or those that a PATTERN matches.
+
+    A PATTERN is a name, a glob such as 'team/*', or the start of an ID; a name without a tag stands
+    for all of its tags. With --quiet, only names are printed.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
@@ -48,6 +55,7 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
     from blobstore.operations.maintenance.list import list_models
 
     models: Sequence[ListedModel] = list_models(store, read_sources=as_json)
+    models = _selected(models, patterns)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
@@ -71,7 +79,31 @@ def command(ctx: click.Context, order: Order, store: LocalStore, as_json: bool) 
         ctx.exit(Damaged.exit_code)
 
 
+def _selected(models: Sequence[ListedModel], patterns: Sequence[str]) -> Sequence[ListedModel]:
+    """Return the models that any pattern matches; all if there are no patterns."""
+    for pattern in patterns:
+        if not any(_matches(model, pattern) for model in models):
+            raise ModelNotFound(f"no model matches {quote(pattern)}")
+    return [
+        model
+        for model in models
+        if not patterns or any(_matches(model, pattern) for pattern in patterns)
+    ]
+
+
+def _matches(model: ListedModel, pattern: str) -> bool:
+    from blobstore.store.name_patterns import id_start, is_pattern, name_matches
+
+    start = id_start(pattern)
+    if model.digest is not None and start and model.digest.hex.startswith(start):
+        return True
+    globs = [pattern] if is_pattern(pattern) else [pattern, f"{pattern}:*"]
+    return any(name_matches(model.reference, text) for text in globs)
+
+
 def _as_table(models: Sequence[ListedModel]) -> str:
+    if render.is_quiet():
+        return "\n".join(render.cell(model.reference) for model in models)
     sizes = {"SIZE": "size", "SHARED": "shared"}
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _COMMANDS = (
     *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack"),
+    *("freeze", "thaw", "pack", "unpack", "completion"),
 )
 _ALIASES = {"ls": "list"}
 # What other programs call our commands.
@@ -69,7 +69,7 @@ the Python exception in blobstore.errors.
 
 \b
 Completion in bash, zsh or fish, for example:
-  eval "$(_BLOBSTORE_COMPLETE=bash_source blobstore)"
+  eval "$(blobstore completion bash)"
 """
 
 

@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 
 @click.command("mv", short_help="Rename a model.")
-@click.argument("source", metavar="SRC", callback=options.parse_name)
-@click.argument("target", metavar="DST", callback=options.parse_name)
+@click.argument("source", metavar="SRC", type=options.MODEL)
+@click.argument("target", metavar="DST", type=options.NEW_NAME)
 @naming_options
-def command(
-    source: Reference, target: Reference, store: LocalStore, force: bool, as_json: bool
-) -> None:
+def command(source: str, target: Reference, store: LocalStore, force: bool, as_json: bool) -> None:
     """Rename the model SRC to DST. If the process is killed in between, both names remain."""
     from blobstore.operations.maintenance.names import rename_model
 
-    with options.suggesting_names(store, [source]):
-        named = rename_model(source, target, store=store, force=force)
+    with options.model(store, source, needs_name=True) as model:
+        named = rename_model(model, target, store=store, force=force)
     show_named(named, "renamed", as_json=as_json)

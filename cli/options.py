@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from blobstore.cli.render import VOLUME_KEYS
-from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from click.shell_completion import CompletionItem
+
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:  # not generic in older versions of click
+    _ParamType = click.ParamType
 
 _JSON_KEY = "blobstore.json"
 _WAIT_KEY = "blobstore.wait"
 _STORE_KEY = "blobstore.store"
+_MAX_LISTED = 5
+_QUANT_TYPES = ("int4", "int8", "nvfp4", "mxfp8", "mxfp4")
 _SIZE = re.compile(
     r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
 )
@@ -34,26 +43,124 @@ _UNITS = {
 }
 
 
-def parse_name(ctx: click.Context, param: click.Parameter, value: str | None) -> Reference | None:
-    """Return the reference that a value spells; None if it was not given. A callback of click.
+class _Path(_ParamType):
+    """A path, which shells complete. Operations check it, and report what is wrong with it."""
 
-    Raises:
-        InvalidReference: it breaks the grammar.
-    """
-    del ctx, param
-    from blobstore.manifests.reference import Reference
+    name = "path"
 
-    return None if value is None else Reference.parse(value)
+    def __init__(self, kind: Literal["file", "dir"]) -> None:
+        self._kind = kind
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Let the shell complete the path."""
+        del ctx, param
+        return _path_items(incomplete, self._kind)
 
 
-def parse_names(
-    ctx: click.Context, param: click.Parameter, values: Sequence[str]
-) -> tuple[Reference, ...]:
-    """Return the references of several arguments. Raises as :func:`parse_name`."""
-    del ctx, param
-    from blobstore.manifests.reference import Reference
+class _ModelName(_ParamType):
+    """The name of a model in the store, a glob, or the start of an ID; :func:`models` finds it."""
 
-    return tuple(map(Reference.parse, values))
+    name = "name"
+
+    def __init__(self, *, or_path: bool = False) -> None:
+        self._or_path = or_path
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, after checking its grammar."""
+        del param, ctx
+        from blobstore.manifests.reference import Reference
+        from blobstore.store.name_patterns import is_pattern
+
+        if not (self._or_path or is_pattern(value)):
+            Reference.parse(value)
+        return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names of the store that begin so."""
+        del param
+        from click.shell_completion import CompletionItem
+
+        names: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            for reference in _completion_store(ctx).references():
+                name = str(reference)
+                names.append(name if ":" in incomplete else name.removesuffix(":latest"))
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found or (_path_items(incomplete, "file") if self._or_path else [])
+
+
+class _NewName(_ParamType):
+    """The name that a model is given."""
+
+    name = "name"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Reference:
+        """Return the reference that a text spells."""
+        del param, ctx
+        from blobstore.manifests.reference import Reference
+
+        return Reference.parse(value)
+
+
+class _TensorPattern(_ParamType):
+    """A pattern of tensor names."""
+
+    name = "pattern"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the tensors of the model that begin so."""
+        del param
+        from click.shell_completion import CompletionItem
+
+        from blobstore.models.tensors import read_tensors
+
+        names: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            store = _completion_store(ctx)
+            manifest = store.resolve(str(ctx.params.get("name")))
+            names.extend(read_tensors(store, manifest, collect_faults=True).tensors)
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+class _QuantType(_ParamType):
+    """A type of quantization. The operation checks it, because it can say more about wrong ones."""
+
+    name = "type"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the types that begin so."""
+        del ctx, param
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in _QUANT_TYPES if name.startswith(incomplete)]
+
+
+FILE, FOLDER = _Path("file"), _Path("dir")
+MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True)
+NEW_NAME, TENSORS, QUANT_TYPE = _NewName(), _TensorPattern(), _QuantType()
+
+
+def _path_items(incomplete: str, kind: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type=kind)]
+
+
+def _completion_store(ctx: click.Context) -> LocalStore:
+    """Return the store that the options parsed so far name."""
+    from blobstore.store.local import LocalStore
+
+    return LocalStore.of(ctx.params.get("store") or ctx.meta.get(_STORE_KEY))
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -123,8 +230,9 @@ def _open_store(ctx: click.Context, param: click.Parameter, value: str | None) -
         raise click.BadParameter("--store must not be empty", ctx, param)
     store = LocalStore(value)
     store.lock_timeout = ctx.meta.get(_WAIT_KEY, store.lock_timeout)
-    for concern in folder_warnings(store):
-        show_note(concern)
+    if not ctx.resilient_parsing:  # else the shell completes a word
+        for concern in folder_warnings(store):
+            show_note(concern)
     return store
 
 
@@ -150,6 +258,7 @@ def _wait_for_others(ctx: click.Context, param: click.Parameter, value: float | 
 store_option = click.option(
     "--store",
     metavar="DIR",
+    type=FOLDER,
     envvar="BLOBSTORE_HOME",
     show_envvar=True,
     callback=_open_store,
@@ -158,6 +267,7 @@ store_option = click.option(
 global_store_option = click.option(
     "--store",
     metavar="DIR",
+    type=FOLDER,
     expose_value=False,
     callback=_note_store,
     help="Folder of the store, for all commands.",
@@ -205,31 +315,51 @@ jobs_option = click.option(
 
 
 @contextlib.contextmanager
-def suggesting_names(store: LocalStore, references: Sequence[Reference]) -> Iterator[None]:
-    """Add similar names of the store to the error if a model does not exist.
+def models(
+    store: LocalStore, texts: Sequence[str], *, needs_name: bool = False
+) -> Iterator[tuple[Reference, ...]]:
+    """Yield the models that the user named: by name, by glob, or by the start of the ID.
 
-    Names that belong to other users are noted first.
+    Names that belong to other users are noted first. If a model does not exist, here or in the block, the
+    error has similar names of the store.
+
+    Args:
+        store: the store of the models.
+        texts: what the user wrote.
+        needs_name: refuse an ID that has several names.
     """
     from blobstore.cli.render import show_note
+    from blobstore.store.name_patterns import select_references
     from blobstore.store.permissions import name_concerns
 
-    for concern in name_concerns(store, references):
-        show_note(concern)
     try:
-        yield
+        references = tuple(select_references(store, texts, needs_name=needs_name))
+        for concern in name_concerns(store, references):
+            show_note(concern)
+        yield references
     except ModelNotFound as error:
         from difflib import get_close_matches
 
         names: list[str] = []
         with contextlib.suppress(BlobstoreError):
             names.extend(map(_short, store.references()))
-        asked = [name for name in map(_short, references) if name not in names]
+        asked = [name for name in map(_short, texts) if name not in names]
         near = dict.fromkeys(match for name in asked for match in get_close_matches(name, names))
-        if not near:
+        if not near or "; did you mean" in str(error):
             raise
         raise ModelNotFound(f"{error}; did you mean {', '.join(map(quote, near))}?") from None
 
 
-def _short(reference: Reference) -> str:
+@contextlib.contextmanager
+def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Iterator[Reference]:
+    """Yield the one model that the user named, as :func:`models` does."""
+    with models(store, [text], needs_name=needs_name) as found:
+        if len(found) > 1:
+            listed = join_some([quote(name) for name in found], _MAX_LISTED)
+            raise UsageError(f"{quote(text)} matches {len(found)} models: {listed}; name one")
+        yield found[0]
+
+
+def _short(name: object) -> str:
     # The default tag would make all names alike.
-    return str(reference).removesuffix(":latest")
+    return str(name).removesuffix(":latest")

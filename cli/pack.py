@@ -11,7 +11,6 @@ from blobstore.core.escape import escape, quote
 
 if TYPE_CHECKING:
     from blobstore.compression.level import Level
-    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 SUFFIX = ".bsar"
@@ -29,7 +28,7 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 @click.command("pack", short_help="Write models to one archive file.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
 @click.argument("file", metavar="FILE.bsar", callback=parse_file)
 @click.option(
     "--level",
@@ -44,7 +43,7 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @options.wait_option
 @options.json_option
 def command(
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     file: str,
     store: LocalStore,
     level: Level,
@@ -59,9 +58,9 @@ def command(
     """
     from blobstore.operations.archive.pack import pack_models
 
-    with options.suggesting_names(store, names), render.progress_bar() as progress:
+    with options.models(store, names) as chosen, render.progress_bar() as progress:
         packed = pack_models(
-            names, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
+            chosen, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
         )
     if as_json:
         fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks seconds"

@@ -14,7 +14,6 @@ from blobstore.errors import Damaged, NotFound
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.repair import Repaired
     from blobstore.store.local import LocalStore
 
@@ -25,11 +24,12 @@ _ADVICE = (
 
 
 @click.command("repair", short_help="Rewrite damaged and missing blobs.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option(
     "--from",
     "source",
     metavar="SOURCE|STORE",
+    type=options.FILE,
     help="The source that a model was created from, or the folder of another store.",
 )
 @click.option(
@@ -51,7 +51,7 @@ _ADVICE = (
 @click.pass_context
 def command(
     ctx: click.Context,
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     store: LocalStore,
     source: str | None,
     overrides: tuple[str, ...],
@@ -76,9 +76,9 @@ def command(
     store.check_root()
     if not store.root.exists():
         raise NotFound(f"there is no store at {quote(store.root)}")
-    with options.suggesting_names(store, names), render.progress_bar() as progress:
+    with options.models(store, names) as chosen, render.progress_bar() as progress:
         repaired = repair_models(
-            names,
+            chosen,
             source,
             store=store,
             overrides=overrides,

@@ -9,7 +9,6 @@ import click
 from blobstore.cli import options, render
 
 if TYPE_CHECKING:
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.names import RemovedModels
     from blobstore.store.local import LocalStore
 
@@ -19,20 +18,20 @@ _NAMED = 3
 
 
 @click.command("rm", short_help="Remove model names.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
 @options.store_option
 @options.wait_option
 @options.json_option
-def command(names: tuple[Reference, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
+def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
     No blob is removed. A name is removed even if its manifest cannot be read.
     """
     from blobstore.operations.maintenance.names import remove_models
 
-    with options.suggesting_names(store, names):
-        removed = remove_models(names, store=store, dry_run=dry_run)
+    with options.models(store, names, needs_name=True) as chosen:
+        removed = remove_models(chosen, store=store, dry_run=dry_run)
     if as_json:
         result = {
             "dry_run": dry_run,

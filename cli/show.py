@@ -50,8 +50,8 @@ _SORT_KEYS: dict[Order, Callable[[Row], Any]] = {
 
 
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
-@click.argument("name", callback=options.parse_name)
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.argument("name", type=options.MODEL)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
 @options.store_option
 @click.option("--layers", "view", flag_value="layers", help="List the manifest's layers.")
 @click.option("--files", "view", flag_value="files", help="List the small files.")
@@ -71,7 +71,7 @@ _SORT_KEYS: dict[Order, Callable[[Row], Any]] = {
 @click.pass_context
 def command(
     ctx: click.Context,
-    name: Reference,
+    name: str,
     patterns: tuple[str, ...],
     store: LocalStore,
     view: View | None,
@@ -86,16 +86,16 @@ def command(
     """
     from blobstore.operations.maintenance.show import describe_model, model_source
 
-    with options.suggesting_names(store, [name]):
+    with options.model(store, name) as reference:
         if view in ("manifest", "source"):
             if patterns or order:
                 raise click.UsageError(f"--{view} takes no PATTERN and no --sort", ctx)
             if view == "manifest":
-                render.show_bytes(store.read_manifest(name))
+                render.show_bytes(store.read_manifest(reference))
             else:
-                _show_source(name, model_source(name, store=store), as_json=as_json)
+                _show_source(reference, model_source(reference, store=store), as_json=as_json)
             return
-        model = describe_model(name, store=store)
+        model = describe_model(reference, store=store)
     if view is None:
         view = "layers" if model.format == "gguf" else "tensors"
         if not (model.tensors or model.faults or as_json) and model.files:
@@ -108,7 +108,7 @@ def command(
     else:
         render.show(_as_text(model, view, rows))
     for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
-        render.show_error(f"model {name}: {message}")
+        render.show_error(f"model {model.reference}: {message}")
     if model.faults:
         ctx.exit(Damaged.exit_code)
 

@@ -11,18 +11,17 @@ from blobstore.cli import options
 from blobstore.cli.cp import naming_options, show_named
 
 if TYPE_CHECKING:
-    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 
 @click.command("tag", short_help="Give a model another tag.")
-@click.argument("name", callback=options.parse_name)
+@click.argument("name", type=options.MODEL)
 @click.argument("tag")
 @naming_options
-def command(name: Reference, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
+def command(name: str, tag: str, store: LocalStore, force: bool, as_json: bool) -> None:
     """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names."""
     from blobstore.operations.maintenance.names import copy_model
 
-    with options.suggesting_names(store, [name]):
-        named = copy_model(name, replace(name, tag=tag), store=store, force=force)
+    with options.model(store, name) as model:
+        named = copy_model(model, replace(model, tag=tag), store=store, force=force)
     show_named(named, "copied", as_json=as_json)

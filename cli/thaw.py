@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("thaw", short_help="Decompress frozen models.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=options.parse_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
 @click.option("--keep-cold", is_flag=True, help="Keep the compressed form too.")
 @options.store_option
 @options.jobs_option
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context,
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     store: LocalStore,
     keep_cold: bool,
     jobs: int | None,
@@ -37,8 +37,8 @@ def command(
     """
     from blobstore.operations.freeze.thaw import thaw_models
 
-    with options.suggesting_names(store, names), render.progress_bar() as progress:
-        thawed = thaw_models(names, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
+    with options.models(store, names) as chosen, render.progress_bar() as progress:
+        thawed = thaw_models(chosen, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
     if as_json:
         fields = "names=references blobs bytes=size stored_bytes=stored faults seconds"
         render.show_json(render.record(thawed, fields))

@@ -10,14 +10,16 @@ from blobstore.cli import options, render
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.manifests.reference import Reference
     from blobstore.operations.archive.unpack import CheckedArchive, Unpacked
     from blobstore.store.local import LocalStore
 
 
 @click.command("unpack", short_help="Import the models of an archive.")
-@click.argument("file", metavar="FILE.bsar")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
+@click.argument("file", metavar="FILE.bsar", type=options.FILE)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
 @options.store_option
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context,
     file: str,
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     store: LocalStore,
     verify_only: bool,
     force: bool,
@@ -42,14 +44,20 @@ def command(
     """
     if verify_only and force:
         raise click.UsageError("--verify-only and --force contradict each other", ctx)
+    from blobstore.operations.archive.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
+    from blobstore.store.name_patterns import select_references
 
+    chosen: Sequence[Reference] = ()
+    if names:
+        with open_archive(file) as archive:
+            chosen = select_references(archive, names)
     with render.progress_bar() as progress:
         if verify_only:
-            checked = check_archive(file, names, jobs=jobs, progress=progress)
+            checked = check_archive(file, chosen, jobs=jobs, progress=progress)
         else:
             unpacked = unpack_archive(
-                file, names, store=store, force=force, jobs=jobs, progress=progress
+                file, chosen, store=store, force=force, jobs=jobs, progress=progress
             )
     done: CheckedArchive | Unpacked = checked if verify_only else unpacked
     if as_json:

@@ -11,7 +11,6 @@ from blobstore.core.escape import escape, quote
 from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.store.local import LocalStore
 
@@ -20,7 +19,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=options.parse_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
     "--max-rate",
@@ -36,7 +35,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 @click.pass_context
 def command(
     ctx: click.Context,
-    names: tuple[Reference, ...],
+    names: tuple[str, ...],
     store: LocalStore,
     quick: bool,
     rate: int | None,
@@ -54,9 +53,9 @@ def command(
     store.check_root()
     if not store.root.exists():
         raise NotFound(f"there is no store at {quote(store.root)}")
-    with options.suggesting_names(store, names), render.progress_bar() as progress:
+    with options.models(store, names) as chosen, render.progress_bar() as progress:
         verified = verify_models(
-            names, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
+            chosen, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
         )
     if as_json:
         faults = render.records(verified.faults, FAULT_FIELDS)

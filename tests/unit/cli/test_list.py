@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from blobstore.store.local import LocalStore
 from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json
@@ -106,3 +108,34 @@ def test_sorts(stored: LocalStore, moe: Path) -> None:
     assert names("--sort", "modified") == ["moe", "a", "dense"]
     os.utime(stored.folder("manifests") / "registry.ollama.ai/library/dense/latest")
     assert names("--sort", "modified") == ["dense", "moe", "a"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        (["dense"], ["dense:latest", "dense:v2"]),
+        (["dense:v2"], ["dense:v2"]),
+        (["*dense*"], ["dense:latest", "dense:v2", "team/dense:latest"]),
+        (["team/*", "dense:v2"], ["dense:v2", "team/dense:latest"]),
+        (["registry.ollama.ai/library/*"], ["dense:latest", "dense:v2"]),
+    ],
+)
+def test_lists_what_patterns_match(
+    stored: LocalStore, patterns: list[str], found: list[str]
+) -> None:
+    run("cp", "dense", "dense:v2")
+    run("cp", "dense", "team/dense")
+
+    assert [model["name"] for model in run_json("list", *patterns)["models"]] == found
+    assert run("list", "--quiet", *patterns).stdout.splitlines() == found
+
+
+def test_lists_a_model_by_the_start_of_its_id(stored: LocalStore, moe: Path) -> None:
+    run("create", moe, "moe")
+    digest = run_json("list", "dense")["models"][0]["digest"].removeprefix("sha256:")
+
+    assert run_json("list", digest[:12]) == run_json("list", "dense")
+
+
+def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None:
+    assert "no model matches 'x*'" in run("list", "dense", "x*", exit_code=3).stderr

@@ -78,7 +78,7 @@ def test_help_names_every_command_exit_code_and_completion() -> None:
     for name in COMMANDS:
         assert f"\n  {name} " in text
     assert "3 not found, 4 damaged" in text
-    assert "_BLOBSTORE_COMPLETE=bash_source" in text
+    assert "blobstore completion bash" in text
 
 
 def test_prints_a_version() -> None:

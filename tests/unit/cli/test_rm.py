@@ -83,3 +83,13 @@ def test_lists_names_that_will_stop_gc(stored: LocalStore) -> None:
 def test_does_not_create_an_absent_store(store: LocalStore) -> None:
     run("rm", "a", exit_code=3)
     assert not Path(store.root).exists()
+
+
+def test_an_id_with_several_names_removes_none(stored: LocalStore) -> None:
+    run("cp", "dense", "copy")
+    digest = run_json("list", "dense")["models"][0]["digest"].removeprefix("sha256:")
+
+    error = run("rm", digest[:8], exit_code=2).stderr
+
+    assert f"'{digest[:8]}' is the ID of several names: 'copy:latest', 'dense:latest'" in error
+    assert len(run_json("list")["models"]) == 2

@@ -86,3 +86,8 @@ def test_exits_with_3_if_the_file_or_model_is_missing(store: LocalStore, path: P
 def test_verify_only_and_force_contradict_each_other(store: LocalStore, path: Path) -> None:
     result = run("unpack", path, "--verify-only", "--force", exit_code=2)
     assert "contradict each other" in result.stderr
+
+
+def test_unpacks_what_a_glob_matches(store: LocalStore, path: Path) -> None:
+    assert run_json("unpack", path, "tun*")["names"] == ["tuned:latest"]
+    assert run_json("list")["models"][0]["name"] == "tuned:latest"

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
+from blobstore.errors import (
+    InvalidManifest,
+    ModelNotFound,
+    StoreError,
+)
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore

@@ -1,0 +1,93 @@
+"""The models that users name: by name, by glob, or by the start of an ID."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
+from blobstore.manifests.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from blobstore.store.protocols import ManifestResolver
+
+_ID = re.compile(r"(?:sha256:)?(?P<start>[0-9a-f]{4,64})", re.ASCII)
+_MAX_LISTED = 5
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a glob: names of models contain none of its characters."""
+    return not {"*", "?", "["}.isdisjoint(text)
+
+
+def name_matches(reference: Reference, pattern: str) -> bool:
+    """Return whether a glob matches a name, with or without the parts that may be left out."""
+    name = str(reference)
+    forms = (name, name.removesuffix(":latest"), reference.full)
+    return any(fnmatchcase(form, pattern) for form in forms)
+
+
+def id_start(text: str) -> str | None:
+    """Return the hexadecimal digits if a text may be the start of an ID, else None."""
+    match = _ID.fullmatch(text)
+    return match["start"] if match else None
+
+
+def select_references(
+    reader: ManifestResolver, texts: Iterable[str], *, needs_name: bool = False
+) -> list[Reference]:
+    """Return the models that texts spell: by name, by glob such as ``team/*``, or by start of the ID.
+
+    The ID of a model is the digest of its manifest. A name wins over an ID of the same spelling. A name
+    that does not exist is returned too: using it is the error.
+
+    Args:
+        reader: the store or archive with the models.
+        texts: what the user wrote.
+        needs_name: refuse an ID that has several names, instead of returning the first.
+
+    Raises:
+        InvalidReference: a text is not a glob, and breaks the grammar of names.
+        ModelNotFound: a glob matches nothing.
+        UsageError: an ID is the start of several IDs, or has several names.
+        StoreError: the names cannot be read.
+    """
+    found: dict[Reference, None] = {}
+    for text in texts:
+        if is_pattern(text):
+            matches = [name for name in reader.references() if name_matches(name, text)]
+            if not matches:
+                raise ModelNotFound(f"no model matches {quote(text)}")
+        else:
+            matches = [_named(reader, text, needs_name=needs_name)]
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def _named(reader: ManifestResolver, text: str, *, needs_name: bool) -> Reference:
+    """Return the model of a name or of the start of an ID."""
+    reference, start = Reference.parse(text), id_start(text)
+    if start is None:
+        return reference
+    try:
+        reader.read_manifest(reference)
+    except ModelNotFound:
+        digests: dict[str, list[Reference]] = {}
+        for name in reader.references():
+            with contextlib.suppress(BlobstoreError):
+                digests.setdefault(Digest.of(reader.read_manifest(name)).hex, []).append(name)
+        near = [names for digest, names in digests.items() if digest.startswith(start)]
+        if len(near) > 1 or (near and needs_name and len(near[0]) > 1):
+            what = "the start of several IDs" if len(near) > 1 else "the ID of several names"
+            listed = [quote(name) for names in near for name in names]
+            raise UsageError(f"{quote(text)} is {what}: {join_some(listed, _MAX_LISTED)}") from None
+        return near[0][0] if near else reference
+    except BlobstoreError:  # using the name reports it
+        return reference
+    return reference

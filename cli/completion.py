@@ -1,0 +1,49 @@
+"""``blobstore completion``: prints a script for the completion of words in a shell."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import click
+
+from blobstore.cli import render
+
+Shell = Literal["bash", "zsh", "fish"]
+
+# Unlike click's script, it asks for the word as the user sees it: bash ends words at colons, which names of
+# models contain. What precedes the last colon is removed again, because bash keeps it.
+_BASH = r"""%(complete_func)s() {
+    local IFS=$'\n' line=${COMP_LINE:0:COMP_POINT} before words type value
+    local word=${line##*[[:space:]]}
+    IFS=$' \t\n' read -ra words <<< "$line"
+    local count=$(( ${#words[@]} - (${#word} > 0) ))
+    [[ $COMP_WORDBREAKS == *:* ]] && before=${word%%"${word##*:}"}
+    COMPREPLY=()
+    while IFS=',' read -r type value; do
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain) COMPREPLY+=("${value#"$before"}") ;;
+        esac
+    done < <(COMP_WORDS=$line COMP_CWORD=$count %(complete_var)s=bash_complete "$1")
+}
+
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+
+@click.command("completion", short_help="Print a script that completes words in a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def command(ctx: click.Context, shell: Shell) -> None:
+    """Print a script with which SHELL completes commands, options, paths, and names.
+
+    Completed names are those of models in the store, of their tensors, and of types. For bash or
+    zsh, add this line to ~/.bashrc or ~/.zshrc: eval "$(blobstore completion bash)". For fish:
+    blobstore completion fish | source.
+    """
+    from click.shell_completion import get_completion_class
+
+    completer: Any = get_completion_class(shell)
+    script = completer(ctx.find_root().command, {}, "blobstore", "_BLOBSTORE_COMPLETE")
+    render.show(_BASH % script.source_vars() if shell == "bash" else script.source())

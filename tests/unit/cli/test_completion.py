@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blobstore.store.local import LocalStore
+from tests.unit.cli.running import LAUNCHER, environment, run
+from tests.unit.cli.test_main import HEAVY, modules_after
+
+# Bash completes with what the function leaves in COMPREPLY, and with paths if compopt says so.
+ASK = """
+blobstore() { "$PYTHON" -c "$LAUNCHER" "$@"; }
+eval "$SCRIPT"
+compopt() { COMPREPLY+=("(paths)"); }
+COMP_LINE=$LINE COMP_POINT=${#LINE}
+_blobstore_completion blobstore
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def completed(line: str) -> list[str]:
+    """Return the words that bash offers at the end of a line."""
+    variables = {"PYTHON": sys.executable, "LAUNCHER": LAUNCHER, "LINE": line}
+    script = run("completion", "bash").stdout
+    done = subprocess.run(
+        ["bash", "-c", ASK],
+        capture_output=True,
+        check=True,
+        env=environment(SCRIPT=script, **variables),
+        text=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("blobstore sho", ["show"]),
+        ("blobstore show d", ["dense", "dense:v2"]),
+        ("blobstore show dense:", ["latest", "v2"]),
+        ("blobstore rm dense te", ["team/model"]),
+        ("blobstore rm x", []),
+        ("blobstore show dense path", ["path/to/\u00e9<&>"]),
+        ("blobstore list --sort s", ["size", "shared"]),
+        ("blobstore create x y --quantize int", ["int4", "int8"]),
+        ("blobstore create ./mod", ["(paths)"]),
+        ("blobstore export dense ", ["(paths)"]),
+        ("blobstore list --store ", ["(paths)"]),
+        ("blobstore repair --from ", ["(paths)"]),
+        ("blobstore inspect ", ["(paths)"]),
+    ],
+)
+def test_bash_completes(stored: LocalStore, line: str, words: list[str]) -> None:
+    run("cp", "dense", "dense:v2")
+    run("cp", "dense", "team/model")
+
+    assert completed(line) == words
+
+
+def test_completes_names_of_the_store_that_the_line_names(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "other"))
+
+    assert completed("blobstore show d") == []
+    assert completed(f"blobstore --store {stored.root} show d") == ["dense"]
+    assert completed(f"blobstore show --store {stored.root} d") == ["dense"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_script_of_click(shell: str) -> None:
+    assert f"_BLOBSTORE_COMPLETE={shell}_complete" in run("completion", shell).stdout
+
+
+def test_completing_a_name_loads_nothing_heavy(stored: LocalStore) -> None:
+    loaded = modules_after(
+        "import os, sys; os.environ |= {'_BLOBSTORE_COMPLETE': 'bash_complete', "
+        "'COMP_WORDS': 'blobstore show dense m', 'COMP_CWORD': '3'}; "
+        "from blobstore.cli.main import program; program([], prog_name='blobstore')"
+    )
+    assert "blobstore" in loaded
+    assert not loaded & HEAVY
