@@ -1,11 +1,10 @@
-"""What the system does otherwise in a child process: its clock, how much a call takes, whether it syncs."""
+"""What the system does otherwise in a child process: its clock, how much a call takes."""
 
 from __future__ import annotations
 
 import functools
 import os
 import random
-import stat
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,17 +50,6 @@ def _short(seed: int) -> None:
     os.preadv = preadv_part
 
 
-def _unsynced(what: str) -> None:
-    """Leave out syncing ``files`` or ``folders``: a power cut loses something then, if tests find it."""
-    sync = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode) != (what == "folders"):
-            sync(descriptor)
-
-    os.fsync = fsync  # type: ignore[assignment]
-
-
 def _sync_threads(count: int) -> None:
     """Sync blobs by so many threads: with one, the n-th call is the same each time."""
     from blobstore.store import ingest
@@ -100,6 +88,5 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "slow": _slow,
     "clock": _clock,
     "short": _short,
-    "unsynced": _unsynced,
     "sync_threads": _sync_threads,
 }

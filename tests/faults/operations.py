@@ -52,7 +52,7 @@ class Operation:
 
 def operations() -> list[Operation]:
     """Return the operations that the command line has."""
-    return [item for item in _OPERATIONS if has_command(item.name)]
+    return [item for item in _OPERATIONS if has_command(item.name.split()[0])]
 
 
 def _store_of(scene: Scene) -> list[object]:
@@ -81,6 +81,14 @@ def _before_create(scene: Scene) -> list[object]:
 
 def _after_create(scene: Scene, ended: Ended) -> Findings:
     return _checked(scene, ended, made=scene.guest)
+
+
+def _before_first_create(scene: Scene) -> list[object]:
+    """Let neither the store nor the folder that holds it exist."""
+    scene.store = scene.folder / "new" / "store"
+    shutil.rmtree(scene.store.parent, ignore_errors=True)
+    scene.kept = []
+    return ["create", scene.guest.folder, scene.guest.name, *_store_of(scene)]
 
 
 # gc
@@ -215,7 +223,7 @@ def _after_moving(scene: Scene, ended: Ended) -> Findings:
     return check_store(scene.store, expected, scene.spare)
 
 
-# export
+# export and link
 
 
 def _before_export(scene: Scene) -> list[object]:
@@ -234,17 +242,23 @@ def _after_export(scene: Scene, ended: Ended) -> Findings:
     return found
 
 
+def _before_link(scene: Scene) -> list[object]:
+    return ["link", *_before_export(scene)[1:]]
+
+
 def check_folder(folder: Path, model: Known) -> list[str]:
     """Return what is wrong with an exported folder: it is whole or not there."""
-    names = {path.name for path in folder.iterdir()}
-    expected = {path.name for path in model.folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith("model")}
+    expected = {path.name for path in model.folder.iterdir()} - {"model.safetensors"}
     if names != expected:
         return [f"the exported folder holds {sorted(names)}, not {sorted(expected)}"]
+    tensors: dict[str, bytes] = {}
     try:
-        arrays = load_file(folder / "model.safetensors")
+        for path in folder.glob("*.safetensors"):  # a folder of links has one for each blob
+            tensors |= {name: array.tobytes() for name, array in load_file(path).items()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the file is not whole
         return [f"the exported weights cannot be read: {error}"]
-    if {name: array.tobytes() for name, array in arrays.items()} != model.tensors:
+    if tensors != model.tensors:
         return ["the exported weights have other bytes"]
     return []
 
@@ -298,6 +312,7 @@ _OPERATIONS = (
     Operation("freeze", _before_freeze, _after_moving),
     Operation("thaw", _before_thaw, _after_moving),
     Operation("export", _before_export, _after_export),
+    Operation("link", _before_link, _after_export),
     Operation("pack", _before_pack, _after_pack),
     Operation("unpack", _before_unpack, _after_create),
 )

@@ -6,7 +6,6 @@ Each line is written before the next step begins, so the reader knows which step
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import sys
 import time
@@ -55,34 +54,6 @@ def try_all(folder: Path) -> None:
         (store / "blobs" / layer["digest"].replace(":", "-")).unlink()
     for arguments in (("verify",), ("repair", "a", "--from", model.folder), ("rm", "a"), ("gc",)):
         command(*arguments, "--json", "--store", store)
-
-
-def churn(sources: str, store: str, seed: str) -> None:
-    """Create, remove and collect models at random, for ever. Tells ``create NAME``, ``done 0``, ..."""
-    chance = random.Random(int(seed))
-    names = sorted(path.name for path in Path(sources).iterdir())
-    there: set[str] = set()
-    removes = has_command("rm")
-    while True:
-        name = chance.choice(names)
-        if chance.random() < 0.2:
-            _do(["gc", "--older-than", "0s"], "gc", store)
-        elif removes and name in there and chance.random() < 0.5:
-            _do(["rm", name], f"rm {name}", store)
-            there.discard(name)
-        elif there and chance.random() < 0.5:
-            # One at a time, bases stay or become hot while their deltas are cold.
-            chosen = chance.sample(sorted(there), chance.choice((1, len(there))))
-            _do([chance.choice(("freeze", "thaw")), *chosen], "another form", store)
-        else:
-            _do(["create", str(Path(sources, name)), name], f"create {name}", store)
-            there.add(name)
-
-
-def _do(arguments: list[str], what: str, store: str) -> None:
-    _report(what)
-    code, _, errors = command(*arguments, "--store", store)
-    _report(f"done {code} {json.dumps(errors[-300:])}")
 
 
 def _report(what: str) -> None:
