@@ -62,6 +62,7 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
     type=options.FILE,
     help="Also write a page with a heat map by layer and projection. An existing file is replaced.",
 )
+@click.option("--all", "shows_all", is_flag=True, help="List equal tensors too.")
 @options.jobs_option
 @options.json_option
 def command(
@@ -72,6 +73,7 @@ def command(
     order: Order | None,
     top: int | None,
     html: str | None,
+    shows_all: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -82,7 +84,8 @@ def command(
     divided by the norm of the base; SNR is the same in decibels. A group is the elements of a row
     that share a scale, or 64 elements if neither tensor is quantized. The worst group is the one
     with the largest relative error. Its row is counted with all dimensions but the last flattened.
-    Totals are those of the tensors that differ.
+    Totals are those of the tensors that differ. Equal tensors are listed only with --all, --sort or
+    a pattern, and in JSON.
 
     Elements that differ and are infinite or NaN in one of the models are counted, but not measured.
     Only the size of blobs is checked; "blobstore verify" reads and hashes them.
@@ -120,6 +123,8 @@ def command(
         total = count | render.record(compared, _TOTAL_FIELDS)
         render.show_json(render.record(compared, fields) | {"tensors": listed, "total": total})
         return
+    if not (patterns or order or shows_all):
+        rows = [row for row in rows if not row.is_equal]
     render.show("\n".join(_as_text(compared, rows)))
     if target is not None:
         render.show_note(f"wrote {target}")
@@ -160,7 +165,8 @@ def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]
         for row in rows
     ]
     alarming = [index for index, row in enumerate(rows) if row.nonfinite]
-    yield render.table(_HEADINGS, cells, right=(3, 4, 5), alarming=alarming)
+    if rows:
+        yield render.table(_HEADINGS, cells, right=(3, 4, 5), alarming=alarming)
     count = len(compared.tensors)
     differing = len(compared.differing)
     bits = f"{number(compared.bits_per_weight)} bits per weight, {number(compared.base_bits_per_weight)} in the base"

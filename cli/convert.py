@@ -5,12 +5,20 @@ from __future__ import annotations
 import click
 
 from blobstore.cli import options, render
-from blobstore.core.escape import escape
+from blobstore.core.escape import escape, quote
+
+SUFFIX = ".safetensors"
+
+
+def _parse_target(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not value.endswith(SUFFIX):
+        raise click.BadParameter(f"the file must end in {SUFFIX}, got {quote(value)}", ctx, param)
+    return value
 
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
 @click.argument("source", type=options.FILE)
-@click.argument("out", metavar="OUT.safetensors", type=options.FILE)
+@click.argument("out", metavar="OUT.safetensors", type=options.FILE, callback=_parse_target)
 @click.option(
     "--subtree", metavar="PATH", help="Part of a PyTorch checkpoint; '.' is the whole checkpoint."
 )

@@ -42,7 +42,8 @@ def command(
     Tensors are matched by the names that they had in their source, however experts are stored. They
     are equal if type, shape and bytes are equal; "blobstore compare" measures how much values differ. Shared
     blobs are not read. Only the size of other blobs is checked; "blobstore verify" hashes them.
-    The exit code is 0 if nothing differs and 1 if something does.
+    The exit code is 0 if nothing differs and 1 if something does. The config of a model that has
+    tensors does not count: it says how they were imported.
     """
     from blobstore.operations.compare.diff import diff_models
 
@@ -104,7 +105,7 @@ def _show_text(found: Difference, *, shows_all: bool) -> None:
     rows += [
         (
             _change(item),
-            render.cell(item.name or item.media_type),
+            "config" if item.is_config else render.cell(item.name or item.media_type),
             _file_cell(item.ours),
             _file_cell(item.theirs),
         )

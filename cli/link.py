@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
 @options.jobs_option
+@options.wait_option
 @options.json_option
 def command(
     name: str,

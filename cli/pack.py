@@ -28,7 +28,7 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 @click.command("pack", short_help="Write models to one archive file.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
+@click.argument("names", metavar="NAME...", nargs=-1, type=options.MODEL)
 @click.argument("file", metavar="FILE.bsar", callback=parse_file)
 @click.option(
     "--level",
@@ -42,7 +42,9 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @options.jobs_option
 @options.wait_option
 @options.json_option
+@click.pass_context
 def command(
+    ctx: click.Context,
     names: tuple[str, ...],
     file: str,
     store: LocalStore,
@@ -58,6 +60,8 @@ def command(
     """
     from blobstore.operations.archive.pack import pack_models
 
+    if not names:  # the last argument is always the file
+        raise click.UsageError("missing argument 'NAME...'", ctx)
     with options.models(store, names) as chosen, render.progress_bar() as progress:
         packed = pack_models(
             chosen, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress

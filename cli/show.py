@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import click
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 View = Literal["tensors", "layers", "files", "manifest", "source"]
 Order = Literal["name", "size", "type", "params"]
+_Command = TypeVar("_Command", bound="Callable[..., Any]")
+_VIEW_KEY = "blobstore.show"
 
 _TENSOR_FIELDS = (
     "name type dtype shape parameters bytes=size bits_per_weight layer digest quant_type group_size"
@@ -49,18 +51,26 @@ _SORT_KEYS: dict[Order, Callable[[Row], Any]] = {
 }
 
 
+def _view_option(view: View, text: str) -> Callable[[_Command], _Command]:
+    def choose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        del param
+        other = ctx.meta.get(_VIEW_KEY)
+        if value and other:
+            raise click.UsageError(f"--{other} and --{view} contradict each other", ctx)
+        if value:
+            ctx.meta[_VIEW_KEY] = view
+
+    return click.option(f"--{view}", is_flag=True, expose_value=False, callback=choose, help=text)
+
+
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
 @click.argument("name", type=options.MODEL)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
 @options.store_option
-@click.option("--layers", "view", flag_value="layers", help="List the manifest's layers.")
-@click.option("--files", "view", flag_value="files", help="List the small files.")
-@click.option(
-    "--manifest", "view", flag_value="manifest", help="Print the manifest, byte for byte."
-)
-@click.option(
-    "--source", "view", flag_value="source", help="Show what the model was imported from."
-)
+@_view_option("layers", "List the manifest's layers.")
+@_view_option("files", "List the small files.")
+@_view_option("manifest", "Print the manifest, byte for byte.")
+@_view_option("source", "Show what the model was imported from.")
 @click.option(
     "--sort",
     "order",
@@ -74,7 +84,6 @@ def command(
     name: str,
     patterns: tuple[str, ...],
     store: LocalStore,
-    view: View | None,
     order: Order | None,
     as_json: bool,
 ) -> None:
@@ -86,6 +95,7 @@ def command(
     """
     from blobstore.operations.maintenance.show import describe_model, model_source
 
+    view: View | None = ctx.meta.get(_VIEW_KEY)
     with options.model(store, name) as reference:
         if view in ("manifest", "source"):
             if patterns or order:

@@ -61,6 +61,13 @@ class FileDifference:
     theirs: Descriptor | None
     is_same: bool
     """Whether both models have it, with equal bytes. Configs may differ in the digest of the layers."""
+    is_derived: bool = False
+    """Whether a difference follows from how tensors were imported, as in the config of their model."""
+
+    @property
+    def is_config(self) -> bool:
+        """Whether this is the config of the manifest, which has no name."""
+        return self.media_type == media_types.CONFIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +83,9 @@ class Difference:
 
     @property
     def is_same(self) -> bool:
-        """Whether the models are equal."""
+        """Whether the models are equal, except for what is derived."""
         tensors = all(item.is_same for item in self.tensors)
-        return tensors and all(item.is_same for item in self.files)
+        return tensors and all(item.is_same or item.is_derived for item in self.files)
 
 
 def diff_models(
@@ -209,6 +216,7 @@ def _extents(part: SourceTensor) -> list[tuple[int, int]]:
 
 def _diff_files(store: LocalStore, ours: Manifest, theirs: Manifest) -> tuple[FileDifference, ...]:
     found, others = _other_layers(ours), _other_layers(theirs)
+    have_tensors = all(manifest.layers_of(media_types.TENSOR) for manifest in (ours, theirs))
     differences = []
     for key in dict.fromkeys([*found, *others]):
         media_type, name, _ = key
@@ -220,7 +228,12 @@ def _diff_files(store: LocalStore, ours: Manifest, theirs: Manifest) -> tuple[Fi
             )
         differences.append(
             FileDifference(
-                name=name, media_type=media_type, ours=mine, theirs=other, is_same=is_same
+                name=name,
+                media_type=media_type,
+                ours=mine,
+                theirs=other,
+                is_same=is_same,
+                is_derived=have_tensors and media_type == media_types.CONFIG,
             )
         )
     return tuple(differences)

@@ -186,14 +186,13 @@ def _result(
     notices = []
     if copied:
         notices.append(
-            f"weight files that are copies: {len(copied)}, {copied_size} bytes; their tensors "
-            "have other names in such a folder than in the store, and their bytes could not be "
-            "shared"
+            f"weight files that are copies: {len(copied)}; their tensors have other names in such a "
+            "folder than in the store, and their bytes could not be shared"
         )
     if gathered:
         notices.append(
-            f"weight files that are copies: {gathered}, {gathered_size} bytes; their tensors have "
-            "another order in such a folder than in the store, or have to be in one file"
+            f"weight files that are copies: {gathered}; their tensors have another order in such a "
+            "folder than in the store, or have to be in one file"
         )
     weights = len(plan.links) + len(plan.relabelled) + gathered
     return Linked(

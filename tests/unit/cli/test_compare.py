@@ -72,7 +72,7 @@ def no_constants(text: str) -> Any:
 
 
 def test_prints_a_table_and_totals(models: LocalStore) -> None:
-    result = run("compare", "packed", "base")
+    result = run("compare", "packed", "base", "--all")
     lines = result.stdout.splitlines()
     compared = compare_models("packed", "base", store=models)
 
@@ -272,3 +272,11 @@ def test_reports_that_a_page_cannot_be_written(
     assert "No space left on device" in result.stderr
     assert not list(tmp_path.glob("*page*"))
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_equal_tensors_are_listed_if_asked_for(stored: LocalStore) -> None:
+    run("cp", "dense", "copy")
+
+    assert run("compare", "dense", "copy").stdout.startswith("9 tensors, all equal")
+    assert run("compare", "dense", "copy", "--all").stdout.count("\n") == 11
+    assert run("compare", "dense", "copy", "empty").stdout.count("\n") == 3

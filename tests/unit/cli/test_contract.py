@@ -103,10 +103,10 @@ JSON = {
     "repair": """blobs bytes_read dry_run faults manifests models repaired repaired[].blob
         repaired[].bytes repaired[].layer repaired[].quarantined seconds""",
     "freeze": """bases bases.dense:latest blobs blobs[].base blobs[].bytes blobs[].digest
-        blobs[].name blobs[].outcome blobs[].stored_bytes bytes dry_run faults names seconds
+        blobs[].name blobs[].outcome blobs[].stored_bytes bytes dry_run fallbacks faults names seconds
         stored_bytes""",
     "thaw": "blobs bytes faults names seconds stored_bytes",
-    "pack": "blobs bytes deltas file names seconds stored_bytes",
+    "pack": "blobs bytes deltas fallbacks file names seconds stored_bytes",
     "unpack": "blobs bytes_present bytes_written file names seconds",
 }
 

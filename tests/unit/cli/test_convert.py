@@ -54,3 +54,9 @@ def test_takes_the_number_of_threads(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     run("convert", checkpoint, out, "--jobs", "1")
     run("convert", checkpoint, out, "--force", "-j", "0", exit_code=2)
+
+
+def test_the_file_must_be_named_as_what_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    result = run("convert", checkpoint, tmp_path / "out.bin", exit_code=2)
+    assert "must end in .safetensors" in result.stderr
+    assert not (tmp_path / "out.bin").exists()

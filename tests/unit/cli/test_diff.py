@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, write_folder
@@ -94,3 +96,18 @@ def test_packed_tensors_show_their_type(store: LocalStore) -> None:
     result = run("diff", "a", "b", exit_code=1)
     assert result.stdout.splitlines()[1].split("  ")[0] == "bytes"
     assert "int4 g32 [1, 64]" in result.stdout
+
+
+def test_the_config_of_a_model_of_tensors_does_not_count(stored: LocalStore) -> None:
+    manifest = stored.resolve("dense")
+    data = ModelConfig(file_type="int4", layers_digest=layers_digest(manifest.layers)).to_bytes()
+    with stored.ingest() as ingest:
+        digest = ingest.add(len(data), lambda: [data]).digest
+        ingest.publish()
+        config = manifest.config._replace(digest=digest, size=len(data))
+        stored.publish("other", replace(manifest, config=config))
+
+    result = run("diff", "dense", "other")
+
+    assert "\nchanged  config  " in result.stdout
+    assert run_json("diff", "dense", "other")["same"]

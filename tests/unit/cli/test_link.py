@@ -40,8 +40,8 @@ def test_says_what_is_copied(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model", quantizable_tensors())
     run("create", source, "m", "--quantize", "int4")
     result = run("link", "m", tmp_path / "farm")
-    assert result.stderr.startswith("note: weight files that are copies: 3, ")
-    assert "note: weight files that are copies: 1, " in result.stderr
+    assert result.stderr.startswith("note: weight files that are copies: 3; ")
+    assert "note: weight files that are copies: 1; " in result.stderr
     assert " links (" in result.stdout
     assert ", 4 files copied (" in result.stdout
 

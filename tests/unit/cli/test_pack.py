@@ -72,3 +72,9 @@ def test_exits_with_4_if_a_model_is_damaged(family: LocalStore, tmp_path: Path) 
     result = run("pack", "tuned", tmp_path / "x.bsar", exit_code=4)
     assert "blobstore: error: tuned:latest: layer 'l1': blob" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+
+
+def test_says_which_argument_is_missing(family: LocalStore) -> None:
+    error = run("pack", "base", exit_code=2).stderr
+    assert "the last argument must be a file that ends in .bsar, got 'base'" in error
+    assert "missing argument 'NAME...'" in run("pack", "x.bsar", exit_code=2).stderr

@@ -293,3 +293,8 @@ def test_distinguishes_layers_without_a_name(stored: LocalStore) -> None:
     shown = run_json("show", "nameless", exit_code=4)
     assert [tensor["name"] for tensor in shown["tensors"]] == ["two"]
     assert [fault["digest"] for fault in shown["faults"]] == [str(layers[0].digest)]
+
+
+def test_two_views_contradict_each_other(stored: LocalStore) -> None:
+    error = run("show", "dense", "--layers", "--files", exit_code=2).stderr
+    assert "--layers and --files contradict each other" in error
