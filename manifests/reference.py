@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blobstore.core.escape import quote
@@ -75,6 +76,16 @@ class Reference:
         """
         return name if isinstance(name, Reference) else cls.parse(name)
 
+    @classmethod
+    def all_of(cls, names: Names) -> tuple[Reference, ...]:
+        """Return the references of one name or of several, each once.
+
+        Raises:
+            InvalidReference: as :meth:`parse`.
+        """
+        listed = [names] if isinstance(names, str | Reference) else names
+        return tuple(dict.fromkeys(map(cls.of, listed)))
+
     @property
     def parts(self) -> tuple[str, str, str, str]:
         """Host, namespace, model and tag."""
@@ -91,3 +102,10 @@ class Reference:
         if self.host != DEFAULT_HOST:
             return f"{self.host}/{self.namespace}/{name}"
         return name if self.namespace == DEFAULT_NAMESPACE else f"{self.namespace}/{name}"
+
+    def __repr__(self) -> str:
+        return f"Reference({str(self)!r})"
+
+
+Names = str | Reference | Iterable[str | Reference]
+"""One model or several."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core.arguments import one_or_more
 from blobstore.core.escape import quote
 from blobstore.core.slicing import Selection, select
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
 from blobstore.models.tensors import COMPANIONS
-from blobstore.quantization.formats import FLOAT8_TYPE, SCALE_SUFFIXES
+from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, SCALE_SUFFIXES
 from blobstore.quantization.metadata import KEYS, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
@@ -48,6 +49,12 @@ class QuantizedWeights:
         self._name = name
         self._index = index
         self._framework = framework
+        if not isinstance(dequantize, bool):
+            dequantize = one_or_more(dequantize)
+            if unknown := set(dequantize) - FORMATS.keys():
+                raise UsageError(
+                    f"there is no quantization type {quote(min(unknown))}; expected one of {', '.join(FORMATS)}"
+                )
         self.dequantized: Collection[str] = frozenset(
             name
             for name, (kind, *_) in index.quantized.items()

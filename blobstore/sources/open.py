@@ -39,7 +39,7 @@ def open_source(
         SourceError: the source cannot be read; see :class:`HuggingFaceFolder` for the kinds.
         UsageError: an option does not apply to the source.
     """
-    name = os.fspath(text)
+    name = os.path.expanduser(text)  # noqa: PTH111 - a URL is no path
     path = Path(name)
     try:
         # Path("") would be the working folder.

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, read_regular, sync_folder, write_file
 from blobstore.errors import (
@@ -52,10 +53,9 @@ class LocalStore(BlobReader):
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, lock_timeout: float = LOCK_TIMEOUT
     ) -> None:
-        # Unlike Path.expanduser, this leaves "~" alone where there is no home folder.
-        path = os.path.expanduser(default_root() if root is None else root)  # noqa: PTH111
+        path = local_path(default_root() if root is None else root)
         # Absolute, because the program may change its working directory while a model is open.
-        super().__init__(Layout(Path(path).absolute()))
+        super().__init__(Layout(path.absolute()))
         self._locks = Locks(self._layout, lock_timeout)
 
     @classmethod

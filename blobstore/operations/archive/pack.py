@@ -12,12 +12,12 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.level import Level
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
@@ -46,8 +46,10 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Names
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.plan import PlannedMember
 
@@ -72,7 +74,7 @@ class Packed:
 
 
 def pack_models(
-    references: Sequence[str | Reference],
+    references: Names,
     path: str | os.PathLike[str],
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
@@ -105,11 +107,11 @@ def pack_models(
     check_jobs(jobs)
     if level not in get_args(Level):
         raise UsageError(f"level must be fast or small, got {quote(level)}")
-    names = list(map(Reference.of, references))
+    names = Reference.all_of(references)
     if not names:
         raise UsageError("name the models to be packed")
     check_case(names)
-    target = Path(path)
+    target = local_path(path)
     _check_target(target, overwrite=overwrite)
     store = LocalStore.of(store)
     store.check_root()

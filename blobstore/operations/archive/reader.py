@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
@@ -36,9 +37,10 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import ArchivedModel, ArchiveTable, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from blobstore.core.digest import Digest
+    from blobstore.manifests.reference import Names
 
 _READ_SIZE = 1 << 20
 
@@ -92,7 +94,7 @@ class ArchiveReader:
         """Return the names of the models."""
         return tuple(self._manifests)
 
-    def models(self, references: Sequence[Reference] = ()) -> list[ArchivedModel]:
+    def models(self, references: Names = ()) -> list[ArchivedModel]:
         """Return the models of these names, by default all.
 
         If these are all models of the archive, it must hold no blob that none of them needs.
@@ -101,7 +103,9 @@ class ArchiveReader:
             ModelNotFound: the archive has no such name.
             ArchiveDamaged: a manifest was altered, or one of its blobs is missing.
         """
-        found = [self.resolve(reference) for reference in references or self._manifests]
+        found = [
+            self.resolve(reference) for reference in Reference.all_of(references) or self._manifests
+        ]
         if len({model.reference for model in found}) == len(self._manifests):
             needed = set(self.needed(found))
             bases = {self.members[number].base for number in needed}
@@ -323,7 +327,7 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
         BlobstoreError: it cannot be read.
         ArchiveDamaged: it is truncated or altered, or breaks the format; also in the block.
     """
-    text = os.fspath(path)
+    text = str(local_path(path))
     try:
         descriptor, size = open_regular(text)
     except FileNotFoundError:

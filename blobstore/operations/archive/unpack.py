@@ -11,9 +11,9 @@ import contextlib
 import shutil
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -26,8 +26,10 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Names
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.reader import ArchiveReader
     from blobstore.store.ingest import Ingest, Ingested
@@ -64,7 +66,7 @@ class CheckedArchive:
 
 def unpack_archive(
     path: str | os.PathLike[str],
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -93,7 +95,7 @@ def unpack_archive(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    names = list(dict.fromkeys(map(Reference.of, references)))
+    names = Reference.all_of(references)
     store = LocalStore.of(store)
     with open_archive(path) as archive:
         models = archive.models(names)
@@ -112,7 +114,7 @@ def unpack_archive(
                     store.place(model.reference, model.data, model.manifest.blobs)
                 undo.pop_all()
     return Unpacked(
-        path=Path(path),
+        path=local_path(path),
         references=tuple(model.reference for model in models),
         blobs=len(ingested),
         bytes_written=sum(item.size for item in ingested if item.written),
@@ -123,7 +125,7 @@ def unpack_archive(
 
 def check_archive(
     path: str | os.PathLike[str],
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -131,7 +133,7 @@ def check_archive(
     """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
     started = time.monotonic()
     check_jobs(jobs)
-    names = list(dict.fromkeys(map(Reference.of, references)))
+    names = Reference.all_of(references)
     with open_archive(path) as archive:
         models = archive.models(names)
         labels = label_blobs(models, archive)
@@ -145,7 +147,7 @@ def check_archive(
 
         workers.run(numbers, check)
     return CheckedArchive(
-        path=Path(path),
+        path=local_path(path),
         references=tuple(model.reference for model in models),
         blobs=len(members),
         size=sum(member.size for member in members),

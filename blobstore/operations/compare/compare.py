@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.arguments import one_or_more
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.manifests.reference import Reference
@@ -177,7 +178,7 @@ def compare_models(
     base: str | Reference,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
-    patterns: Sequence[str] = (),
+    patterns: str | Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -203,7 +204,7 @@ def compare_models(
     check_jobs(jobs)
     reference, base = Reference.of(reference), Reference.of(base)
     store = LocalStore.of(store)
-    pairing = pair_tensors(store, reference, base, patterns)
+    pairing = pair_tensors(store, reference, base, one_or_more(patterns))
     # The largest first, so that the last job to end is a short one.
     pairs = sorted(pairing.pairs, key=_bytes_to_read, reverse=True)
     pool = WorkerPool(jobs, progress, sum(map(_bytes_to_read, pairs)))

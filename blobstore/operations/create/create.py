@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import one_or_more
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
@@ -85,15 +86,15 @@ def create(
     quantize: str | None = None,
     group_size: int | None = None,
     policy: PolicyName = "recommended",
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     decode: bool = False,
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
     keep_names: bool = False,
     skip_unreadable: bool = False,
-    keep: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
@@ -150,11 +151,14 @@ def create(
             subtree=subtree,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
-            keep=tuple(keep),
-            exclude=tuple(exclude),
+            keep=one_or_more(keep),
+            exclude=one_or_more(exclude),
         ),
         QuantizeOptions(
-            quant_type=quantize, group_size=group_size, policy=policy, overrides=tuple(overrides)
+            quant_type=quantize,
+            group_size=group_size,
+            policy=policy,
+            overrides=one_or_more(overrides),
         ),
         experts,
         decode,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
 from blobstore.manifests.reference import Reference
@@ -17,6 +17,7 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.operations.create.create import Created
@@ -62,7 +63,7 @@ def create_all(
     store = LocalStore.of(store)
     first: dict[str, Path] = {}
     results = []
-    for found, source in _find_models(Path(folder)):
+    for found, source in _find_models(local_path(folder)):
         name, created, error = found, None, None
         try:
             reference = Reference.parse(found)

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -20,6 +20,7 @@ from blobstore.sources.pytorch.values import VALUES_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
@@ -78,7 +79,7 @@ def convert_checkpoint(
         UsageError: ``jobs`` is below 1.
     """
     check_jobs(jobs)
-    path = Path(target)
+    path = local_path(target)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         raise BlobstoreError(
             f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")

@@ -20,6 +20,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import sync_folder, write_all
@@ -267,7 +268,7 @@ def resolve_target(folder: str | os.PathLike[str]) -> Path:
         BlobstoreError: it exists and is not empty, is a mount point, or is the working directory.
     """
     try:
-        target = Path(os.path.realpath(folder))
+        target = Path(os.path.realpath(local_path(folder)))
         if not os.path.lexists(target):
             return target
         is_empty = target.is_dir() and not any(target.iterdir())

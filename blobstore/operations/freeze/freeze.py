@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Names
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
 """What became of a blob: it was frozen now or before, or why it was not frozen."""
@@ -89,7 +90,7 @@ class Frozen:
 
 
 def freeze_models(
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     level: Level = "fast",
@@ -130,7 +131,8 @@ def freeze_models(
     if level not in get_args(Level):
         raise UsageError(f"level must be fast or small, got {quote(level)}")
     check_jobs(jobs)
-    if not references and older_than is None:
+    names = Reference.all_of(references)
+    if not names and older_than is None:
         raise UsageError(
             "name the models to freeze, or give the age from which on models are frozen"
         )
@@ -138,7 +140,7 @@ def freeze_models(
     estimator = SizeEstimator(store, level)
     plan = plan_freeze(
         store,
-        tuple(dict.fromkeys(map(Reference.of, references))),
+        names,
         estimator,
         older_than=older_than,
         base=None if base is None else Reference.of(base),

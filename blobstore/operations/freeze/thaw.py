@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Names
     from blobstore.operations.freeze.batches import Report
 
 
@@ -52,7 +53,7 @@ class Thawed:
 
 
 def thaw_models(
-    references: Sequence[str | Reference],
+    references: Names,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     keep_cold: bool = False,
@@ -78,7 +79,7 @@ def thaw_models(
     started = time.monotonic()
     check_jobs(jobs)
     store = LocalStore.of(store)
-    names = tuple(dict.fromkeys(map(Reference.of, references)))
+    names = Reference.all_of(references)
     blobs = {
         layer.digest: layer
         for name in names

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.digest import Digest
+    from blobstore.manifests.reference import Names
 
 
 class Space(NamedTuple):
@@ -117,7 +118,7 @@ class StoreUsage:
 
 
 def measure_usage(
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
 ) -> StoreUsage:
@@ -132,7 +133,7 @@ def measure_usage(
         StoreError: the store is not a folder or cannot be read.
     """
     store = LocalStore.of(store)
-    asked = dict.fromkeys(map(Reference.of, references))
+    asked = Reference.all_of(references)
     read_entries(store, asked)  # fails if one of them does not exist
     entries = {entry.reference: entry for entry in read_catalog(store)}
     chosen = [entries[name] for name in asked or entries if name in entries]

@@ -24,6 +24,7 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from blobstore.manifests.reference import Names
     from blobstore.store.catalog import CatalogEntry
 
 
@@ -99,7 +100,7 @@ def rename_model(
 
 
 def remove_models(
-    references: Sequence[str | Reference],
+    references: Names,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     dry_run: bool = False,
@@ -120,7 +121,7 @@ def remove_models(
         StoreError: the store cannot be read or written.
     """
     store = LocalStore.of(store)
-    names = list(map(Reference.of, references))
+    names = Reference.all_of(references)
     entries = _removable(store, names)
     left = _left_behind(store, entries)
     if entries and not dry_run:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.arguments import one_or_more
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, write_all
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Names
     from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault, Verified
@@ -90,11 +92,11 @@ class Repaired:
 
 
 def repair_models(
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     source: str | os.PathLike[str] | None = None,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
@@ -130,7 +132,7 @@ def repair_models(
     started = time.monotonic()
     check_jobs(jobs)
     store = LocalStore.of(store)
-    chosen = tuple(map(Reference.of, references))
+    chosen = Reference.all_of(references)
     other = None if source is None else open_other_store(source, store)
     with contextlib.ExitStack() as stack:
         opened: TensorSource | None = None
@@ -168,7 +170,9 @@ def repair_models(
                 if any(blob.id in wanted for blob in manifest.blobs)
             ]
             lists = {layers_digest(manifest.layers) for manifest in users}
-            provider = RebuiltBlobs(opened, options, overrides, lists, _recorded(store, users))
+            provider = RebuiltBlobs(
+                opened, options, one_or_more(overrides), lists, _recorded(store, users)
+            )
         work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
         work.run(provider)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
@@ -219,7 +219,7 @@ def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> Local
     Raises:
         UsageError: ``source`` is ``store`` itself.
     """
-    path = Path(source)
+    path = local_path(source)
     if not all((path / part).is_dir() for part in ("blobs", "manifests")):
         return None
     if store.root.exists() and path.samefile(store.root):

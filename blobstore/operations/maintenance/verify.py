@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Names
     from blobstore.models.tensors import Headers, ModelTensors
 
 
@@ -83,7 +84,7 @@ class Verified:
 
 
 def verify_models(
-    references: Sequence[str | Reference] = (),
+    references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     quick: bool = False,
@@ -119,7 +120,7 @@ def verify_models(
     store = LocalStore.of(store)
     limiter = None if rate is None else RateLimiter(rate)
     check = _BlobCheck(store, jobs, progress, limiter, is_quick=quick)
-    names = tuple(dict.fromkeys(map(Reference.of, references)))
+    names = Reference.all_of(references)
     must_exist, is_first = bool(names), True
     names = names or tuple(store.references())
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}

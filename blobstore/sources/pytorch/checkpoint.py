@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.core.gc_pause import gc_paused
@@ -30,6 +30,7 @@ from blobstore.sources.pytorch.values import plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
     from typing import Self
 
     from blobstore.core.tensor import TensorSpec
@@ -266,7 +267,7 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
         UnsupportedSource: it is of a format that is not read.
         UsageError: there is no such subtree.
     """
-    return Checkpoint(Path(path), subtree=subtree)
+    return Checkpoint(local_path(path), subtree=subtree)
 
 
 def check_globals(result: Result) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.files import open_regular, read_exactly
 from blobstore.errors import CheckpointRefused, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.pytorch.checkpoint import Checkpoint, errors_of
@@ -23,6 +23,7 @@ from blobstore.sources.unpickler.machine import scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.pytorch.state_dict import Subtree
@@ -73,7 +74,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
         SourceError: it cannot be read.
         UsageError: there is no such subtree.
     """
-    path = Path(path)
+    path = local_path(path)
     size, found = _globals_of(path)
     try:
         with Checkpoint(path, subtree=subtree) as checkpoint:

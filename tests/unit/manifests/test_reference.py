@@ -79,6 +79,19 @@ def test_is_shown_by_its_shortest_name(text: str, short: str) -> None:
     assert str(Reference.parse(text)) == short
 
 
+def test_its_repr_is_short() -> None:
+    reference = Reference.parse("team/llama:1b")
+    assert repr(reference) == "Reference('team/llama:1b')"
+
+
+def test_takes_one_name_or_several() -> None:
+    one, two = Reference.parse("one"), Reference.parse("two")
+    assert Reference.all_of("one") == Reference.all_of(one) == (one,)
+    assert Reference.all_of(["one", two, "one:latest"]) == (one, two)
+    assert Reference.all_of(iter(["two"])) == (two,)
+    assert Reference.all_of(()) == ()
+
+
 def test_keeps_the_case() -> None:
     assert str(Reference.parse("Org/Model:Q4_K")) == "Org/Model:Q4_K"
     assert Reference.parse("M") != Reference.parse("m")

@@ -99,13 +99,21 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 
 
 def run(
-    call: Callable[..., Any], folder: Path, change: Callable[[str], Any] = str, **more: Any
+    call: Callable[..., Any],
+    folder: Path,
+    change: Callable[[str], Any] = str,
+    *,
+    as_list: Callable[[list[Any]], Any] = list,
+    **more: Any,
 ) -> Any:
-    """Call an operation with its arguments; ``change`` replaces each name of a model."""
+    """Call an operation with its arguments.
+
+    ``change`` replaces each name of a model, and ``as_list`` each list of names.
+    """
 
     def argument(value: Any) -> Any:
         if isinstance(value, list):
-            return [argument(item) for item in value]
+            return as_list([argument(item) for item in value])
         if value[0] == "@":
             return folder / value[1:]
         return change(value) if value in NAMES else value
@@ -127,6 +135,30 @@ def test_accepts_a_store_or_its_path(call: Callable[..., Any], kind: Any, folder
 @pytest.mark.parametrize("call", accepting("store"))
 def test_accepts_references_for_names(call: Callable[..., Any], folder: Path) -> None:
     run(call, folder, Reference.parse)
+
+
+@pytest.mark.parametrize("call", accepting("references"))
+@pytest.mark.parametrize("kind", [str, Reference.parse])
+def test_one_name_is_not_the_list_of_its_letters(
+    call: Callable[..., Any], kind: Any, folder: Path
+) -> None:
+    if ARGUMENTS[call][0][0] == "@":
+        run(call, folder, references=kind("packed"))
+        return
+    create(folder / "source", "m", store=folder / "store")
+    run(call, folder, kind, as_list=lambda names: names[0])
+    assert "m:latest" in map(str, LocalStore(folder / "store").references())
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_expands_the_home_folder(
+    call: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "here").mkdir()
+    monkeypatch.chdir(folder / "here")
+    monkeypatch.setenv("HOME", str(folder))
+    run(call, Path("~"))
+    assert not list((folder / "here").iterdir())
 
 
 @pytest.mark.parametrize("call", [call for call in ARGUMENTS if names_model(call)])

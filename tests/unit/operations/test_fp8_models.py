@@ -176,6 +176,10 @@ def test_only_weights_of_chosen_types_are_dequantized(store: LocalStore, source:
     create(source, NAME, store=store)
     with blobstore.open(NAME, store=store, dequantize={"int4"}) as model:
         assert set(model) == set(deepseek())
+    with pytest.raises(UsageError, match="no quantization type 'fp9'; expected one of int4, int8"):
+        blobstore.open(NAME, store=store, dequantize="fp9")
+    with blobstore.open(NAME, store=store, dequantize="fp8") as model:
+        assert len(model) < len(deepseek())
     with blobstore.open(NAME, store=store, dequantize={"fp8", "int4"}) as model:
         assert set(model) == {name for name in deepseek() if not name.endswith("_scale_inv")}
         assert {spec.dtype.value for spec in model.specs.values()} == {"BF16"}
