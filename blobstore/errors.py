@@ -93,6 +93,10 @@ class StoreError(BlobstoreError):
     """The store's folder cannot be used: it is not a folder, read-only, full, or failing."""
 
 
+class TooManyMaps(StoreError):
+    """The system does not let this process map any more files."""
+
+
 class StoreBusy(StoreError):
     """Waiting for the store's lock, which other processes hold, timed out."""
 

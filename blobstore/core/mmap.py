@@ -1,9 +1,12 @@
-"""Files mapped into memory, without keeping their descriptors open.
+"""Files mapped into memory, or read into it, without keeping their descriptors open.
 
 ``mmap.mmap`` of Python 3.11 and 3.12 duplicates the descriptor and keeps it for the life of the map, so
 that a model of 3,000 blobs would need 3,000 descriptors. Here, one anonymous map reserves the addresses
 of all files of a model, and each file is mapped over its slot when it is needed. One ``mmap`` object owns
 the memory, exports buffers, and unmaps everything when the last view is deleted.
+
+A process may have a limited number of maps, 65,530 on Linux. A region can therefore read its small files
+one after another into an *arena*, which is one map.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import errno
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, TooManyMaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +34,19 @@ _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 14, 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _LARGE_PAGE = 2 << 20
 _SAMPLES = 5
+_ALIGNMENT = 64
+"""Alignment of files in an arena; tensors are aligned to 8 bytes in their files."""
+_MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+_MAPS = Path("/proc/self/maps")
+_MAPS_PER_CHANGE = 2
+"""Mapping over a part of a map, or changing its protection, makes at most so many more."""
+
+
+class MapCounts(NamedTuple):
+    """How many maps this process has, and how many it may have."""
+
+    present: int
+    limit: int
 
 
 class MappedRegion:
@@ -43,15 +60,29 @@ class MappedRegion:
     ``filled``, files are not mapped, but read into :meth:`slot_view`, and the memory is requested in
     large pages.
 
+    Files of fewer than ``mapped_from`` bytes are in the arena: :meth:`map` reads them.
+
     Raises:
         BlobstoreError: the system or a limit of the process does not allow that many addresses.
     """
 
     def __init__(
-        self, sizes: Sequence[int], *, writable: bool = False, filled: bool = False
+        self,
+        sizes: Sequence[int],
+        *,
+        writable: bool = False,
+        filled: bool = False,
+        mapped_from: int = 0,
     ) -> None:
-        self.offsets = _layout(sizes, mmap.PAGESIZE if filled else _LARGE_PAGE)
-        """The start of each slot in :attr:`memory`, and the end of the last one."""
+        large_page = mmap.PAGESIZE if filled else _LARGE_PAGE
+        self.offsets = _layout(sizes, large_page)
+        """The start of each slot in :attr:`memory`, and the end of all."""
+        self._ends: Sequence[int] = self.offsets[1:]
+        begin = self.offsets[-1]
+        if mapped_from:
+            self.offsets, self._ends, begin = _layout_with_arena(sizes, large_page, mapped_from)
+        self.mapped_from = mapped_from
+        """The smallest size of files that are mapped and not read."""
         self.present: set[int] = set()
         """The slots that were mapped or filled."""
         self._is_filled = filled
@@ -67,6 +98,10 @@ class MappedRegion:
             ) from error
         self._address = _address(memory)
         self._all = memory
+        if begin < total and not self._protection & mmap.PROT_WRITE:
+            both = mmap.PROT_READ | mmap.PROT_WRITE
+            if _mprotect(self._address + begin, total - begin, both):
+                raise _no_memory(total - begin)
         self.memory = memory if writable or not filled else memoryview(memory).toreadonly()
         """The whole region; read-only unless ``writable``."""
         if filled:
@@ -77,10 +112,12 @@ class MappedRegion:
         """Map the first ``size`` bytes of an open file; the descriptor may be closed afterwards.
 
         Raises:
-            OSError: the file cannot be mapped.
+            OSError: the file cannot be mapped or read.
         """
-        if size:  # mmap rejects empty maps
-            begin, end = self.offsets[slot : slot + 2]
+        if size < self.mapped_from:
+            _read_into(descriptor, self._arena_slot(slot, size))
+        elif size:  # mmap rejects empty maps
+            begin, end = self.offsets[slot], self._ends[slot]
             # Up to the next slot, because the kernel would count a gap between two maps as a map.
             address, length = self._address + begin, end - begin
             if _mmap(address, length, self._protection, _MAP_OVER, descriptor, 0) == _MAP_FAILED:
@@ -97,16 +134,16 @@ class MappedRegion:
         Raises:
             BlobstoreError: there is not enough memory.
         """
-        if size == 0:
-            yield memoryview(bytearray())
+        if size == 0 or size < self.mapped_from:
+            yield self._arena_slot(slot, size)
             self.present.add(slot)
             return
-        begin, end = self.offsets[slot : slot + 2]
+        begin, end = self.offsets[slot], self._ends[slot]
         address, length = self._address + begin, end - begin
         flags = _MAP_OVER | mmap.MAP_ANONYMOUS
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if not self._is_filled and _mmap(address, length, both, flags, -1, 0) == _MAP_FAILED:
-            raise BlobstoreError(f"no memory for {size} bytes: {os.strerror(ctypes.get_errno())}")
+            raise _no_memory(size)
         # Not for the end of a large blob: the system would allocate a whole large page for it, and
         # so twice the memory of a blob of little more than 2 MiB. Small blobs are adjacent, and those
         # that are filled at the same time share large pages.
@@ -118,9 +155,18 @@ class MappedRegion:
         self.present.add(slot)
 
     def slot_view(self, slot: int, begin: int, end: int) -> memoryview:
-        """Return the memory for bytes ``begin`` to ``end`` of a slot's file, up to a page boundary."""
+        """Return the memory for bytes ``begin`` to ``end`` of a slot's file.
+
+        Outside the arena it reaches up to a page boundary.
+        """
         start = self.offsets[slot]
-        return memoryview(self._all)[start + begin : start + _rounded(end, mmap.PAGESIZE)]
+        end = min(start + _rounded(end, mmap.PAGESIZE), self._ends[slot])
+        return memoryview(self._all)[start + begin : end]
+
+    def _arena_slot(self, slot: int, size: int) -> memoryview:
+        """Return the memory of a slot in the arena, which is writable for this class."""
+        address = self._address + self.offsets[slot]
+        return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
     def will_need(self, slot: int, size: int) -> None:
         """Ask the system to read a mapped file in the background."""
@@ -189,6 +235,61 @@ def _is_cached(address: int, size: int) -> bool:
         if _mincore(page, 1, state) == 0 and state.raw == b"\0":
             return False
     return True
+
+
+def map_counts() -> MapCounts | None:
+    """Return the number of this process's maps and their limit, or None if the system does not say."""
+    try:
+        limit = int(_MAX_MAP_COUNT.read_bytes())
+        with _MAPS.open("rb") as file:  # line by line, as there may be no memory for all of it
+            return MapCounts(sum(1 for _ in file), limit)
+    except (OSError, ValueError):
+        return None
+
+
+def too_many_maps(what: str) -> TooManyMaps | None:
+    """Return the error for a lack of memory that comes from the number of maps; None for any other."""
+    counts = map_counts()
+    if counts is None or counts.present + _MAPS_PER_CHANGE < counts.limit:
+        return None
+    return TooManyMaps(
+        f"{what} cannot be mapped: this process has {counts.present} maps, and vm.max_map_count "
+        f"allows {counts.limit}",
+        advice="raise that limit with sysctl, or open the model with read='pread'",
+    )
+
+
+def _no_memory(size: int) -> BlobstoreError:
+    number = ctypes.get_errno()
+    what = f"memory for {size} bytes"
+    return too_many_maps(what) or BlobstoreError(f"no {what}: {os.strerror(number)}")
+
+
+def _read_into(descriptor: int, memory: memoryview) -> None:
+    """Fill ``memory`` with the beginning of a file."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], done)
+        if not count:
+            raise OSError(errno.EIO, f"it ended at byte {done} of {len(memory)}")
+        done += count
+
+
+def _layout_with_arena(
+    sizes: Sequence[int], large_page: int, mapped_from: int
+) -> tuple[list[int], list[int], int]:
+    """Return offsets as :func:`_layout`, the end of each slot, and where the arena begins."""
+    slots = [slot for slot, size in enumerate(sizes) if size >= mapped_from]
+    mapped_offsets = _layout([sizes[slot] for slot in slots], large_page)
+    offsets, ends = [0] * len(sizes), [0] * len(sizes)
+    for slot, begin, end in zip(slots, mapped_offsets, mapped_offsets[1:], strict=False):
+        offsets[slot], ends[slot] = begin, end
+    begin = end = mapped_offsets[-1]
+    for slot, size in enumerate(sizes):
+        if size < mapped_from:
+            offsets[slot], ends[slot] = end, end + size
+            end += _rounded(size, _ALIGNMENT)
+    return [*offsets, _rounded(end, mmap.PAGESIZE)], ends, begin
 
 
 def _layout(sizes: Sequence[int], large_page: int) -> list[int]:

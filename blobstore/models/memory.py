@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.escape import quote
-from blobstore.core.mmap import MappedRegion
+from blobstore.core.mmap import MappedRegion, map_counts
 from blobstore.core.progress import Meter
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, Damaged, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    Damaged,
+    TooManyMaps,
+    UsageError,
+)
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
 from blobstore.models.files import locate_damage
 
@@ -39,12 +46,37 @@ _REQUESTS = 8
 """Concurrent requests: with one at a time, a disk is idle between two requests."""
 _POPULATING_THREADS = 2
 """More threads do not map pages of the page cache any faster."""
+_FEW = 4096
+"""So many blobs can always be mapped."""
+_SMALL = 8 << 10
+"""Reading a blob of fewer bytes takes less time than mapping it and touching its pages."""
+_SPARE_MAPS = 8192
+"""Maps that are left to other models and to other code of the process."""
 
 
 class _Request(NamedTuple):
     slot: int
     begin: int
     end: int
+
+
+def reserve(sizes: Sequence[int], *, writable: bool, filled: bool = False) -> MappedRegion:
+    """Return a region for blobs of these sizes. If there are many, it reads the small ones.
+
+    If the process may not map all of the others, only the largest ones are mapped.
+
+    Raises:
+        BlobstoreError: there are not that many addresses.
+    """
+    mapped_from = 0
+    if len(sizes) > _FEW:
+        mapped_from = _SMALL
+        large = sorted(size for size in sizes if size >= _SMALL)
+        if len(large) > _FEW and not filled and (counts := map_counts()):
+            available = max(counts.limit - counts.present - _SPARE_MAPS, 0)
+            if available < len(large):
+                mapped_from = large[-available - 1] + 1
+    return MappedRegion(sizes, writable=writable, filled=filled, mapped_from=mapped_from)
 
 
 class ModelMemory:
@@ -92,6 +124,8 @@ class ModelMemory:
         mapped = set() if region is None else region.present  # cold blobs are not mapped
         self._absent = set(range(len(blobs))) - mapped
         self._unfetched = set(range(len(blobs))) if prefetch else set()
+        self._is_used = False
+        """Whether memory was handed out, which must not be replaced."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -115,20 +149,20 @@ class ModelMemory:
         with self._lock:
             if self._is_closed:
                 raise BlobstoreError(f"model {self.files.reference} is closed")
-            if self._region is None or self._absent or self._unfetched:
-                wanted = set(slots)
+            if self._region is not None and not self._absent and not self._unfetched:
+                return self._region
+            wanted = set(slots)
+            try:
                 try:
-                    region = self._reserve()
-                    if self._is_read:
-                        self._read(wanted & self._absent, region)
-                    elif cold := self._map_hot(wanted & self._absent, region):
-                        self._decompress(cold, region)
-                    if unfetched := wanted & self._unfetched:
-                        self._fetch(unfetched, region)
-                except Damaged as error:
-                    raise locate_damage(self.files, error) from None
-                return region
-            return self._region
+                    return self._load(wanted)
+                except TooManyMaps:
+                    if self._is_used:
+                        raise
+                # Here, because the error keeps the region and its maps alive.
+                self._read_instead()
+                return self._load(wanted)
+            except Damaged as error:
+                raise locate_damage(self.files, error) from None
 
     def map_hot(self) -> bool:
         """Map all blobs that are not cold. Returns whether all blobs are in memory then.
@@ -139,6 +173,8 @@ class ModelMemory:
         with self._lock:
             try:
                 self._map_hot(self._absent.copy(), self._reserve())
+            except TooManyMaps:
+                pass  # load() reads the blobs
             except Damaged as error:
                 raise locate_damage(self.files, error) from None
             return not self._absent
@@ -175,11 +211,29 @@ class ModelMemory:
         self._is_closed = True
         self._region = None
 
+    def _load(self, wanted: set[int]) -> MappedRegion:
+        region = self._reserve()
+        if self._is_read:
+            self._read(wanted & self._absent, region)
+        elif cold := self._map_hot(wanted & self._absent, region):
+            self._decompress(cold, region)
+        if unfetched := wanted & self._unfetched:
+            self._fetch(unfetched, region)
+        self._is_used |= bool(wanted)
+        return region
+
+    def _read_instead(self) -> None:
+        """Release all maps, and read blobs from now on, as the process may not map all of them."""
+        self._region = None
+        self._absent = set(range(len(self._blobs)))
+        self._unfetched = set()
+        self._is_read = True
+
     def _reserve(self) -> MappedRegion:
         if self._region is None:
             sizes = [size for _, size in self._blobs]
             try:
-                self._region = MappedRegion(sizes, writable=self._is_writable, filled=self._is_read)
+                self._region = reserve(sizes, writable=self._is_writable, filled=self._is_read)
             except BlobstoreError:  # most likely a stated size is absurd, and differs from the file
                 for digest, size in self._blobs:
                     self._store.check_size(digest, size)
@@ -216,8 +270,13 @@ class ModelMemory:
         # Done first: it takes the lock of the address space, for which reading threads would wait.
         cached: dict[int, bool] = {}
         for slot in slots:
+            digest, size = self._blobs[slot]
             with contextlib.suppress(BlobMissing):
-                cached[slot] = self._store.is_cached(*self._blobs[slot])
+                if size < region.mapped_from:
+                    self._store.map_hot(digest, size, slot, region)
+                    self._absent.discard(slot)
+                else:
+                    cached[slot] = self._store.is_cached(digest, size)
 
         def read(request: _Request) -> None:
             slot, begin, end = request
@@ -228,12 +287,13 @@ class ModelMemory:
 
         self._run(read, set(cached), _REQUESTS)
         self._absent -= cached.keys()
-        if cold := slots - cached.keys():
+        if cold := slots & self._absent:
             self._decompress(cold, region)
 
     def _fetch(self, slots: set[int], region: MappedRegion) -> None:
         """Bring mapped blobs into the page cache and into this process, as ``prefetch`` says."""
-        sizes = {slot: size for slot in slots if (size := self._blobs[slot][1])}
+        least = max(region.mapped_from, 1)
+        sizes = {slot: size for slot in slots if (size := self._blobs[slot][1]) >= least}
         if self._prefetch == "willneed":
             for slot, size in sizes.items():
                 region.will_need(slot, size)
@@ -258,7 +318,7 @@ class ModelMemory:
                     f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
                 ) from error
 
-        self._run(populate, slots, _REQUESTS if uncached else _POPULATING_THREADS)
+        self._run(populate, set(sizes), _REQUESTS if uncached else _POPULATING_THREADS)
         self._unfetched -= slots
 
     def _run(self, work: Callable[[_Request], None], slots: set[int], jobs: int) -> None:

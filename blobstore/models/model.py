@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
-from blobstore.errors import BlobstoreError, Damaged, TensorNotFound
+from blobstore.errors import BlobstoreError, Damaged, TensorNotFound, TooManyMaps
 from blobstore.models.checks import check_blobs, check_level
 from blobstore.models.device import upload_tensors
 from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
 from blobstore.models.index import load_cached_index, read_index, write_index
-from blobstore.models.memory import ModelMemory
+from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.slices import SliceReader
 
@@ -75,11 +74,15 @@ class Model(ModelFiles, Mapping[str, Any]):
         index = load_cached_index(store, manifest) if use_index else None
         region = None
         if index is None:
-            reserve = functools.partial(MappedRegion, writable=target.is_writable)
+            region_of = functools.partial(reserve, writable=target.is_writable)
             try:
-                index, region = read_index(store, manifest, reserve if read == "mmap" else None)
+                index, region = read_index(store, manifest, region_of if read == "mmap" else None)
             except Damaged as error:
                 raise error.at(str(reference)) from None
+            except TooManyMaps:
+                pass
+        if index is None:  # here, because the error keeps all maps alive
+            index, region = read_index(store, manifest)
         self._index = index
         self._memory = ModelMemory(
             ModelFiles(reference, manifest, store),

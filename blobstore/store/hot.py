@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import read_past_cache
-from blobstore.core.mmap import is_cached, mapped
+from blobstore.core.mmap import is_cached, mapped, too_many_maps
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.safetensors.file import read_header
 from blobstore.store.scan import scan_folder
@@ -181,6 +181,8 @@ class HotShelf:
             return not_a_file(f"blob {quote(path)}")
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return BlobMissing(f"blob {quote(path)} is missing")
+        if error.errno == errno.ENOMEM and (limited := too_many_maps(f"blob {quote(path)}")):
+            return limited
         return StoreError(f"blob {quote(path)} cannot be read: {error.strerror}")
 
 

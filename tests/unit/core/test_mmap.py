@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.mmap import MappedRegion, is_cached
+from blobstore.core.mmap import MappedRegion, _rounded, is_cached, map_counts, too_many_maps
 from blobstore.errors import BlobstoreError
 from tests.support import sandbox
+from tests.support.maps import use_up_maps
 from tests.support.page_cache import dropped
 
 PAGE = mmap.PAGESIZE
@@ -309,3 +310,73 @@ def anonymous_memory() -> int:
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_small_files_are_read_into_one_map(
+    tmp_path: Path, is_writable: bool, is_filled: bool
+) -> None:
+    sizes = [10, 70, PAGE, 0, 64, 10, LARGE + 1, 7]
+    contents = [os.urandom(size) for size in sizes]
+    region = MappedRegion(sizes, writable=is_writable, filled=is_filled, mapped_from=PAGE)
+    end = region.offsets[2] + PAGE
+    large = region.offsets[6]
+    arena = _rounded(large + LARGE + 1, PAGE if is_filled else LARGE)
+    assert end <= large
+    assert region.offsets == [
+        *(arena, arena + 64, 0, arena + 192, arena + 192, arena + 256, large, arena + 320),
+        _rounded(arena + 384, PAGE),
+    ]
+    for slot in (3, 0, 7, 4):
+        path = tmp_path / str(slot)
+        path.write_bytes(contents[slot])
+        put(region, slot, path)
+        path.write_bytes(bytes(sizes[slot]))
+    with region.writable_slot(1, 70) as view, region.writable_slot(5, 10) as other:
+        view[:], other[:] = contents[1], contents[5]
+    for slot in (0, 1, 3, 4, 5, 7):
+        begin = region.offsets[slot]
+        assert bytes(memoryview(region.memory)[begin : begin + sizes[slot]]) == contents[slot]
+        assert bytes(region.slot_view(slot, 0, sizes[slot])) == contents[slot]
+    assert region.present == {0, 1, 3, 4, 5, 7}
+    assert memoryview(region.memory).readonly is not is_writable
+
+
+def test_files_in_an_arena_are_no_maps_of_the_process(tmp_path: Path) -> None:
+    before = map_counts()
+    if before is None:
+        pytest.skip("the system does not count maps")
+    path = file(tmp_path, b"abc")
+    region = MappedRegion([3] * 500, mapped_from=PAGE)
+    for slot in range(500):
+        put(region, slot, path)
+    after = map_counts()
+    assert after is not None
+    assert after.present < before.present + 50
+
+
+def test_a_small_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
+    region = MappedRegion([30], mapped_from=PAGE)
+    descriptor = os.open(file(tmp_path, b"abc"), os.O_RDONLY)
+    with pytest.raises(OSError, match="it ended at byte 3 of 30"):
+        region.map(0, descriptor, 30)
+    os.close(descriptor)
+    assert region.present == set()
+
+
+def test_distinguishes_too_many_maps_from_too_little_memory() -> None:
+    assert too_many_maps("a file") is None
+
+    def refused() -> str:
+        _kept = use_up_maps(0)
+        error = too_many_maps("a file")
+        return str(error) if error else "none"
+
+    if map_counts() is None:
+        pytest.skip("the system does not count maps")
+    assert re.fullmatch(
+        r"a file cannot be mapped: this process has \d+ maps, and vm\.max_map_count allows \d+; "
+        r"raise that limit with sysctl, or open the model with read='pread'",
+        sandbox.call(refused),
+    )

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.core.mmap import MapCounts, map_counts
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, TooManyMaps, UsageError
+from blobstore.models import memory as memory_module
 from blobstore.models.files import ModelFiles
 from blobstore.models.memory import _REQUEST, ModelMemory
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.frozen import forms_of, layer, layers, put, weights
+from tests.support.maps import use_up_maps
 from tests.support.models import add_blobs
 from tests.support.page_cache import dropped
 
@@ -242,3 +246,118 @@ def test_cold_blobs_are_decompressed_next_to_mapped_ones(store: LocalStore) -> N
         assert memoryview(region.memory).readonly is not bool(options.get("is_writable"))
         assert memory.map_hot() is True
     assert (2 * blobs[0][1], 2 * blobs[0][1]) in reported
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count five blobs as many."""
+    monkeypatch.setattr(memory_module, "_FEW", 1)
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_small_blobs_of_a_model_of_many_are_read(
+    store: LocalStore,
+    blobs: Blobs,
+    contents: list[bytes],
+    read: str,
+    prefetch: str | None,
+    is_writable: bool,
+) -> None:
+    memory = memory_of(store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    for slots in ([2], range(len(blobs))):
+        region = memory.load(slots)
+        os.truncate(store.blob_path(blobs[2][0]), 0)
+        for slot in slots:
+            begin = region.offsets[slot]
+            assert bytes(memoryview(region.memory)[begin:][: SIZES[slot]]) == contents[slot]
+    assert memory.is_complete
+
+
+@pytest.mark.usefixtures("many")
+def test_small_cold_blobs_of_a_model_of_many_are_decompressed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "_SMALL", 1 << 20)
+    put(store, "a", {"x": 1, "y": 2})
+    freeze_models(["a"], store=store)
+    blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
+    for read in ("mmap", "pread"):
+        memory = ModelMemory(ModelFiles.of("a", store), blobs, read=read)
+        assert not memory.map_hot()
+        region = memory.load(range(2))
+        assert region.mapped_from > blobs[0][1]
+        for slot, (name, seed) in enumerate((("x", 1), ("y", 2))):
+            data = memoryview(region.memory)[region.offsets[slot] :][: blobs[slot][1]]
+            assert bytes(data) == layer(name, weights(seed))
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize(
+    ("available", "mapped"), [(0, []), (1, [3]), (2, [3, 4]), (3, [3, 4]), (-9, [])]
+)
+def test_the_largest_blobs_are_mapped_if_not_all_can_be(
+    store: LocalStore,
+    blobs: Blobs,
+    contents: list[bytes],
+    available: int,
+    mapped: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = memory_module._SPARE_MAPS + 100
+    monkeypatch.setattr(memory_module, "map_counts", lambda: MapCounts(100 - available, limit))
+    region = memory_of(store, blobs).load(range(len(blobs)))
+    assert [slot for slot, size in enumerate(SIZES) if size >= region.mapped_from] == mapped
+    for data, offset in zip(contents, region.offsets, strict=False):
+        assert bytes(region.memory[offset : offset + len(data)]) == data
+
+
+needs_counts = pytest.mark.skipif(map_counts() is None, reason="the system does not count maps")
+
+
+@needs_counts
+def test_blobs_are_read_if_the_process_may_map_no_more_files(store: LocalStore) -> None:
+    contents = [f"{number} ".encode() * 5000 for number in range(200)]
+    add_blobs(store, "m", {f"layer {slot}": data for slot, data in enumerate(contents)})
+    blobs = [(Digest.of(data), len(data)) for data in contents]
+
+    def load(is_hot_first: bool) -> str:
+        _kept = use_up_maps(100)
+        memory = memory_of(store, blobs)
+        if is_hot_first:
+            assert not memory.map_hot()
+        region = memory.load(range(len(blobs)))
+        found = [
+            bytes(region.memory[offset : offset + len(data)])
+            for data, offset in zip(contents, region.offsets, strict=False)
+        ]
+        return str(found == contents)
+
+    for is_hot_first in (True, False):
+        assert sandbox.call(lambda: load(is_hot_first)) == "True"  # noqa: B023
+
+
+@needs_counts
+def test_memory_that_is_in_use_is_not_replaced_if_the_process_may_map_no_more_files(
+    store: LocalStore,
+) -> None:
+    contents = [f"{number} ".encode() * 5000 for number in range(200)]
+    add_blobs(store, "m", {f"layer {slot}": data for slot, data in enumerate(contents)})
+    blobs = [(Digest.of(data), len(data)) for data in contents]
+
+    def load() -> str:
+        _kept = use_up_maps(100)
+        memory = memory_of(store, blobs, is_writable=True)
+        region = memory.load([0])
+        memoryview(region.memory)[:1] = b"!"
+        for slot in range(1, len(blobs)):
+            try:
+                memory.load([slot])
+            except TooManyMaps as error:
+                return f"{bytes(region.memory[:1])!r} {slot > 10} {error}"
+        return "all are mapped"
+
+    outcome = sandbox.call(load)
+    assert outcome.startswith("b'!' True blob ")
+    assert "vm.max_map_count allows" in outcome

@@ -20,6 +20,7 @@ import torch
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.core.mmap import map_counts
 from blobstore.core.tensor import DType
 from blobstore.errors import (
     BlobDamaged,
@@ -40,6 +41,7 @@ from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.damage import blob_path, flip, forge_index, index_file
+from tests.support.maps import use_up_maps
 from tests.support.models import (
     add_blobs,
     blob,
@@ -868,3 +870,27 @@ def test_many_blobs_need_few_open_files(
     outcome = sandbox.call(run, limits={resource.RLIMIT_NOFILE: 256})
     leases = int(options.get("verify") == "none")
     assert outcome == f"3000 tensors, {leases} descriptors"
+
+
+@pytest.mark.skipif(map_counts() is None, reason="the system does not count maps")
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("verify", ["size", "header", "digest", "rehash"])
+def test_a_model_opens_in_a_process_that_may_map_few_files(
+    store: LocalStore, framework: Any, verify: Verify
+) -> None:
+    values = {f"unit.{number}": float(number) for number in range(60)}
+    blobs = {
+        name: blob((name, "F32", (5,), np.full(5, value, np.float32).tobytes()))
+        for name, value in values.items()
+    }
+    add_blobs(store, "many", blobs)
+
+    def load() -> str:
+        _kept = use_up_maps(40)
+        with blobstore.open("many", store=store, framework=framework, verify=verify) as model:
+            found = model.state_dict()
+        return str({name: float(array[-1]) for name, array in found.items()})
+
+    assert sandbox.call(load) == str(values)
+    blobstore.open("many", store=store).close()  # writes a header index
+    assert sandbox.call(load) == str(values)
