@@ -79,7 +79,7 @@ class Disk:
 
     def apply(self, call: Call, root: Path) -> None:
         """Apply a call to the page cache, and a sync to the disk too."""
-        if call.kind == "lock":
+        if call.kind in {"lock", "lease"}:
             return
         parts = Path(call.path).relative_to(root).parts
         if call.kind == "sync":

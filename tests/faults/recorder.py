@@ -19,7 +19,9 @@ from unittest import mock
 
 from blobstore.store import ingest
 
-Kind = Literal["create", "mkdir", "symlink", "sync", "rename", "link", "unlink", "rmdir", "lock"]
+Kind = Literal[
+    "create", "lease", "mkdir", "symlink", "sync", "rename", "link", "unlink", "rmdir", "lock"
+]
 Inode = tuple[int, int]
 """A device and a number; two files that exist at different times may share it."""
 
@@ -35,6 +37,8 @@ class Call(NamedTuple):
     """The old name of ``rename`` and ``link``; the target of ``symlink``."""
     content: bytes | None = None
     """The bytes of a file that was synced, or was renamed or linked without having been synced."""
+    leased: str = ""
+    """The text of all leases when a file was renamed or linked."""
     lock: int = fcntl.LOCK_UN
     """The operation of ``lock``; otherwise the lock of the store that is held, ``LOCK_UN`` if none."""
 
@@ -112,8 +116,10 @@ class Recorder:
         self.add("sync", path, inode=inode, content=content)
 
     def _written(self, _: Any, descriptor: int, *__: Any) -> None:
-        with contextlib.suppress(OSError):
-            self._dirty.add(_inode(descriptor))
+        self._dirty.add(_inode(descriptor))
+        path = Path(_path_of(descriptor))
+        if path.parent.name == "leases":
+            self.add("lease", str(path))
 
     def _rename(
         self, _: None, source: Any, target: Any, *, src_dir_fd: Any = None, dst_dir_fd: Any = None
@@ -128,7 +134,9 @@ class Recorder:
         inode = (status.st_dev, status.st_ino)
         unsynced = inode in self._dirty and stat.S_ISREG(status.st_mode)
         content = Path(target).read_bytes() if unsynced else None
-        self.add(kind, target, inode=inode, source=source, content=content)
+        leases = self.root.glob("**/.blobstore/leases/*")
+        leased = "".join(lease.read_text("ascii") for lease in leases)
+        self.add(kind, target, inode=inode, source=source, content=content, leased=leased)
 
     def _unlink(self, _: None, path: Any, *, dir_fd: Any = None) -> None:
         self.add("unlink", _absolute(path, dir_fd))

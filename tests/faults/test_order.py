@@ -15,7 +15,6 @@ from tests.faults.power import Disk
 from tests.faults.processes import ROOT, workspace
 from tests.faults.recorder import Call, Recorder
 
-_LASTING = {"manifests", "blobs", "cold", "bases", "quarantine"}
 _CACHES = ("headers", "verified-", "tmp", "leases")
 
 
@@ -43,44 +42,45 @@ class _Run:
         return parts[1 if parts[0] == ".blobstore" and len(parts) > 1 else 0] if parts else ""
 
 
-def _changes(run: _Run) -> Iterator[tuple[str, Call, bool]]:
-    """Yield the row of the table that each change of a name belongs to, the call, and whether a lease exists."""
-    leases = set()
+_NAMED = {
+    "manifests": "a manifest gets its name",
+    "blobs": "a blob gets its name in `blobs/`",
+    "cold": "a blob gets its name in `cold/` or `bases/`",
+    "bases": "a blob gets its name in `cold/` or `bases/`",
+    "quarantine": "a file gets its name in `quarantine/`",
+}
+_REMOVED = "a name is removed from `manifests/`, `blobs/`, `cold/` or `bases/`"
+
+
+def _changes(run: _Run) -> Iterator[tuple[str, Call]]:
+    """Yield the row of the table that each change belongs to, and the call."""
     for call in run.calls:
-        place, source = run.place(call.path), run.place(call.source) if call.source else ""
+        place = run.place(call.path)
         if call.kind == "create" and place == "leases":
-            leases.add(call.path)
-            yield "a lease is created", call, True
-        elif call.kind == "unlink":
-            leases.discard(call.path)
-            if place in _LASTING:
-                yield (
-                    "a name is removed from `manifests/`, `blobs/`, `cold/` or `bases/`",
-                    call,
-                    False,
-                )
-        elif call.kind in {"rename", "link"}:
-            if place == "manifests":
-                yield "a manifest gets its name", call, False
-            elif place == "blobs":
-                yield "a blob gets its name in `blobs/`", call, bool(leases)
-            elif place in _LASTING:
-                yield "a file gets its name in `cold/`, `bases/` or `quarantine/`", call, False
-            if source in _LASTING and call.kind == "rename":
-                yield (
-                    "a name is removed from `manifests/`, `blobs/`, `cold/` or `bases/`",
-                    call,
-                    False,
-                )
+            yield "a lease is created", call
+        elif call.kind == "lease":
+            yield "a blob is added to a lease", call
+        elif call.kind in {"rename", "link"} and place in _NAMED:
+            yield _NAMED[place], call
+        loses = call.path if call.kind == "unlink" else call.source if call.kind == "rename" else ""
+        if loses and run.place(loses) in _NAMED:
+            yield _REMOVED, call
 
 
-_RULES: dict[str, Callable[[Call, bool], bool]] = {
-    "shared": lambda call, _: call.lock in {fcntl.LOCK_SH, fcntl.LOCK_EX},
-    "exclusive": lambda call, _: call.lock == fcntl.LOCK_EX,
-    "exclusive, or none if a lease lists the blob": (
-        lambda call, is_leased: is_leased or call.lock == fcntl.LOCK_EX
+_RULES: dict[str, Callable[[Call], bool]] = {
+    "shared": lambda call: call.lock in {fcntl.LOCK_SH, fcntl.LOCK_EX},
+    "exclusive": lambda call: call.lock == fcntl.LOCK_EX,
+    "exclusive, and a lease lists the blob": (
+        lambda call: call.lock == fcntl.LOCK_EX and _is_leased(call)
+    ),
+    "exclusive, or a lease lists the blob": (
+        lambda call: call.lock == fcntl.LOCK_EX or _is_leased(call)
     ),
 }
+
+
+def _is_leased(call: Call) -> bool:
+    return Path(call.path).name.removeprefix("sha256-") in call.leased
 
 
 def _table() -> dict[str, str]:
@@ -101,8 +101,8 @@ def test_names_change_under_the_locks_that_the_documentation_states(name: str, s
     assert set(table.values()) == _RULES.keys()
     with workspace() as folder:
         run = _Run(name, folder, seed)
-        for change, call, is_leased in _changes(run):
-            assert _RULES[table[change]](call, is_leased), (change, call)
+        for change, call in _changes(run):
+            assert _RULES[table[change]](call), (change, call)
 
 
 @every_command
