@@ -131,15 +131,13 @@ class Disk:
             node = _entries(node).get(part) if node is not None else None
         return node
 
-    def paths(self, folder: Node, name: str) -> Iterator[Path]:
-        """Yield where a name is in a folder that is still there."""
-        found = [(self.root, Path())]
+    def tree(self) -> Iterator[tuple[Path, Node]]:
+        """Yield every file and folder, with its path."""
+        found = [(Path(), self.root)]
         while found:
-            node, path = found.pop()
-            if node is folder:
-                yield path / name
-            inner = _entries(node).items()
-            found += [(other, path / part) for part, other in inner if other.names is not None]
+            path, node = found.pop()
+            yield path, node
+            found += [(path / part, other) for part, other in (node.names or {}).items()]
 
     def states(self, chance: random.Random) -> Iterator[dict[str, bytes | str | None]]:
         """Yield what may be found after a power cut: files with bytes, links with targets, folders with None.
