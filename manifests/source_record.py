@@ -29,7 +29,8 @@ _LEVEL: Final = 9
 """Higher levels of zstd save a quarter of the layer, and take fifty times as long."""
 MAX_RECORD_SIZE: Final = 256 * 2**20
 """Bytes; a larger layer is refused before it is read."""
-_SPARE_SIZE: Final = 64 * 2**20
+MAX_NEW_SIZE: Final = 128 * 2**20
+"""Bytes of the data, decompressed, that every reader accepts, whatever its compressed size."""
 _MAX_DATA_SIZE: Final = 2**30
 _MAX_RATIO: Final = 256
 """Limit of the decompressed data, in sizes of the compressed data; headers reach about 30."""
@@ -68,18 +69,21 @@ class SourceRecord:
     left_out: Mapping[str, bytes] = field(default_factory=dict)
     """The bytes of source tensors that no blob holds unchanged, by name."""
 
-    def to_bytes(self) -> bytes:
-        """Return the content of the layer."""
-        import zstandard
-
+    def data(self) -> bytes:
+        """Return the bytes of the source that the layer holds, not compressed."""
         rest = {
             "stored_names": dict(self.stored_names),
             "left_out": {
                 name: base64.b64encode(data).decode() for name, data in self.left_out.items()
             },
         }
-        data = b"".join(file.start for file in self.files) + strict_json.dumps(rest).encode()
-        packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
+        return b"".join(file.start for file in self.files) + strict_json.dumps(rest).encode()
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the layer."""
+        import zstandard
+
+        packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(self.data())
         hub = {"repository": self.repository, "commit": self.commit} if self.repository else {}
         files = [
             {"name": file.name, "format": file.format, "size": file.size, "held": len(file.start)}
@@ -174,7 +178,7 @@ def _unpacked(packed: Any, held: int) -> bytes:
         frame = base64.b64decode(packed, validate=True)
         size = zstandard.frame_content_size(frame)
         # Names of tensors are in the headers too, so the rest is no larger than a few headers.
-        limit = min(_SPARE_SIZE + 4 * held, _SPARE_SIZE + _MAX_RATIO * len(frame), _MAX_DATA_SIZE)
+        limit = min(MAX_NEW_SIZE + 4 * held, MAX_NEW_SIZE + _MAX_RATIO * len(frame), _MAX_DATA_SIZE)
         if not held <= size <= limit:
             raise BlobDamaged(
                 f"$.data: declares {size} bytes, for {held} bytes of files in {len(frame)} bytes"

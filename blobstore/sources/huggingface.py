@@ -92,6 +92,7 @@ class HuggingFaceFolder(ShardSet):
         self.config = read_json(tree, "config.json", dict)
         selection = select_files(tree, options)
         self.notices += selection.notices
+        self._indexes = [tree.path(name) for name in selection.indexes]
         for part in selection.weights:
             prefix = f"{part.folder}/" if part.folder else ""
             if part.index_name is None:
@@ -99,7 +100,6 @@ class HuggingFaceFolder(ShardSet):
                     self.add(tree.path(name), prefix=prefix)
                 continue
             path = tree.path(part.index_name)
-            self._indexes.append(path)
             weight_map, ignore = read_weight_map(path), options.ignore_unindexed
             # Adding shards adds notices too.
             self.notices += [*add_indexed(self, path, weight_map, prefix=prefix, ignore=ignore)]

@@ -86,14 +86,15 @@ class Selection:
     """The files of a folder that are read. All names are relative to the folder."""
 
     weights: list[ComponentWeights] = field(default_factory=list)
+    indexes: list[str] = field(default_factory=list)
+    """The indexes that exports write again, also those that are not followed."""
     files: list[str] = field(default_factory=list)
     """The files that are stored as they are, sorted."""
     notices: list[str] = field(default_factory=list)
 
     def weight_names(self) -> set[str]:
         """Return the names of all weight files and indexes."""
-        indexes = {part.index_name for part in self.weights if part.index_name is not None}
-        return indexes.union(*(part.files for part in self.weights))
+        return {*self.indexes}.union(*(part.files for part in self.weights))
 
 
 def select_files(tree: FileTree, options: SourceOptions) -> Selection:
@@ -109,9 +110,12 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     components = sorted(folder for folder in named if tree.is_folder(folder))
     for folder in ("", *components):
         _select_weights(tree, folder, options.weights, selection)
-    used = selection.weight_names()
+    selection.indexes = [part.index_name for part in selection.weights if part.index_name]
     folders = (*components, *_EXTRA_FOLDERS)
-    kept = matching_files(tree, options.keep, used)
+    kept = matching_files(tree, options.keep, selection.weight_names())
+    for weights in selection.weights:
+        selection.indexes.extend(_unfollowed_indexes(tree, weights, kept, selection.notices))
+    used = selection.weight_names()
     small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
     files = set(small_files(tree, (name for name in small if name not in kept), selection.notices))
     if not any(part.files for part in selection.weights) and not kept:
@@ -243,6 +247,23 @@ def _select_weights(tree: FileTree, folder: str, weights: str | None, selection:
             [joined(folder, name) for name in names if name not in chosen],
         )
     )
+
+
+def _unfollowed_indexes(
+    tree: FileTree, part: ComponentWeights, kept: Collection[str], notices: list[str]
+) -> Iterator[str]:
+    """Yield the other indexes of a component, which exports write too; add notices of those left out."""
+    for index in fnmatch.filter(tree.entries(part.folder), f"*{SAFETENSORS}.index*.json"):
+        name = joined(part.folder, index)
+        if name == part.index_name or name in kept:
+            continue
+        size = tree.size(name)
+        if part.others:  # it may name them
+            notices.append(f"left out: {tree.label(name)}; choose other weights with --weights")
+        elif size is None or size > MAX_SMALL_FILE:
+            notices.append(f"left out: {tree.label(name)}, not a file of at most 64 MiB")
+        else:
+            yield name
 
 
 def _weight_files(tree: FileTree, folder: str, weights: str | None) -> list[str]:

@@ -165,8 +165,8 @@ def create(
     )
     with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
         plan = plan_source(opened, experts=experts, quantize=options.quantize, decode=decode)
-        record = source_record(opened, plan.blobs, options)
-        notices = [*plan.notices, *_same_imports(store, record)]
+        record, unkept = source_record(opened, plan.blobs, options)
+        notices = [*plan.notices, *unkept, *_same_imports(store, record)]
         source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
         files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
         total = sum(blob.size for blob in plan.blobs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.file_names import is_safe_name
+from blobstore.manifests.source_record import MAX_NEW_SIZE
 from blobstore.operations.create.blobs import EXPERT_FORMS, ExpertForm
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.quantization.formats import parse_format
@@ -39,7 +41,11 @@ class ImportOptions(NamedTuple):
     decode: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, each in one spelling."""
+        """Return the options that differ from their defaults, each in one spelling.
+
+        Raises:
+            UsageError: a text is not valid Unicode.
+        """
         quantize = self.quantize
         if quantize.quant_type is not None:
             item = parse_format(quantize.quant_type)
@@ -54,6 +60,12 @@ class ImportOptions(NamedTuple):
                 if value != field.default:
                     name = _PUBLIC_NAMES.get(field.name, field.name)
                     changed[name] = list(value) if isinstance(value, tuple) else value
+        try:
+            json.dumps(changed, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"options {quote(changed)} are not valid Unicode; match such file names with '?' or '*'"
+            ) from None
         return changed
 
     @classmethod
@@ -104,8 +116,8 @@ def _parsed(options: _Options, value: dict[str, Any]) -> _Options:
 
 def source_record(
     source: TensorSource, blobs: Iterable[BlobPlan], options: ImportOptions
-) -> SourceRecord:
-    """Return the record of an import.
+) -> tuple[SourceRecord, list[str]]:
+    """Return the record of an import, and a notice if it cannot hold the files of the source.
 
     Args:
         source: the source of the model.
@@ -114,10 +126,39 @@ def source_record(
 
     Raises:
         DamagedSource: the source cannot be read.
+        UsageError: an option is not valid Unicode.
     """
-    record = source.record()
-    is_converted = record.is_converted or not all(is_safe_name(file.name) for file in record.files)
-    left_out = dict(source.specs)
+    record = replace(source.record(), options=options.to_json())
+    reason = ""
+    unsafe = [file.name for file in record.files if not is_safe_name(file.name)]
+    if unsafe:
+        record = replace(record, files=tuple(it for it in record.files if it.name not in unsafe))
+        reason = f"{quote(unsafe[0])} has a backslash or characters that cannot be printed"
+    stored_names, left_out = _differences(source, blobs)
+    is_converted = record.is_converted or left_out is None
+    if left_out is not None and sum(source.specs[name].nbytes for name in left_out) > _MAX_LEFT_OUT:
+        reason = f"the scales of activations are over {_MAX_LEFT_OUT >> 20} MiB"
+    if left_out is not None and not is_converted and not reason:
+        buffer = memoryview(bytearray(_BUFFER_SIZE))
+        kept = {name: b"".join(map(bytes, source.read(name, buffer))) for name in left_out}
+        record = replace(record, stored_names=stored_names, left_out=kept)
+    if len(record.data()) > MAX_NEW_SIZE:
+        reason = f"the headers of the weight files are over {MAX_NEW_SIZE >> 20} MiB"
+        files = (it._replace(start=b"") for it in record.files if it.format != "index")
+        record = replace(record, files=tuple(files), stored_names={}, left_out={})
+    notices = [f"export will write new weight files: {reason}"]
+    record = replace(record, is_converted=is_converted or bool(reason))
+    return record, notices if reason and not is_converted else []
+
+
+def _differences(
+    source: TensorSource, blobs: Iterable[BlobPlan]
+) -> tuple[dict[str, str], list[str] | None]:
+    """Return the names in blobs of tensors that are renamed, and the tensors that no blob holds unchanged.
+
+    The latter are None if bytes of tensors are converted.
+    """
+    left_out = dict.fromkeys(source.specs)
     stored_names: dict[str, str] = {}
     for recipe in (recipe for blob in blobs for recipe in blob.tensors):
         if isinstance(recipe, Copied):
@@ -131,16 +172,5 @@ def source_record(
                 if name != part.spec.name:
                     stored_names[name] = part.spec.name
         else:
-            is_converted = True
-    if sum(spec.nbytes for spec in left_out.values()) > _MAX_LEFT_OUT:
-        is_converted = True
-    if is_converted:
-        files = tuple(file for file in record.files if is_safe_name(file.name))
-        return replace(record, files=files, options=options.to_json(), is_converted=True)
-    buffer = memoryview(bytearray(_BUFFER_SIZE))
-    return replace(
-        record,
-        options=options.to_json(),
-        stored_names=stored_names,
-        left_out={name: b"".join(map(bytes, source.read(name, buffer))) for name in left_out},
-    )
+            return {}, None
+    return stored_names, list(left_out)

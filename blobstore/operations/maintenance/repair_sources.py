@@ -140,7 +140,7 @@ class RebuiltBlobs:
         files = list(file_layers(self._source))
         for planned, options in self._plans():
             made = [layer.data for layer in stacks_layer(planned.blobs)]
-            made.append(source_record(self._source, planned.blobs, options).to_bytes())
+            made.append(source_record(self._source, planned.blobs, options)[0].to_bytes())
             made += [
                 config_json(self._source, planned.quant_type, layers)
                 for layers in (*self._lists, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
@@ -136,3 +136,12 @@ def test_forged_options_are_reported_by_verify_show_and_repair(
     assert [blob.digest for blob in repaired.repaired] == [manifest.layers[0].digest]
     (left,) = repaired.faults
     assert (left.layer, left.message) == (fault.layer, fault.message)
+
+
+@pytest.mark.parametrize("option", ["exclude", "keep"])
+def test_patterns_of_other_bytes_than_text_are_refused(
+    option: str, store: LocalStore, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        create(single(tmp_path).parent, NAME, store=store, **{option: ["\udcff*"]})  # type: ignore[arg-type]
+    assert list(store.references()) == []

@@ -19,6 +19,7 @@ from blobstore.errors import BlobDamaged, Damaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.models.source_layers import read_source_record, read_stacks
+from blobstore.operations.create import record as record_module
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze.freeze import freeze_models
@@ -87,6 +88,21 @@ SOURCES: dict[str, dict[str, bytes]] = {
             **{"model-00001-of-00002": "b a", "model-00002-of-00002": "x y"}
         ),
     },
+    "an index of no tensors": {
+        "model.safetensors": file_of(weights("a b")),
+        "model.safetensors.index.json": b'{"weight_map": {} }',
+    },
+    "two indexes of the same shards": {
+        "model-00001-of-00001.safetensors": file_of(weights("a b")),
+        "model.safetensors.index.json": index_of(**{"model-00001-of-00001": "b a"}),
+        "model.safetensors.index.v2.json": index_of(**{"model-00001-of-00001": "a b"}),
+        "other.safetensors.index.json": b"not JSON",
+    },
+    "an index of other files": {
+        "model.safetensors": file_of(weights("a b")),
+        "diffusion_pytorch_model.safetensors.index.json": index_of(lost="a b"),
+        "empty.safetensors.index.json": b"",
+    },
     "an adapter": {
         "adapter_model.safetensors": file_of(weights("a.lora_A.weight a.lora_B.weight"), LORA),
         "adapter_config.json": b'{"r": 8}',
@@ -101,6 +117,7 @@ SOURCES: dict[str, dict[str, bytes]] = {
         "model_index.json": b'{"unet": ["diffusers", "UNet"], "text": ["transformers", "T5"]}',
         "unet/diffusion_pytorch_model.safetensors": file_of(weights("x"), {"format": "pt"}),
         "unet/config.json": b'{"_diffusers_version": "1"}',
+        "unet/other.safetensors.index.json": index_of(diffusion_pytorch_model="x"),
         "text/model.safetensors": file_of(weights("x y", 32)),
     },
     "packed weights and input scales": {
@@ -169,7 +186,12 @@ def test_a_single_file_keeps_its_name(name: str, store: LocalStore, tmp_path: Pa
 
 
 def test_a_name_that_a_terminal_would_obey_is_not_kept(store: LocalStore, tmp_path: Path) -> None:
-    create(single(tmp_path, "a\x1b[2J.safetensors"), NAME, store=store)
+    created = create(single(tmp_path, "a\x1b[2J.safetensors"), NAME, store=store)
+    (notice,) = created.notices
+    assert notice == (
+        "export will write new weight files: 'a\\x1b[2J.safetensors' has a backslash or characters "
+        "that cannot be printed"
+    )
     assert not export_model(NAME, tmp_path / "out", store=store).is_original
     assert list(contents(tmp_path / "out")) == ["model.safetensors"]
 
@@ -214,6 +236,75 @@ def test_tensors_that_the_index_does_not_name_are_not_exported(
     (folder / "model.safetensors.index.json").write_bytes(index_of(model="a"))
     create(folder, NAME, store=store, ignore_unindexed=True)
     assert not export_model(NAME, tmp_path / "out", store=store).is_original
+
+
+def test_an_index_of_weights_that_are_left_out_is_left_out(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = single(tmp_path).parent
+    (folder / "model.fp16.safetensors").write_bytes(file_of(weights("a b", 32)))
+    index = folder / "model.fp16.safetensors.index.json"
+    index.write_bytes(index_of(**{"model.fp16": "a b"}))
+    created = create(folder, NAME, store=store, weights="model.safetensors")
+    assert f"left out: '{index}'; choose other weights with --weights" in created.notices
+    assert export_model(NAME, tmp_path / "out", store=store).is_original
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
+
+
+def test_an_index_that_is_kept_comes_back_once(store: LocalStore, tmp_path: Path) -> None:
+    folder = single(tmp_path).parent
+    (folder / "model.safetensors.index.json").write_bytes(b'{"weight_map": {}}')
+    expected = contents(folder)
+    create(folder, NAME, store=store, keep=["*.json"])
+    assert [layer.name for layer in store.resolve(NAME).layers_of(media_types.FILE)] == []
+    export_model(NAME, tmp_path / "out", store=store)
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_folder_with_the_name_of_an_index_is_left_out(store: LocalStore, tmp_path: Path) -> None:
+    folder = single(tmp_path).parent
+    (folder / "other.safetensors.index.json").mkdir()
+    created = create(folder, NAME, store=store)
+    assert "not a file of at most 64 MiB" in created.notices[0]
+    assert export_model(NAME, tmp_path / "out", store=store).is_original
+
+
+def test_a_header_of_the_largest_size_comes_back(store: LocalStore, tmp_path: Path) -> None:
+    path = single(tmp_path)
+    short = file_of(weights("a b"))
+    path.write_bytes(file_of(weights("a b"), padding=100_000_000 + 8 + 128 - len(short)))
+    assert int.from_bytes(path.read_bytes()[:8], "little") == 100_000_000
+    assert create(path, NAME, store=store).notices == ()
+    assert verify_models(store=store).faults == ()
+    export_model(NAME, tmp_path / "out", store=store)
+    assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int4"}])
+def test_headers_that_are_too_large_are_not_recorded(
+    options: Any, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "MAX_NEW_SIZE", 1000)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    tensors = {"a.weight": ("F32", [64, 64], bytes(4 * 64 * 64))}
+    (folder / "model.safetensors").write_bytes(file_of(tensors, padding=1000))
+    (folder / "model.safetensors.index.json").write_bytes(index_of(model="a.weight"))
+    created = create(folder, NAME, store=store, **options)
+    expected = "export will write new weight files: the headers of the weight files are over 0 MiB"
+    assert created.notices == (() if options else (expected,))
+    assert verify_models(store=store).faults == ()
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+    assert set(contents(tmp_path / "out")) - {"config.json"} == {"model.safetensors"}
+
+
+def test_scales_that_are_too_large_are_not_recorded(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "_MAX_LEFT_OUT", 1)
+    saved(store, tmp_path, "packed weights and input scales")
+    assert not export_model(NAME, tmp_path / "out", store=store).is_original
+    assert verify_models(store=store).faults == ()
 
 
 @pytest.mark.parametrize("options", [{"single": True}, {"shard_size": 1000}, {"dequantize": True}])
