@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Generator
+from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+_Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 
 # A busy machine is no failure, and nothing here is about time.
 settings.register_profile(
@@ -16,3 +22,23 @@ settings.load_profile("patient")
 # that interrupt some need it as users have it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail skipped tests where ``BLOBSTORE_TESTS_COMPLETE`` is set, unless they need a GPU."""
+    return _complete((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Do the same for modules that are skipped."""
+    return _complete((yield))
+
+
+def _complete(report: _Report) -> _Report:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    if report.skipped and "BLOBSTORE_TESTS_COMPLETE" in os.environ and "CUDA" not in reason:
+        report.outcome = "failed"
+        report.longrepr = f"{reason}, although BLOBSTORE_TESTS_COMPLETE is set"
+    return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -40,7 +41,7 @@ def package(pin: str) -> Path:
         )
         if done.returncode != 0:
             pytest.fail(f"pip cannot fetch {pin}, which this test reads:\n{done.stderr}")
-        if not target.is_dir():  # another test process may have been faster
+        with contextlib.suppress(OSError):  # another test process was faster
             building.replace(target)
     finally:
         shutil.rmtree(building, ignore_errors=True)

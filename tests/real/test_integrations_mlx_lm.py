@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -47,8 +48,8 @@ mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 mlx_utils = pytest.importorskip("mlx_lm.utils")
 mlx_server = pytest.importorskip("mlx_lm.server")
-integration = pytest.importorskip("blobstore.integrations.mlx_lm")
-program = pytest.importorskip("blobstore.integrations.mlx_lm.server")
+integration = import_module("blobstore.integrations.mlx_lm")
+program = import_module("blobstore.integrations.mlx_lm.server")
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")

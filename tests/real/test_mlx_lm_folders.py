@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.real.test_linking import assert_opened_by_safetensors
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
-integration = pytest.importorskip("blobstore.integrations.mlx_lm")
+integration = import_module("blobstore.integrations.mlx_lm")
 
 logits = helpers.logits
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,7 @@ from tests.unit.quantization.test_numpy import (
 )
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-engine = pytest.importorskip(
-    "blobstore.quantization.mlx", reason="MLX does not run on this machine"
-)
+engine = import_module("blobstore.quantization.mlx")
 
 
 def dequantized(packed: Iterable[Array | None], *options: Any) -> Array:

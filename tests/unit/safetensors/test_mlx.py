@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.support.models import write_safetensors
 from tests.support.safetensors_file import SafetensorsFile
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-as_mlx = pytest.importorskip("blobstore.safetensors.mlx").as_mlx
+as_mlx = import_module("blobstore.safetensors.mlx").as_mlx
 
 KINDS = {
     dtype: mx.uint8 if name.startswith("float8") else getattr(mx, name)

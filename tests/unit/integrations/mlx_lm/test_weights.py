@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-mlx_weights = pytest.importorskip("blobstore.integrations.mlx_lm.weights")
+mlx_weights = import_module("blobstore.integrations.mlx_lm.weights")
 
 EXPERTS = "model.layers.0.mlp.experts"
 SWITCH = "model.layers.0.mlp.switch_mlp"
