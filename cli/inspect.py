@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from blobstore.cli import options, render
 from blobstore.core.escape import escape, quote
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointRefused, SourceNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,11 +31,23 @@ def command(
 ) -> None:
     """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
+    Of a safetensors file, a model folder or an archive, it lists what "blobstore show" does.
     No code of the file is executed. Files that create would refuse are shown too, with exit code 4.
     """
+    from blobstore.cli.show_path import show_path
     from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
-    inspected = inspect_checkpoint(file, subtree=subtree)
+    if _is_listed(file):
+        if subtree or with_tensors:
+            raise click.UsageError("--subtree and --tensors apply only to PyTorch checkpoints", ctx)
+        show_path(file, (), as_json=as_json)
+        return
+    try:
+        inspected = inspect_checkpoint(file, subtree=subtree)
+    except SourceNotFound as error:
+        raise SourceNotFound(
+            error.message, advice="for a model in the store, use 'blobstore show'"
+        ) from None
     if as_json:
         fields = (
             "file=path bytes=size kind refusal globals parts=subtrees tensors unreadable notices"
@@ -51,6 +64,20 @@ def command(
         render.show("\n\n".join(_sections(inspected, with_tensors=with_tensors)))
     if inspected.refusal is not None:
         ctx.exit(CheckpointRefused.exit_code)
+
+
+def _is_listed(file: str) -> bool:
+    """Return whether a path is a folder, an archive or a safetensors file, which show lists."""
+    path = Path(file)
+    try:
+        if path.is_dir() or file.endswith(".bsar"):
+            return True
+        if not path.is_file() or path.suffix != ".safetensors":
+            return False
+        with path.open("rb") as opened:  # a pickle may have any ending
+            return opened.read(9)[8:] == b"{"
+    except (OSError, ValueError):  # inspecting the file reports it
+        return False
 
 
 def show_parts(file: str, *, as_json: bool) -> None:

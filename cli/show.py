@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import click
 
 from blobstore.cli import options, render
+from blobstore.cli.show_path import show_path
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, NotFound
+from blobstore.errors import BlobstoreError, Damaged, InvalidReference, ModelNotFound, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +66,7 @@ def _view_option(view: View, text: str) -> Callable[[_Command], _Command]:
 
 
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
-@click.argument("name", type=options.MODEL)
+@click.argument("name", metavar="NAME|PATH", type=options.MODEL_OR_PATH)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
 @options.store_option
 @_view_option("layers", "List the manifest's layers.")
@@ -89,6 +91,9 @@ def command(
 ) -> None:
     """Show the tensors of the model NAME: types, shapes, sizes and digests.
 
+    PATH is a model that is not in the store: anything that create imports, an archive, or a folder
+    of models such as the Hub's cache. A model in the store wins over a path of the same spelling.
+
     PATTERNs such as '*.mlp.*' select rows by name. A PATTERN that matches nothing is an error. If
     a blob is missing or damaged, its row says so and the exit code is 4. Only "blobstore verify"
     reads the data itself. Long names are shortened, except in JSON.
@@ -96,6 +101,11 @@ def command(
     from blobstore.operations.maintenance.show import describe_model, model_source
 
     view: View | None = ctx.meta.get(_VIEW_KEY)
+    if _is_path(name, store):
+        if view or order:
+            raise click.UsageError(f"--{view or 'sort'} applies only to models in the store", ctx)
+        show_path(name, patterns, as_json=as_json)
+        return
     with options.model(store, name) as reference:
         if view in ("manifest", "source"):
             if patterns or order:
@@ -106,6 +116,21 @@ def command(
                 _show_source(reference, model_source(reference, store=store), as_json=as_json)
             return
         model = describe_model(reference, store=store)
+    _show_model(model, view, patterns, order, as_json=as_json)
+    for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
+        render.show_error(f"model {model.reference}: {message}")
+    if model.faults:
+        ctx.exit(Damaged.exit_code)
+
+
+def _show_model(
+    model: ModelDescription,
+    view: View | None,
+    patterns: Sequence[str],
+    order: Order | None,
+    *,
+    as_json: bool,
+) -> None:
     if view is None:
         view = "layers" if model.format == "gguf" else "tensors"
         if not (model.tensors or model.faults or as_json) and model.files:
@@ -117,10 +142,21 @@ def command(
         _show_json(model, view, rows)
     else:
         render.show(_as_text(model, view, rows))
-    for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
-        render.show_error(f"model {model.reference}: {message}")
-    if model.faults:
-        ctx.exit(Damaged.exit_code)
+
+
+def _is_path(name: str, store: LocalStore) -> bool:
+    """Return whether a text is the path of a file or folder, and not the name of a model."""
+    if name.startswith(("/", ".", "~")) or name.endswith((".safetensors", ".bsar")):
+        return True
+    try:
+        if not Path(name).exists():
+            return False
+        store.read_manifest(name)
+    except (InvalidReference, ModelNotFound):
+        return True
+    except (BlobstoreError, OSError, ValueError):  # using the name reports it
+        return False
+    return False
 
 
 def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> Sequence[Row]:

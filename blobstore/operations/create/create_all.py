@@ -63,7 +63,7 @@ def create_all(
     store = LocalStore.of(store)
     first: dict[str, Path] = {}
     results = []
-    for found, source in _find_models(local_path(folder)):
+    for found, source in find_models(local_path(folder)):
         name, created, error = found, None, None
         try:
             reference = Reference.parse(found)
@@ -86,8 +86,13 @@ def _report(progress: Progress, name: str, what: str, done: int, total: int) -> 
     progress(f"{name}: {what}", done, total)
 
 
-def _find_models(folder: Path) -> list[tuple[str, Path]]:
-    """Return the names and sources of the models of a folder."""
+def find_models(folder: Path) -> list[tuple[str, Path]]:
+    """Return the names and sources of the models of a folder, or of a cache of the Hub's client.
+
+    Raises:
+        SourceNotFound: there is no such folder.
+        SourceError: the folder cannot be read, has no models, or is a model.
+    """
     if not folder.is_dir():
         raise SourceNotFound(f"no such folder: {quote(folder)}")
     if is_model_folder(folder) or cached_repository(folder):

@@ -280,7 +280,8 @@ def check_globals(result: Result) -> None:
         names = join_some([*map(quote, refused)], _SHOWN)
         raise CheckpointRefused(
             f"pickle byte {refused[0].offset}: it uses {names}, which checkpoints of tensors do not "
-            "need; no code was executed. List them with 'blobstore inspect'"
+            "need; no code was executed",
+            advice="list them with 'blobstore inspect'",
         )
 
 

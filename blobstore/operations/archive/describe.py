@@ -1,0 +1,83 @@
+"""The operation ``show`` for archives: their models, from the table and the manifests alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.operations.archive.reader import open_archive
+from blobstore.store.name_patterns import select_references
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from blobstore.manifests.reference import Reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedModelDescription:
+    """A model of an archive."""
+
+    reference: Reference
+    digest: Digest
+    """The digest of the manifest's bytes."""
+    blobs: int
+    size: int
+    """Bytes of the blobs, after decompression."""
+    stored: int
+    """Bytes that they take in the archive; models may share blobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveDescription:
+    """An archive, as far as its table and manifests describe it."""
+
+    path: Path
+    size: int
+    """Bytes of the file."""
+    blobs: int
+    """Blobs of all models, each counted once, and of bases that are in no model."""
+    deltas: int
+    """Blobs among them that are stored as deltas."""
+    models: tuple[ArchivedModelDescription, ...]
+
+
+def describe_archive(
+    path: str | os.PathLike[str], patterns: Iterable[str] = ()
+) -> ArchiveDescription:
+    """List the models of an archive. No blob is read; :func:`check_archive` verifies them.
+
+    Args:
+        path: the archive.
+        patterns: names, globs or starts of IDs; by default all models are listed.
+
+    Raises:
+        NotFound: there is no such file.
+        ArchiveDamaged: the table or a manifest is truncated or altered.
+        ModelNotFound: no model matches a pattern.
+        UsageError: a pattern is ambiguous.
+    """
+    with open_archive(path) as archive:
+        members = archive.members
+        models = []
+        for model in archive.models(select_references(archive, patterns)):
+            numbers = [archive.blobs[blob.digest] for blob in model.manifest.blobs]
+            models.append(
+                ArchivedModelDescription(
+                    reference=model.reference,
+                    digest=Digest.of(model.data),
+                    blobs=len(numbers),
+                    size=sum(members[number].size for number in numbers),
+                    stored=sum(members[number].stored_size for number in numbers),
+                )
+            )
+        return ArchiveDescription(
+            path=Path(path),
+            size=Path(path).stat().st_size,
+            blobs=len(archive.blobs),
+            deltas=sum(member.base is not None for member in members),
+            models=tuple(models),
+        )
