@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobDamaged, InvalidHeader
+from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import at_layer, only_tensor, read_headers
@@ -160,15 +160,15 @@ def _plan_file(
         offset, size = header.data_start + begin, end - begin
         named = TensorSpec(full, spec.dtype, spec.shape) if folder else spec
         found = places.pop(record.stored_names.get(full, full), None)
-        is_stored = found is not None and is_stored_as(named, found.spec, found.header.tensors)
         constant = record.left_out.get(full)
+        fits = found is not None and _fits(store, named, found, constant)
         if constant is not None:
-            if found is not None and not (is_stored and _is_reciprocal(store, found, constant)):
+            if found is not None and not fits:
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which a blob has too")
             if len(constant) != size or not full.endswith(LEFT_OUT):
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which imports store")
             constants.append((offset, constant))
-        elif found is not None and is_stored:
+        elif found is not None and fits:
             offsets[full] = offset
             tensors.append(FolderTensor(named, found.layer, found.begin, found.header))
         else:
@@ -179,6 +179,24 @@ def _plan_file(
     return WeightFile(
         file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
     )
+
+
+def _fits(store: LocalStore, source: TensorSpec, found: _Place, constant: bytes | None) -> bool:
+    """Return whether imports store a tensor like that, or the reciprocal of ``constant``.
+
+    Raises:
+        BlobMissing, BlobDamaged: the tensor does not fit because its blob is damaged.
+    """
+    layer = found.layer
+    if is_stored_as(source, found.spec, found.header.tensors) and (
+        constant is None or _is_reciprocal(store, found, constant)
+    ):
+        return True
+    try:
+        store.check_digest(layer.digest, layer.size)
+    except BlobstoreError as error:
+        raise at_layer(error, layer) from error
+    return False
 
 
 def _is_reciprocal(store: LocalStore, found: _Place, data: bytes) -> bool:

@@ -499,6 +499,13 @@ def test_a_record_cannot_hold_other_values_than_the_blobs(
     assert_damaged(store, tmp_path, message)
 
 
+def test_a_damaged_global_scale_is_a_fault_of_its_blob(store: LocalStore, tmp_path: Path) -> None:
+    saved(store, tmp_path, "packed weights and input scales")
+    flip(blob_path(store, "q.weight"), -1)
+    with pytest.raises(BlobDamaged, match="layer 'q.weight': blob .*damaged"):
+        export_model(NAME, tmp_path / "out", store=store)
+
+
 def test_a_record_cannot_add_tensors(store: LocalStore, tmp_path: Path) -> None:
     create(single(tmp_path), NAME, store=store)
     edit = with_header(file_of(weights("a b c")))
