@@ -8,7 +8,7 @@ round differently.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
@@ -26,7 +26,7 @@ from blobstore.compression.table import (
     Table,
     encode_table,
 )
-from blobstore.compression.transforms import width_of
+from blobstore.compression.transforms import predicted_type, width_of
 from blobstore.compression.tuning import choose_pipelines
 from blobstore.core.digest import Digester
 from blobstore.errors import UsageError
@@ -63,6 +63,14 @@ _MAX_DEVIATION: Final = 1 / 8
 """A chunk whose ratio differs by more from that of the chunk of the choice gets its own choice."""
 
 
+class Encoded(NamedTuple):
+    """A blob that was encoded."""
+
+    table: Table
+    size_alone: int
+    """About the stored size of the blob without a base."""
+
+
 def encode(
     pieces: Iterable[Buffer],
     spans: Sequence[Span],
@@ -71,8 +79,10 @@ def encode(
     level: Level = "fast",
     digest: Digest | None = None,
     base: BaseBlob | None = None,
-) -> Table:
-    """Write a blob in the cold-blob format, and return its table.
+) -> Encoded:
+    """Write a blob in the cold-blob format.
+
+    A span without any chunk that its base makes smaller is stored as one without a base.
 
     Args:
         pieces: the blob's bytes in order. A single piece with all of them is not copied.
@@ -99,12 +109,14 @@ def encode(
     digester = Digester()
     source = _Source(pieces, None if digest is not None else digester)
     chunks: list[Chunk] = []
+    alone = 0.0
     write(PREFIX)
-    for span, part in zip(spans, parts, strict=True):
+    for number, (span, part) in enumerate(zip(spans, parts, strict=True)):
         prediction = _prediction(span, part, base)
         if span.factors is not None and part.same_as is None:
             write(span.factors)
         encoder = _ChunkEncoder(span.dtype, level)
+        first = len(chunks)
         for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
             if part.same_as is not None:
@@ -115,16 +127,25 @@ def encode(
             chunks.append(entry)
             for plane in planes:
                 write(plane.data)
+        alone += encoder.size_alone
+        if part.factors is None and not any(map(_needs_base, chunks[first:])):
+            parts[number] = part._replace(base_begin=None)
     source.expect_end()
+    needs_base = any(part.base_begin is not None for part in parts)
     table = Table(
         digest or digester.digest(),
         sum(span.size for span in spans),
-        base.identity if base is not None and has_base else None,
+        base.identity if base is not None and needs_base else None,
         parts,
         chunks,
     )
-    write(encode_table(table))
-    return table
+    stored = encode_table(table)
+    write(stored)
+    return Encoded(table, int(alone) + len(PREFIX) + len(stored))
+
+
+def _needs_base(chunk: Chunk) -> bool:
+    return predicted_type(chunk.transform) is not None
 
 
 class _ChunkEncoder:
@@ -138,6 +159,9 @@ class _ChunkEncoder:
         """The ratio of the chunk that the pipelines were chosen for."""
         self._remaining = 0
         """Chunks that may use the pipelines."""
+        self._ratio_alone = 1.0
+        self.size_alone = 0.0
+        """About the bytes that the chunks would take without a base."""
 
     def encode(self, chunk: Bytes, predicted: Bytes | None) -> tuple[Chunk, list[Plane]]:
         """Encode the next chunk; the planes are valid until this thread encodes again."""
@@ -145,8 +169,11 @@ class _ChunkEncoder:
             self._remaining -= 1
             entry, planes = encode_chunk(chunk, predicted, self._pipelines)
             if abs(entry.stored_size / len(chunk) - self._ratio) <= _MAX_DEVIATION:
+                self.size_alone += self._ratio_alone * len(chunk)
                 return entry, planes
-        self._pipelines = choose_pipelines(chunk, predicted, self._dtype, self._level)
+        choice = choose_pipelines(chunk, predicted, self._dtype, self._level)
+        self._pipelines, self._ratio_alone = choice
+        self.size_alone += self._ratio_alone * len(chunk)
         self._remaining = _CHUNKS_PER_CHOICE - 1
         entry, planes = encode_chunk(chunk, predicted, self._pipelines)
         self._ratio = entry.stored_size / len(chunk)

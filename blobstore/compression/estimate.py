@@ -49,16 +49,11 @@ _MIN_GAIN: Final[dict[Level, float]] = {"fast": 0.15, "small": 0.01}
 _ANY_DIGEST: Final = Digest("0" * 64)
 
 
-KnownFactors = dict[int, "bytes | None"]
-"""Packed factors of spans by their offset in the blob; None if a span has none."""
-
-
 def estimate_size(
     data: memoryview,
     spans: Sequence[Span],
     base: BaseBlob | None,
     level: Level,
-    known: KnownFactors,
 ) -> int:
     """Estimate the compressed size of a blob from slices of spans of each kind.
 
@@ -70,7 +65,6 @@ def estimate_size(
         spans: its spans, with factors or without.
         base: the base of some spans.
         level: the level of compression.
-        known: receives the factors that were fitted to complete spans.
     """
     begins = accumulate((span.size for span in spans), initial=0)
     kinds: dict[object, list[tuple[int, Span]]] = defaultdict(list)
@@ -82,23 +76,18 @@ def estimate_size(
         size = 0.0
         for begin, span in tried:
             sample = _Sample.of(data, begin, span, base)
-            ratio, factors = sample.fit(level)
-            size += ratio * sample.encoded_size(level)
-            if len(sample.data) == span.size and not _is_stack(span):
-                known[begin] = factors
+            size += sample.fit(level) * sample.encoded_size(level)
         total += size * len(same_kind) / len(tried)
     return int(total)
 
 
 def fit_low_rank(
-    data: memoryview, spans: Sequence[Span], base: BaseBlob, level: Level, known: KnownFactors
+    data: memoryview, spans: Sequence[Span], base: BaseBlob, level: Level
 ) -> Iterator[Span]:
     """Yield the spans, with factors where those save space; stacks with factors are split by rows."""
     begins = accumulate((span.size for span in spans), initial=0)
     for span, begin in zip(spans, begins, strict=False):
-        if begin in known:
-            yield span._replace(factors=known[begin])
-        elif span.base_begin is None or span.dtype is None:
+        if span.base_begin is None or span.dtype is None:
             yield span
         elif not _is_stack(span):
             yield _with_factors(data[begin : begin + span.size], span, base, level)
@@ -209,10 +198,10 @@ class _Sample(NamedTuple):
         begin = None if self.base is None else 0
         span = Span(len(self.data), self.span.dtype, None, begin, factors)
         base = None if self.base is None else BaseBlob.hot(self.base.data, _ANY_DIGEST)
-        table = encode(
+        encoded = encode(
             [self.data.data], [span], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
         )
-        stored = sum(chunk.stored_size for chunk in table.chunks)
+        stored = sum(chunk.stored_size for chunk in encoded.table.chunks)
         return stored * self.span.size / len(self.data)
 
     def ratio(self, factors: bytes, size: float) -> float:
@@ -222,23 +211,23 @@ class _Sample(NamedTuple):
         """
         return (self.encoded_size("fast", factors) + size) / max(self.encoded_size("fast"), 1)
 
-    def fit(self, level: Level) -> tuple[float, bytes | None]:
-        """Fit factors to the sample; return the ratio that they save, and the factors."""
+    def fit(self, level: Level) -> float:
+        """Return the ratio of the size with factors that are fitted to the sample to that without."""
         span, columns = self.span, _columns(self.span)
         if self.base is None or span.dtype is None:
-            return 1, None
+            return 1
         mine, theirs = as_elements(self.data, span.dtype), as_elements(self.base, span.dtype)
         if not can_fit(len(mine), span.dtype, columns) or np.array_equal(mine, theirs):
-            return 1, None
+            return 1
         if level == "fast" and not is_promising(mine, theirs, span.dtype, columns):
-            return 1, None
+            return 1
         factors = fit(mine, theirs, span.dtype, columns)
         if factors is None:
-            return 1, None
+            return 1
         packed = pack(factors)
         sides = len(self.rows) + columns, span.size // width_of(span.dtype) // columns + columns
         ratio = self.ratio(packed, len(packed) * sides[1] / sides[0])
-        return (ratio, packed) if ratio <= 1 - _MIN_GAIN[level] else (1, None)
+        return ratio if ratio <= 1 - _MIN_GAIN[level] else 1
 
 
 def _is_stack(span: Span) -> bool:

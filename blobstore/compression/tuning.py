@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+class Choice(NamedTuple):
+    """How to encode chunks that resemble a sample."""
+
+    pipelines: list[Pipeline]
+    """The best first; a chunk uses the first one that is applicable to it."""
+    ratio_alone: float
+    """The ratio of the encoded size to the size if the sample is encoded without its base."""
+
+
 class _Settings(NamedTuple):
     coders: tuple[Coder, ...]
     """Coders for compressible planes; each is tried only if the previous one came near the best."""
@@ -47,13 +56,8 @@ _SAMPLE_FACTOR_WITH_BASE: Final = 8
 """Deltas have many small planes, whose overhead only a larger sample shows."""
 
 
-def choose_pipelines(
-    chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level
-) -> list[Pipeline]:
-    """Return pipelines for the chunks that resemble ``chunk``, the best first.
-
-    A chunk uses the first one that is applicable to it.
-    """
+def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level) -> Choice:
+    """Return pipelines for the chunks that resemble ``chunk``."""
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
     groups = transforms_for(dtype)
@@ -81,7 +85,8 @@ def choose_pipelines(
         if size <= least + least // max(pipeline.transform.min_gain, settings.transform_gain)
     )
     others = sorted((item for item in tried if item[1] is not best), key=lambda item: item[0])
-    return [best, *(pipeline for _, pipeline in others)]
+    alone = min(size for size, pipeline in tried if not pipeline.transform.needs_base)
+    return Choice([best, *(pipeline for _, pipeline in others)], alone / max(len(sample), 1))
 
 
 def _choose_coders(

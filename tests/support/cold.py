@@ -77,5 +77,5 @@ def cold_with_table(blob: bytes, **options: Any) -> tuple[bytes, Table]:
     """Return a blob in the cold-blob format, and its table."""
     written = io.BytesIO()
     spans = options.pop("spans", None) or spans_of(blob, len(blob))
-    table = encode(options.pop("pieces", [blob]), spans, written.write, **options)
-    return written.getvalue(), table
+    encoded = encode(options.pop("pieces", [blob]), spans, written.write, **options)
+    return written.getvalue(), encoded.table

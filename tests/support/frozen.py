@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typing_extensions import Buffer
 
+from blobstore.compression.encoder import Encoded
 from blobstore.core.digest import Digest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
@@ -69,11 +70,11 @@ def spoil_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spoiled(
         self: BlobEncoder, write: Callable[..., object], report: Callable[[int], None]
-    ) -> None:
+    ) -> Encoded:
         def other(data: Buffer) -> None:
             write(bytes(byte ^ (place == 5) for place, byte in enumerate(bytes(data))))
 
-        real(self, other if self.has_base else write, report)
+        return real(self, other if self.has_base else write, report)
 
     monkeypatch.setattr(BlobEncoder, "write", spoiled)
 

@@ -123,7 +123,7 @@ def pack_models(
         workers = WorkerPool(jobs, progress, 2 * sum(item.blob.size for item in planned))
         try:
             with replacing(target) as descriptor:
-                writer = _ArchiveWriter(store, estimator, level, target.parent, descriptor, workers)
+                writer = _ArchiveWriter(store, level, target.parent, descriptor, workers)
                 members = writer.write(models, planned)
                 size = os.fstat(descriptor).st_size
                 _check_target(target, overwrite=overwrite)  # it may have appeared since
@@ -172,14 +172,12 @@ class _ArchiveWriter:
     def __init__(
         self,
         store: LocalStore,
-        estimator: SizeEstimator,
         level: Level,
         folder: Path,
         descriptor: int,
         workers: WorkerPool,
     ) -> None:
         self._store = store
-        self._estimator = estimator
         self._level: Level = level
         self._workers = workers
         self._writer = OrderedWriter(descriptor, folder, PREFIX)
@@ -277,7 +275,7 @@ class _ArchiveWriter:
             return None
         with contextlib.ExitStack() as files:
             if is_hot:
-                encoder = self._estimator.choose_encoder(blob, planned.base)
+                encoder = BlobEncoder(self._store, blob, self._level, planned.base)
             else:  # it is compressed again, without its base, which is not in the archive
                 file = files.enter_context(tempfile.TemporaryFile(dir=self._writer.folder))
                 for piece in self._store.read_pieces(*blob):
@@ -292,11 +290,10 @@ class _ArchiveWriter:
                     is_gain=lambda: slot.size < blob.size,
                     verify=lambda: self._verify(slot, report),
                     report=report,
+                    on_fallback=lambda: self.fallbacks.add(blob.digest),
                 )
             except ColdDamaged:
                 raise self._fault(planned) from None
-        if encoder.has_base and form is not None and form.base is None:
-            self.fallbacks.add(blob.digest)
         return form
 
     def _verify(self, slot: OrderedSlot, report: Callable[[int], None]) -> _Form:

@@ -104,7 +104,7 @@ def _plan_copies(
         base = PlannedMember(blob, f"the base of {group[0].label}")
         try:
             base = _with_cold_form(store, base)
-            alone = estimator.estimate(blob).size if base.cold is None else len(base.cold)
+            alone = estimator.estimate(blob) if base.cold is None else len(base.cold)
         except (BlobMissing, BlobDamaged):
             continue
         # Compressed without the base, each delta would take about as much as the base.

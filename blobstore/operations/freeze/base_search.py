@@ -126,8 +126,8 @@ class BaseFinder:
         alone = delta = 0
         for blob, base in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLED_BLOBS]:
             try:
-                with_base = self._estimator.estimate(blob, base).size
-                alone += self._estimator.estimate(blob).size
+                with_base = self._estimator.estimate(blob, base)
+                alone += self._estimator.estimate(blob)
                 delta += with_base
             except BlobstoreError:  # reported when the blob is compressed
                 continue

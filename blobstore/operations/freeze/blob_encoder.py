@@ -1,24 +1,18 @@
 """Compresses blobs, each alone or as a delta against a base, and estimates the compressed size.
 
 :func:`write_verified` is the only way to the cold form of a blob: what was encoded is decoded before it is
-used. An estimate samples the blob and its base. :class:`SizeEstimator` remembers the estimates of a run, so that
-the searches for bases and the compression do not sample the same pair twice.
+used. Whether a base saves enough is known once the blob is encoded against it. :class:`SizeEstimator` is
+for what must be known before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from blobstore.compression.level import Level
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
-from blobstore.operations.freeze.fingerprints import (
-    MIN_PIECE,
-    FingerprintIndex,
-    fingerprint_of,
-    slices_of,
-    whole_of,
-)
+from blobstore.operations.freeze.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
 if TYPE_CHECKING:
@@ -28,10 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.compression.estimate import KnownFactors
+    from blobstore.compression.encoder import Encoded
+    from blobstore.compression.level import Level
     from blobstore.compression.spans import Span
     from blobstore.core.digest import BlobId
-    from blobstore.operations.freeze.fingerprints import Piece
+    from blobstore.operations.freeze.tensor_index import Piece
     from blobstore.safetensors.header import Header
     from blobstore.store.local import LocalStore
 
@@ -43,53 +38,31 @@ _CHUNK: Final = 16 << 20
 Verified = TypeVar("Verified")
 
 
-class Estimate(NamedTuple):
-    """The approximate compressed size of a blob, seldom too small."""
-
-    size: int
-    has_base: bool
-    """False if the base has no similar tensors: the blob would be compressed alone."""
-    factors: KnownFactors
-    """The low-rank factors that the samples gave."""
-
-
-_Key = tuple["BlobId", "BlobId | None", Level]
-
-
 class SizeEstimator:
-    """Estimates what the hot blobs of a store compress to, each pair once. Threads may share it."""
+    """Estimates what the blobs of a store compress to, each pair once. Threads may share it."""
 
     def __init__(self, store: LocalStore, level: Level) -> None:
         self._store = store
-        self._level: Level = level
-        self._estimates: dict[_Key, Estimate] = {}
+        self.level: Level = level
+        """What the estimates are for."""
+        self._sizes: dict[tuple[BlobId, BlobId | None], int] = {}
 
-    def estimate(
-        self, blob: BlobId, base: BlobId | None = None, level: Level | None = None
-    ) -> Estimate:
-        """Return the estimate for a blob with a base, at the level of this estimator or another.
+    def estimate(self, blob: BlobId, base: BlobId | None = None) -> int:
+        """Return about the compressed size of a hot blob, with a base if that saves enough.
 
         Raises:
             BlobMissing, BlobDamaged: the blob has no readable hot form.
             StoreError: the store cannot be read.
         """
-        key = blob, base, level or self._level
-        if key not in self._estimates:
-            encoder = BlobEncoder(self._store, blob, key[2], base, self._estimates)
-            self._estimates[key] = encoder.estimate()
-        return self._estimates[key]
-
-    def choose_encoder(self, blob: BlobId, base: BlobId | None = None) -> BlobEncoder:
-        """Return an encoder against ``base`` if that saves ``MIN_GAIN``, otherwise one without a base.
-
-        Raises as :meth:`estimate`.
-        """
-        encoder = BlobEncoder(self._store, blob, self._level, base, self._estimates)
-        if not encoder.has_base:
-            return encoder
-        alone = encoder.without_base()
-        is_gain = encoder.estimate().size <= (1 - MIN_GAIN) * alone.estimate().size
-        return encoder if is_gain else alone
+        key = blob, base
+        if key not in self._sizes:
+            encoder = BlobEncoder(self._store, blob, self.level, base)
+            size = encoder.estimate()
+            if encoder.has_base:
+                alone = self.estimate(blob)
+                size = size if size <= (1 - MIN_GAIN) * alone else alone
+            self._sizes[key] = size
+        return self._sizes[key]
 
 
 class Output(Protocol):
@@ -113,8 +86,11 @@ def write_verified(
     is_gain: Callable[[], bool],
     verify: Callable[[], Verified | None],
     report: Callable[[int], None],
+    on_fallback: Callable[[], object],
 ) -> Verified | None:
-    """Compress a blob and verify what was written; without its base if the delta is not verified.
+    """Compress a blob and verify what was written.
+
+    If the base does not save ``MIN_GAIN``, or the delta is not verified, the blob is compressed alone.
 
     Args:
         encoder: compresses the blob.
@@ -122,6 +98,7 @@ def write_verified(
         is_gain: says whether the output is small enough to be kept.
         verify: decodes the output and compares digests; returns None if the base cannot be used.
         report: gets the number of bytes of each chunk read.
+        on_fallback: called if the delta is not verified.
 
     Returns:
         What ``verify`` returned, or None if compressing saves nothing.
@@ -129,21 +106,24 @@ def write_verified(
     Raises:
         BlobDamaged, ColdDamaged: the output does not decode to the blob, even without a base.
     """
-    for candidate in (encoder, encoder.without_base()) if encoder.has_base else (encoder,):
-        candidate.write(output.write, report)
-        if not is_gain():
-            output.clear()
-            break
-        try:
-            verified = verify()
-        except (BlobDamaged, ColdDamaged):
-            if not candidate.has_base:
-                raise
-            verified = None
-        if verified is not None:
-            return verified
+    if encoder.has_base:
+        encoded = encoder.write(output.write, report)
+        is_delta = encoded.table.base is not None
+        if not is_delta or output.size <= (1 - MIN_GAIN) * encoded.size_alone:
+            if not is_gain():
+                output.clear()
+                return None
+            with contextlib.suppress(BlobDamaged, ColdDamaged):  # perhaps the base is damaged
+                verified = verify()
+                if verified is not None:
+                    return verified
+            on_fallback()
         output.clear()
-    return None
+    encoder.without_base().write(output.write, report)
+    verified = verify() if is_gain() else None
+    if verified is None:
+        output.clear()
+    return verified
 
 
 class BlobEncoder:
@@ -162,14 +142,12 @@ class BlobEncoder:
         blob: BlobId,
         level: Level,
         base: BlobId | None = None,
-        estimates: dict[_Key, Estimate] | None = None,
         data: memoryview | None = None,
     ) -> None:
         from blobstore.compression.spans import spans_of  # imports numpy
 
         self._blob = blob
         self._level: Level = level
-        self._estimates = {} if estimates is None else estimates
         self._data = store.mmap_hot(*blob) if data is None else data
         self._spans = spans_of(self._data, blob.size)
         self._aligned: Sequence[Span] = self._spans
@@ -199,17 +177,13 @@ class BlobEncoder:
         alone._aligned, alone._base = self._spans, None  # noqa: SLF001 - a copy of this one
         return alone
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> int:
         """Return about how many bytes :meth:`write` writes, from samples of each tensor."""
         from blobstore.compression.estimate import estimate_size
 
-        if self._key not in self._estimates:
-            factors: KnownFactors = {}
-            size = estimate_size(self._data, self._aligned, self._base, self._level, factors)
-            self._estimates[self._key] = Estimate(size, self.has_base, factors)
-        return self._estimates[self._key]
+        return estimate_size(self._data, self._aligned, self._base, self._level)
 
-    def write(self, write: Callable[..., object], report: Callable[[int], None]) -> None:
+    def write(self, write: Callable[..., object], report: Callable[[int], None]) -> Encoded:
         """Compress the blob into ``write``; ``report`` gets the number of bytes of each chunk read."""
         from blobstore.compression.encoder import encode
         from blobstore.compression.estimate import fit_low_rank
@@ -217,19 +191,13 @@ class BlobEncoder:
 
         spans: Sequence[Span] = self._aligned
         if self._base is not None:
-            known = self._estimates.pop(self._key, None)  # written once, so that it is not kept
-            factors = {} if known is None else known.factors
-            spans = list(fit_low_rank(self._data, spans, self._base, self._level, factors))
+            spans = list(fit_low_rank(self._data, spans, self._base, self._level))
         spans = [
             span if span.same_as is None else span._replace(base_begin=None, factors=None)
             for span in mark_duplicates(spans, self._data)
         ]
         chunks, digest = chunks_of(self._data, report), self._blob.digest
-        encode(chunks, spans, write, level=self._level, digest=digest, base=self._base)
-
-    @property
-    def _key(self) -> _Key:
-        return self._blob, None if self._base is None else self._base.identity, self._level
+        return encode(chunks, spans, write, level=self._level, digest=digest, base=self._base)
 
 
 def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memoryview]:
@@ -258,7 +226,7 @@ class _BaseAligner:
         self._header = header
         self._base = base
         self._base_header = base_header
-        self._pieces = FingerprintIndex(base_header, base.read_into)
+        self._pieces = BlobIndex(base_header, base.read_into)
 
     def align(self, spans: Sequence[Span]) -> Iterator[Span]:
         """Yield the spans of the blob, the header first, with their offsets in the base."""
@@ -290,9 +258,4 @@ class _BaseAligner:
         """Return the offset of equal data in the base, ``preferred`` if it is there too."""
         if piece.size < MIN_PIECE:
             return None
-        fingerprint = fingerprint_of(piece, self._read_into)
-        if preferred is not None and fingerprint is not None:
-            there = piece._replace(begin=preferred)
-            if fingerprint_of(there, self._base.read_into) == fingerprint:
-                return preferred
-        return self._pieces.find(fingerprint)
+        return self._pieces.find(piece, self._read_into, preferred)

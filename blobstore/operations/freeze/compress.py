@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.files import FileState, write_all
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.blob_encoder import write_verified
+from blobstore.operations.freeze.blob_encoder import BlobEncoder, write_verified
 from blobstore.store.bases import WholeBases
 from blobstore.store.cold import ColdBlob
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.batches import Report, TemporaryFiles
-    from blobstore.operations.freeze.blob_encoder import BlobEncoder, SizeEstimator
+    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
 BLOCK: Final = 4096
@@ -87,23 +87,20 @@ class ColdBlobBuilder:
         self.fallbacks: set[Digest] = set()
         """Blobs that are compressed alone, because their delta or their base is not intact."""
 
-    def choose_encoder(self, blob: Descriptor) -> BlobEncoder:
-        """Return the best encoder of a blob.
+    def estimate(self, blob: Descriptor) -> int:
+        """Return about the compressed size of a blob. Raises as :meth:`SizeEstimator.estimate`."""
+        return self._estimator.estimate(blob.id, self._base_of(blob))
 
-        Raises as :meth:`SizeEstimator.choose_encoder`.
-        """
+    def _base_of(self, blob: Descriptor) -> BlobId | None:
+        """Return the base that a blob is to be encoded against, if that is intact and can be kept."""
         base = self._bases.get(blob.digest)
-        if base is not None and not (self.has_links or self._store.has_cold(base.digest)):
-            base = None
-        encoder = self._estimator.choose_encoder(blob.id, base)
-        if base is None or not encoder.has_base:
-            return encoder
+        if base is None or not (self.has_links or self._store.has_cold(base.digest)):
+            return None
         # Checked again when the delta is decoded; checking it here saves an encoding in vain.
-        is_intact = self._verified.is_whole(*base, self._verified.form(base.digest))
-        if is_intact:
-            return encoder
+        if self._verified.is_whole(*base, self._verified.form(base.digest)):
+            return base
         self.fallbacks.add(blob.digest)
-        return encoder.without_base()
+        return None
 
     def build(self, blob: Descriptor, files: TemporaryFiles, report: Report) -> EncodedBlob:
         """Build the cold form of a blob, or verify the one that is there.
@@ -140,7 +137,7 @@ class ColdBlobBuilder:
         Raises:
             BlobDamaged: the file does not decode to the blob.
         """
-        encoder = self.choose_encoder(blob)
+        encoder = BlobEncoder(self._store, blob.id, self._estimator.level, self._base_of(blob))
         with files.create() as (path, descriptor):
             output = _FileOutput(descriptor)
 
@@ -155,6 +152,7 @@ class ColdBlobBuilder:
                     is_gain=lambda: count_blocks(output.size) < count_blocks(blob.size),
                     verify=verify,
                     report=report,
+                    on_fallback=lambda: self.fallbacks.add(blob.digest),
                 )
             except BlobDamaged:
                 self._store.check_digest(*blob.id)  # names the hot file if that is damaged
@@ -162,8 +160,6 @@ class ColdBlobBuilder:
         if encoded is None:
             path.unlink()
             return EncodedBlob(blob)
-        if encoder.has_base and encoded.base is None:
-            self.fallbacks.add(blob.digest)
         return encoded
 
     def _verify(

@@ -1,21 +1,20 @@
 """Finds blobs whose tensors lie in other blobs under other names: tied or renamed weights, other stacks.
 
-Names and sizes alone cannot tell, so fingerprints are compared. Reading is limited to headers and three
-samples per tensor, of the blobs to be frozen and of at most eight other models. These are the models with
-blobs of about the same sizes, or with experts if the frozen blobs have experts. If there are more than
-eight, the largest blob of each, for up to 256 models, decides which come first. Because equal samples do
-not prove equal data, each duplicate that is found must also pass a size estimate.
+The data of the blobs to be frozen is compared with that of other models' blobs of about the same sizes, and
+with that of their experts if the frozen blobs have experts (:mod:`.tensor_index`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import BlobId
 from blobstore.errors import BlobstoreError
-from blobstore.operations.freeze.fingerprints import fingerprint_of, pieces_of
+from blobstore.operations.freeze.tensor_index import TensorIndex
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.blob_encoder import SizeEstimator
-    from blobstore.operations.freeze.fingerprints import Fingerprint, Kind, Piece
+    from blobstore.operations.freeze.tensor_index import Key, Kind, Read
     from blobstore.store.local import LocalStore
 
-_MAX_MODELS: Final = 8
-_MAX_PROBED: Final = 256
 _MAX_HEADER_DIFFERENCE: Final = 1 << 10
 """The most by which the sizes of blobs with one equal tensor may differ: their headers differ."""
 _EXPERTS: Final = "experts"
@@ -37,27 +34,9 @@ _EXPERTS: Final = "experts"
 _MIN_BLOB: Final = 1 << 14
 _MIN_SHARE: Final = 0.1
 """The share of a blob that another must contain."""
+
 _MAX_BASES: Final = 16
-"""Blobs with one fingerprint that are considered as bases."""
-_MAX_REMAINDER: Final = 0.02
-"""The share of the equal bytes that the estimate of a real duplicate may keep."""
-_COLD_OVERHEAD: Final = 4096
-"""Bytes of a cold blob in addition to its data."""
-
-
-class _TensorPrints(NamedTuple):
-    """The fingerprints of a tensor and of its slices; None where the samples say nothing."""
-
-    size: int
-    whole: Fingerprint | None
-    slices: Sequence[Fingerprint | None]
-
-    def count_equal(self, fingerprints: Collection[Fingerprint]) -> int:
-        """Return how many bytes of the tensor have one of these fingerprints."""
-        if self.whole in fingerprints:
-            return self.size
-        count = sum(item in fingerprints for item in self.slices)
-        return count * (self.size // max(len(self.slices), 1))
+"""Blobs with one tensor that are considered as bases."""
 
 
 class _Duplicate(NamedTuple):
@@ -86,29 +65,16 @@ class DuplicateFinder:
         self._sizes = {digest: item.size for digest, item in self._frozen.items()}
         self._singles: set[Digest] = set()
         """Blobs of a single tensor."""
-        self._tensors: dict[Digest, list[_TensorPrints]] = {}
-
-    # Fingerprints
+        self._index = TensorIndex()
 
     def read(self, models: Sequence[Mapping[str, Descriptor]]) -> None:
-        """Read the fingerprints of the blobs to be frozen, and of the other models that may match."""
-        self._read_blobs(self._frozen.values())
-        kinds = {item.kind for item in self._all_of(self._frozen)}
-        candidates = self._candidates(models)
-        if len(candidates) > _MAX_MODELS:
-            known = set(self._all_of(self._frozen))
-
-            def is_unlike(blobs: Sequence[Descriptor]) -> bool:
-                largest = max(blobs, key=lambda item: item.size)
-                self._read_blobs([largest], kinds)
-                return known.isdisjoint(self._all_of([largest.digest]))
-
-            candidates = sorted(candidates[:_MAX_PROBED], key=is_unlike)
-        for blobs in candidates[:_MAX_MODELS]:
-            self._read_blobs(blobs, kinds)
+        """Read the tensors of the blobs to be frozen, and those of the other models that may match."""
+        self._add(self._frozen.values())
+        kinds = self._index.kinds()
+        self._add((item for blobs in self._candidates(models) for item in blobs), kinds)
 
     def _candidates(self, models: Sequence[Mapping[str, Descriptor]]) -> list[list[Descriptor]]:
-        """Return the blobs of each model that may have equal tensors by their sizes, most bytes first."""
+        """Return the blobs of each model that may have equal tensors by their sizes."""
         sizes = sorted(self._sizes.values())
         named = {(item.name, item.size) for item in self._frozen.values()}
         has_experts = any(_EXPERTS in item.name for item in self._frozen.values())
@@ -123,48 +89,23 @@ class DuplicateFinder:
             nearest = bisect_left(sizes, item.size - _MAX_HEADER_DIFFERENCE)
             return nearest < len(sizes) and sizes[nearest] <= item.size + _MAX_HEADER_DIFFERENCE
 
-        found = [[item for item in layers.values() if is_candidate(item)] for layers in models]
-        return sorted(filter(None, found), key=lambda blobs: -sum(item.size for item in blobs))
+        return [[item for item in layers.values() if is_candidate(item)] for layers in models]
 
-    def _read_blobs(
-        self, blobs: Iterable[Descriptor], kinds: Collection[Kind] | None = None
-    ) -> None:
-        """Read the fingerprints of blobs, only of some kinds of pieces if these are given."""
+    def _add(self, blobs: Iterable[Descriptor], kinds: Collection[Kind] | None = None) -> None:
+        """Add blobs to the index, or only their pieces of some kinds."""
         wanted = [
             item.id
             for item in {blob.digest: blob for blob in blobs}.values()
-            if item.size >= _MIN_BLOB and item.digest not in self._tensors
+            if item.size >= _MIN_BLOB and item.digest not in self._index
         ]
         headers = self._store.read_headers(wanted)
         for (digest, size), header in zip(wanted, headers, strict=True):
-            if not isinstance(header, Header):
-                continue
-            try:
-                self._tensors[digest] = list(self._read_tensors(digest, size, header, kinds))
-            except BlobstoreError:
-                continue
-            self._sizes[digest] = size
-            if len(header.tensors) == 1:
-                self._singles.add(digest)
-
-    def _read_tensors(
-        self, digest: Digest, size: int, header: Header, kinds: Collection[Kind] | None
-    ) -> Iterator[_TensorPrints]:
-        base = self._store.base(digest, size)
-
-        def read(piece: Piece) -> Fingerprint | None:
-            is_wanted = kinds is None or piece.kind in kinds
-            return fingerprint_of(piece, base.read_into) if is_wanted else None
-
-        for whole, slices in pieces_of(header):
-            yield _TensorPrints(whole.size, read(whole), [read(piece) for piece in slices])
-
-    def _all_of(self, digests: Iterable[Digest]) -> Iterator[Fingerprint]:
-        for digest in digests:
-            for tensor in self._tensors.get(digest, ()):
-                yield from filter(None, (tensor.whole, *tensor.slices))
-
-    # Bases
+            if isinstance(header, Header):
+                with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
+                    self._index.add(digest, header, partial(self._open, digest, size), kinds)
+                    self._sizes[digest] = size
+                    if len(header.tensors) == 1:
+                        self._singles.add(digest)
 
     def choose_bases(self, likely: Mapping[Digest, BlobId]) -> dict[Digest, BlobId]:
         """Return the best base of each blob that has one, duplicates considered.
@@ -212,7 +153,7 @@ class DuplicateFinder:
     def _size(self, digest: Digest, base: BlobId | None) -> int:
         blob = BlobId(digest, self._sizes[digest])
         try:
-            return self._estimator.estimate(blob, base).size
+            return self._estimator.estimate(blob, base)
         except BlobstoreError:  # reported when the blob is compressed
             return blob.size
 
@@ -244,35 +185,32 @@ class DuplicateFinder:
             )
             # A delta finds the tensors of its base by name, unless each has only one tensor.
             is_replaceable = item.blob not in bases or {item.blob, item.base} <= self._singles
-            if is_free and is_replaceable and self._is_real(item):
+            if is_free and is_replaceable:
                 copies[item.blob] = BlobId(item.base, self._sizes[item.base])
                 originals.add(item.base)
         return copies
 
     def _duplicates(self) -> Iterator[_Duplicate]:
         bases = set(self._deltas.values())
-        fingerprints = {digest: set(self._all_of([digest])) for digest in self._tensors}
-        owners: dict[Fingerprint, list[Digest]] = defaultdict(list)
-        for digest in sorted(fingerprints, key=lambda item: (item in self._frozen, item.hex)):
-            for item in fingerprints[digest]:
-                if len(owners[item]) < _MAX_BASES:
-                    owners[item].append(digest)
+        owners: dict[Key, list[Digest]] = defaultdict(list)
+        for digest in sorted(self._index, key=lambda item: (item in self._frozen, item.hex)):
+            for key in set(self._keys(digest)):
+                if len(owners[key]) < _MAX_BASES:
+                    owners[key].append(digest)
         for digest in self._frozen:
-            if digest in bases or not self._store.has_hot(digest):
+            if digest in bases or digest not in self._index or not self._store.has_hot(digest):
                 continue
             least = max(_MIN_BLOB // 2, _MIN_SHARE * self._sizes[digest])
-            for base in {base for item in fingerprints.get(digest, ()) for base in owners[item]}:
-                saved = sum(item.count_equal(fingerprints[base]) for item in self._tensors[digest])
-                if base != digest and saved >= least:
+            for base in {base for key in self._keys(digest) for base in owners[key]} - {digest}:
+                saved = self._index.count_equal(digest, base)
+                if saved >= least:
                     yield _Duplicate(digest, base, saved)
 
-    def _is_real(self, item: _Duplicate) -> bool:
-        """Return whether an estimate confirms what the few samples of the fingerprints say."""
-        blob = BlobId(item.blob, self._sizes[item.blob])
-        base = BlobId(item.base, self._sizes[item.base])
+    def _open(self, digest: Digest, size: int) -> Read:
+        return self._store.base(digest, size).read_into
+
+    def _keys(self, digest: Digest) -> Collection[Key]:
         try:
-            estimate = self._estimator.estimate(blob, base, "fast")
-        except BlobstoreError:
-            return False
-        most = blob.size - item.saved + _MAX_REMAINDER * item.saved + _COLD_OVERHEAD
-        return estimate.has_base and estimate.size <= most
+            return self._index.keys(digest).values()
+        except BlobstoreError:  # reported when the blob is compressed
+            return ()

@@ -186,7 +186,7 @@ class _Run:
         for blob in self._plan.blobs.values():
             if self._is_to_encode(blob, needs):
                 try:
-                    stored = self._builder.choose_encoder(blob).estimate().size
+                    stored = self._builder.estimate(blob)
                 except (BlobMissing, BlobDamaged) as error:
                     self._add_fault(blob, error)
                 else:

@@ -158,6 +158,7 @@ def test_ignores_a_base_that_saves_nothing() -> None:
     )
     assert len(stored) <= len(cold(data, spans=[Span(len(data), DType.BF16)])) + 300
     assert {chunk.transform for chunk in table.chunks} == {5}
+    assert (table.base, table.parts[0].base_begin) == (None, None)
 
 
 def test_a_repetition_of_a_span_with_a_base_shares_its_chunks() -> None:

@@ -8,7 +8,7 @@ import pytest
 from blobstore.compression import estimate
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.estimate import KnownFactors, estimate_size, fit_low_rank
+from blobstore.compression.estimate import estimate_size, fit_low_rank
 from blobstore.compression.level import Level
 from blobstore.compression.spans import Span
 from blobstore.core.tensor import DType
@@ -27,7 +27,7 @@ def span_of(data: bytes, shape: tuple[int, ...], begin: int = 0) -> Span:
 def coded(data: bytes, span: Span, before: bytes, level: Level) -> tuple[int, int, list[Span]]:
     """Return the sizes without and with factors, verified by decoding, and the spans."""
     base = BaseBlob.hot(before)
-    spans = list(fit_low_rank(memoryview(data), [span], base, level, {}))
+    spans = list(fit_low_rank(memoryview(data), [span], base, level))
     stored = cold(data, spans=spans, base=base, level=level)
     opened = ColdBlobDecoder(stored)
     if opened.table.base is not None:
@@ -47,16 +47,9 @@ def test_a_merged_adapter_takes_little_space(level: Level) -> None:
 @pytest.mark.parametrize("level", get_args(Level))
 def test_estimates_what_factors_save(level: Level) -> None:
     span = span_of(MERGED, SHAPE)
-    _, size, spans = coded(MERGED, span, BASE, level)
-    known: KnownFactors = {}
-    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), level, known)
+    _, size, _ = coded(MERGED, span, BASE, level)
+    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), level)
     assert abs(about - size) < 0.15 * size
-    assert known == {0: spans[0].factors}  # they need not be fitted again
-    spans = [span._replace(factors=b"other")]
-    assert (
-        list(fit_low_rank(memoryview(MERGED), [span], BaseBlob.hot(BASE), level, {0: b"other"}))
-        == spans
-    )
 
 
 def test_samples_rows_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +57,7 @@ def test_samples_rows_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     span = span_of(MERGED, SHAPE)
     _, size, _ = coded(MERGED, span, BASE, "small")
     plain = len(cold(MERGED, spans=[span], base=BaseBlob.hot(BASE)))
-    known: KnownFactors = {}
-    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), "small", known)
-    assert known == {}
+    about = estimate_size(memoryview(MERGED), [span], BaseBlob.hot(BASE), "small")
     assert 0.75 * size < about < 0.75 * plain
 
 
@@ -131,7 +122,7 @@ def test_reads_a_large_base_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     monkeypatch.setattr("blobstore.compression.delta.low_rank_fit._BLOCK_ELEMENTS", 1 << 13)
     base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]
-    found = list(fit_low_rank(memoryview(MERGED), [span], base, "small", {}))
+    found = list(fit_low_rank(memoryview(MERGED), [span], base, "small"))
     assert [one.factors is not None for one in found] == [True]
     assert abs(len(found[0].factors or b"") - len(held[0].factors or b"")) < 1000
     assert max(sizes) < len(MERGED)

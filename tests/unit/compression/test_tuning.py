@@ -18,7 +18,7 @@ def pipelines(
     data: bytes, dtype: DType | None, level: Level = "fast", base: bytes | None = None
 ) -> list[Pipeline]:
     start = None if base is None else np.frombuffer(base, np.uint8)
-    return choose_pipelines(np.frombuffer(data, np.uint8), start, dtype, level)
+    return choose_pipelines(np.frombuffer(data, np.uint8), start, dtype, level).pipelines
 
 
 @pytest.mark.parametrize(

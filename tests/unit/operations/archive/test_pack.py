@@ -13,6 +13,7 @@ import pytest
 from typing_extensions import Buffer
 
 from blobstore.compression.base import BaseBlob
+from blobstore.compression.encoder import Encoded
 from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.files import write_all
@@ -242,11 +243,11 @@ def test_detects_a_faulty_codec(
 
     def spoiled(
         self: BlobEncoder, write: Callable[..., object], tell: Callable[[int], None]
-    ) -> None:
+    ) -> Encoded:
         def other(data: bytes) -> None:
             write(bytes(byte ^ (place == 50) for place, byte in enumerate(bytes(data))))
 
-        real(self, other, tell)
+        return real(self, other, tell)
 
     monkeypatch.setattr(BlobEncoder, "write", spoiled)
     with pytest.raises(BlobDamaged, match="does not match its digest after packing"):

@@ -63,7 +63,7 @@ def test_a_base_saves_space(store: LocalStore) -> None:
     item = add(store, mine)
     alone, delta = BlobEncoder(store, item, "fast"), BlobEncoder(store, item, "fast", base)
     assert (alone.has_base, delta.has_base) == (False, True)
-    assert delta.estimate().size < 0.8 * alone.estimate().size
+    assert delta.estimate() < 0.8 * alone.estimate()
     cold = encode(delta)
     assert cold.table.base == (base.digest, base.size)
     assert decoded(store, cold) == mine
@@ -124,22 +124,33 @@ def test_a_missing_blob_is_an_error(store: LocalStore) -> None:
         BlobEncoder(store, BlobId(Digest.of(b"gone"), 4), "fast")
 
 
-def test_freezing_estimates_each_blob_against_a_base_once(
+def test_freezing_encodes_a_delta_once_and_estimates_nothing(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    estimated: list[tuple[object, ...]] = []
-    real = estimate.estimate_size
+    written: list[bool] = []
+    real = BlobEncoder.write
 
-    def counted(data: memoryview, spans: Any, base: Any, level: Any, known: Any) -> int:
-        estimated.append((Digest.of(data), base and base.identity, level))
-        return real(data, spans, base, level, known)
+    def counted(self: BlobEncoder, *arguments: Any) -> Any:
+        written.append(self.has_base)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(estimate, "estimate_size", counted)
-    add_blobs(store, "base", {"x": layer("x", weights(1)), "tied": layer("tied", weights(1))})
-    add_blobs(store, "child", {"x": layer("x", tuned(10, 1)), "tied": layer("tied", tuned(10, 1))})
-    frozen = freeze_models(["child"], store=store)
-    assert frozen.bases
-    assert len(estimated) == len(set(estimated)) >= 4
+    monkeypatch.setattr(BlobEncoder, "write", counted)
+    monkeypatch.setattr(estimate, "estimate_size", None)
+    add_blobs(store, "base", {"x": layer("x", weights(1)), "y": layer("y", weights(2))})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1)), "y": layer("y", tuned(11, 2))})
+    freeze_models(["child"], store=store, base="base")
+    assert written == [True, True]
+
+
+def test_a_base_that_saves_little_is_not_used(store: LocalStore) -> None:
+    """The first twentieth of the blob is like the base."""
+    mine = tuned(10, 1)[: COUNT // 10] + weights(2)[COUNT // 10 :]
+    add_blobs(store, "base", {"x": layer("x", weights(1))})
+    add_blobs(store, "child", {"x": layer("x", mine)})
+    frozen = freeze_models(["child"], store=store, base="base")
+    alone = freeze_models(["child"], store=store, find_base=False, dry_run=True)
+    assert [item.base for item in frozen.blobs] == [None]
+    assert (frozen.fallbacks, len(alone.blobs)) == (0, 1)
 
 
 def test_an_estimate_is_near_the_compressed_size(store: LocalStore) -> None:
@@ -147,7 +158,7 @@ def test_an_estimate_is_near_the_compressed_size(store: LocalStore) -> None:
     encoder = BlobEncoder(store, item, "fast")
     written = bytearray()
     encoder.write(written.extend, lambda _: None)
-    assert abs(encoder.estimate().size - len(written)) < 0.01 * len(written)
+    assert abs(encoder.estimate() - len(written)) < 0.01 * len(written)
 
 
 def encode_against(

@@ -56,9 +56,9 @@ def test_no_delta_uses_a_base_that_changes_after_it_was_hashed(
 
     write, checked, check = BlobEncoder.write, ColdBlobBuilder._verify, ColdBlob.check
 
-    def coded(self: BlobEncoder, *arguments: Any) -> None:
+    def coded(self: BlobEncoder, *arguments: Any) -> Any:
         harm()
-        write(self, *arguments)
+        return write(self, *arguments)
 
     def decoded(self: ColdBlobBuilder, *arguments: Any) -> Any:
         harm()
