@@ -91,8 +91,9 @@ def transfer(
 ) -> Generator[tuple[str, Any], None, None]:
     """Yield the names of ``tensors`` and the tensors on the device, in the same order.
 
-    A tensor may be used at once on the stream that is current when it is yielded. By then, the
-    tensors after it are on their way, as many as the buffers hold. When an error is raised or the
+    A tensor may be used at once on the stream that is current when it is yielded. That must be the
+    same stream for all tensors. By then, the tensors after it are on their way, as many as the
+    buffers hold. When an error is raised or the
     generator is closed, no copy is in progress any more, and tensors that were not yielded are
     freed.
 

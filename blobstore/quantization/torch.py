@@ -52,7 +52,8 @@ def dequantize(
     if not result.numel():
         return result
     groups = result.view(-1, group_size)
-    packed = weight.contiguous().view(torch.uint8).view(len(groups), -1)
+    # Kernels for uint32 are rare.
+    packed = weight.view(torch.int32).contiguous().view(torch.uint8).view(len(groups), -1)
     scales = scale.reshape(-1, 1)
     biases = None if bias is None else bias.reshape(-1, 1)
     height = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // group_size, 1)
@@ -63,7 +64,8 @@ def dequantize(
             numbers = _codes(packed[piece], item.bits).to(scale.dtype)
             groups[piece] = numbers.mul_(scales[piece]).add_(biases[piece])
             continue
-        factor = _float_scale(item.mode, weight.device)[scales[piece].int()]
+        factors = _float_scale(item.mode).to(weight.device, non_blocking=True)
+        factor = factors[scales[piece].int()]
         if global_scale is None:
             numbers = _float_values(packed[piece], item.bits, known)
             torch.mul(numbers, factor.to(known), out=groups[piece])
@@ -118,29 +120,31 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _float_values(stream: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    table = _table(bits, dtype, stream.device)
+    table = _table(bits, dtype).to(stream.device, non_blocking=True)
     return table.index_select(0, stream.flatten().int()).view(len(stream), -1).view(dtype)
 
 
 @functools.cache
-def _table(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _table(bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the E4M3 value of every byte, or its two E2M1 values as one item, lower half first.
 
     A table is faster than conversion by torch.
     """
+    # On the CPU: a table in the memory of another device could be discarded with the memory pool that is
+    # in use now, as vLLM does when it sleeps.
     if bits == 8:  # noqa: PLR2004 - a byte
-        codes = torch.arange(256, dtype=torch.uint8, device=device)
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")
         return codes.view(torch.float8_e4m3fn).to(dtype)
-    single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=device)
-    byte = torch.arange(256, device=device)
+    single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device="cpu")
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
     return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()  # noqa: PLR2004 - bytes
 
 
 @functools.cache
-def _float_scale(mode: str, device: torch.device) -> torch.Tensor:
+def _float_scale(mode: str) -> torch.Tensor:
     """Return the value of every byte of a scale, in float32."""
     if mode == "nvfp4":
-        return _table(8, torch.float32, device)
+        return _table(8, torch.float32)
     powers = [2.0 ** (exponent - 127) for exponent in range(256)]
-    return torch.tensor(powers, dtype=torch.float64).float().to(device)
+    return torch.tensor(powers, dtype=torch.float64, device="cpu").float()

@@ -11,6 +11,7 @@ On the CPU, copies are synchronous.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,16 +80,14 @@ class TorchDeviceStream:
 
 
 class TorchStagingBuffer:
-    """A buffer in host memory, pinned if there is a ``stream`` that copies it to ``device``."""
+    """A buffer in host memory, pinned if possible and there is a ``stream`` that copies it to ``device``."""
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
         self._stream = stream
         self._sent: torch.cuda.Event | None = None
         self._enter()
-        self._bytes = torch.empty(
-            nbytes, dtype=torch.uint8, device="cpu", pin_memory=stream is not None
-        )
+        self._bytes = host_buffer(nbytes, is_pinned=stream is not None)
         self.memory = self._bytes.numpy().data
 
     def send(
@@ -123,6 +122,18 @@ class TorchStagingBuffer:
         # A context manager would switch back to the first device and allocate memory there.
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
+
+
+def host_buffer(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """Return host memory, pinned if that is wanted and the system allows it.
+
+    Containers and virtual machines may limit pinned memory. Copies from other memory are slower.
+    """
+    empty = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device="cpu")
+    if is_pinned:
+        with contextlib.suppress(RuntimeError):
+            return empty(pin_memory=True)
+    return empty()
 
 
 @contextlib.contextmanager

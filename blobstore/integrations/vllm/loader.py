@@ -1,6 +1,7 @@
 """The loader that vLLM uses for the load format ``blobstore``.
 
-vLLM builds the model, receives its weights as views of the mapped blobs, and copies each into place.
+vLLM builds the model, receives its weights, and copies each into place. On a CPU, or if ranks take parts
+of the tensors, the weights are views of the mapped blobs. On a GPU, they arrive through pinned memory.
 vLLM's own report of what was loaded is incomplete: a fused parameter counts as loaded after one of
 its parts, and vLLM may silently skip an unknown tensor. So the loader watches what is read and
 written.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
+from blobstore.models.frameworks import ArrayTarget
 from blobstore.safetensors.torch import as_tensor
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         super().__init__(load_config)
         self._settings = Settings.parse(load_config.model_loader_extra_config)
         self._opened: Model | None = None
+        self._device = "cpu"
 
     def download_model(self, model_config: Any) -> None:
         """Check that the store has the model. There is nothing to download."""
@@ -70,6 +74,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
             BlobstoreError: vLLM cannot take it. The message lists missing and unexpected tensors.
         """
+        self._device = self._target_device(vllm_config)
         with self._stored(model_config):
             return super().load_model(vllm_config, model_config, prefix)
 
@@ -78,8 +83,9 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         with self._stored(model_config) as stored:
             began = time.perf_counter()
             weights = _weights(stored, is_quantized=_is_quantized(model_config))
-            # Views of plain tensors are best made before the watch begins.
-            offered = Offered(weights if stored.quantized else list(weights))
+            # Views of plain tensors are best made before the watch begins. Others need memory.
+            are_views = self._device == "cpu" and not stored.quantized
+            offered = Offered(list(weights) if are_views else weights)
             watch = Watch(dict(model.named_parameters()), offered)
             with watch:
                 loaded = _load(model, offered, stored)
@@ -103,6 +109,17 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 self._settings.verify,
             )
 
+    def _target_device(self, vllm_config: Any) -> str:
+        """Return the device that complete tensors are copied to, or ``cpu`` if that does not pay."""
+        device = str(self.load_config.device or vllm_config.device_config.device)
+        if not ArrayTarget.of("torch", device).has_stream:
+            return "cpu"
+        if vllm_config.parallel_config.tensor_parallel_size == 1:
+            return device
+        # A rank copies only its parts, but must dequantize the whole tensor.
+        with replace(self._settings, verify="none").open() as stored:
+            return device if stored.quantized else "cpu"
+
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:
         """Give the model. The outermost block opens it and closes it.
@@ -113,7 +130,9 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             yield self._opened
             return
         is_quantized = _is_quantized(model_config)
-        with self._settings.open(dequantize=DECODED_TYPES if is_quantized else True) as opened:
+        with self._settings.open(
+            dequantize=DECODED_TYPES if is_quantized else True, device=self._device
+        ) as opened:
             check_types(opened)
             self._opened = opened
             try:

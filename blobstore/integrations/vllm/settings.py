@@ -75,11 +75,14 @@ class Settings:
         return cls(**value)
 
     @contextlib.contextmanager
-    def open(self, *, dequantize: bool | Collection[str] = True) -> Iterator[Model]:
+    def open(
+        self, *, dequantize: bool | Collection[str] = True, device: str = "cpu"
+    ) -> Iterator[Model]:
         """Open the model for torch, and close it at the end.
 
         Args:
             dequantize: as in :func:`blobstore.open`.
+            device: as in :func:`blobstore.open`.
 
         Raises:
             ModelNotFound: the store has no such name.
@@ -91,6 +94,7 @@ class Settings:
             reference,
             store=self.store,
             framework="torch",
+            device=device,
             dequantize=dequantize,
             verify=self.verify,
             read=self.read,

@@ -85,3 +85,33 @@ def test_dequantizes_an_empty_weight() -> None:
     weight, scale = torch.empty((0, 16), dtype=torch.uint32), torch.empty((0, 4))
     found = engine.dequantize(weight, scale, scale, item, 32, "float16")
     assert (found.shape, found.dtype) == ((0, 128), torch.float16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@every_form
+def test_dequantizes_a_part_of_a_larger_tensor(
+    item: QuantFormat, group_size: int, device: str
+) -> None:
+    def half(array: Array) -> torch.Tensor:
+        both = to_torch(np.concatenate([array, array], axis=-1)).to(device)
+        return both[..., both.shape[-1] // 2 :]
+
+    packed = any_packed(item, group_size, "float16")
+    weight, scale, bias = packed
+    halves = half(weight), half(scale), None if bias is None else half(bias)
+    found = engine.dequantize(*halves, item, group_size, "float32")
+    assert_same(to_numpy(found), reference.dequantize(*packed, item, group_size, "float32"))
+
+
+def test_tables_are_kept_in_no_memory_of_a_device() -> None:
+    engine._table.cache_clear()
+    engine._float_scale.cache_clear()
+    try:
+        with torch.device("meta"):
+            engine._table(4, torch.float32)
+            engine._float_scale("mxfp4")
+        assert engine._table(4, torch.float32).device.type == "cpu"
+        assert engine._float_scale("mxfp4").device.type == "cpu"
+    finally:
+        engine._table.cache_clear()
+        engine._float_scale.cache_clear()

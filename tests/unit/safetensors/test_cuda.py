@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.models.device import transfer
 from blobstore.models.index import TensorLocation
-from blobstore.safetensors.cuda import TorchDeviceStream
+from blobstore.safetensors.cuda import TorchDeviceStream, host_buffer
 from blobstore.safetensors.torch import copy_to, empty_tensor
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -122,6 +123,19 @@ def test_reports_an_empty_tensor_whose_shape_torch_cannot_hold() -> None:
 
 
 # CUDA
+
+
+def test_a_buffer_need_not_be_pinned_where_the_system_refuses_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def empty(nbytes: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.zeros(nbytes, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert host_buffer(5, is_pinned=True).tolist() == [0] * 5
+    assert host_buffer(5, is_pinned=False).tolist() == [0] * 5
 
 
 @needs_cuda
