@@ -85,16 +85,14 @@ class SourceNaming:
         return TensorSpec(name + end, DType.U8, shape)
 
 
-def is_stored_as(source: TensorSpec, stored: TensorSpec, blob: Container[str]) -> bool:
-    """Return whether an import may store a tensor of a source as another one, bytes unchanged.
+def is_renamed_to(source: TensorSpec, stored: TensorSpec, blob: Container[str]) -> bool:
+    """Return whether an import may store a part of a quantized weight as another tensor, bytes unchanged.
 
     Args:
         source: the tensor of the source.
         stored: the tensor in the blob.
         blob: the names of all tensors of the blob.
     """
-    if source == stored:
-        return True
     for suffix, ends in _ENDS.items():
         weight = stored.name.removesuffix(suffix)
         if weight + suffix != stored.name or not (weight in blob and weight + SCALE in blob):

@@ -25,7 +25,7 @@ from blobstore.operations.export.folder import (
 from blobstore.operations.export.shards import WeightFile
 from blobstore.quantization.formats import LEFT_OUT
 from blobstore.quantization.recipes import GLOBAL_SCALE
-from blobstore.quantization.source_layout import is_stored_as
+from blobstore.quantization.source_layout import is_renamed_to
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     layer: Descriptor
     header: Header
     spec: TensorSpec
-    """As stored. The members of a stack have their names in the source."""
+    """As stored; of a member of a stack, with its own shape."""
     begin: int
     """Offset in the blob."""
 
@@ -102,18 +102,16 @@ def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str
         for name, (spec, begin, end) in entries.items():
             start = header.data_start + begin
             sources = stacks.pop(name, None) or [name]
-            shape = spec.shape
             if sources != [name]:
-                if shape[:1] != (len(sources),) or not _are_experts(name, sources):
+                if spec.shape[:1] != (len(sources),) or not _are_experts(name, sources):
                     raise BlobDamaged(
-                        f"tensor {quote(name)} of shape {list(shape)} is listed as a stack of "
+                        f"tensor {quote(name)} of shape {list(spec.shape)} is listed as a stack of "
                         f"{len(sources)} tensors, which are not its experts in order"
                     )
-                shape = shape[1:]
+                spec = spec._replace(shape=spec.shape[1:])  # noqa: PLW2901
             size = (end - begin) // len(sources)
             for number, source in enumerate(sources):
-                stored = spec if source == spec.name else TensorSpec(source, spec.dtype, shape)
-                place = _Place(layer, header, stored, start + number * size)
+                place = _Place(layer, header, spec, start + number * size)
                 if places.setdefault(source, place) is not place:
                     raise BlobDamaged(f"two tensors would both be exported as {quote(source)}")
     if stacks:
@@ -124,15 +122,14 @@ def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str
 
 
 def _are_experts(name: str, sources: Sequence[str]) -> bool:
-    """Return whether the names are that of a stack with ascending numbers at one dot."""
+    """Return whether the names are that of a stack with the numbers from 0 on at one dot."""
     parts = name.split(".")
     for count in range(1, len(parts)):
-        start, end = ".".join(parts[:count]) + ".", "." + ".".join(parts[count:])
-        if all(it.startswith(start) and it.endswith(end) for it in sources):
-            numbers = [it[len(start) : -len(end)] for it in sources]
-            ascending = sorted(set(numbers), key=lambda number: (len(number), number))
-            if numbers == ascending and all(map(str.isdecimal, numbers)):
-                return True
+        start, end = ".".join(parts[:count]), ".".join(parts[count:])
+        if sources[0] == f"{start}.0.{end}" and sources == [
+            f"{start}.{number}.{end}" for number in range(len(sources))
+        ]:
+            return True
     return False
 
 
@@ -159,9 +156,13 @@ def _plan_file(
         full = folder + slash + name
         offset, size = header.data_start + begin, end - begin
         named = TensorSpec(full, spec.dtype, spec.shape) if folder else spec
-        found = places.pop(record.stored_names.get(full, full), None)
+        stored_name = record.stored_names.get(full, full)
+        found = places.pop(stored_name, None)
         constant = record.left_out.get(full)
-        fits = found is not None and _fits(store, named, found, constant)
+        fits = found is not None and (
+            (stored_name == full and spec[1:] == found.spec[1:] and constant is None)
+            or _fits(store, named, found, constant)
+        )
         if constant is not None:
             if found is not None and not fits:
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which a blob has too")
@@ -182,13 +183,13 @@ def _plan_file(
 
 
 def _fits(store: LocalStore, source: TensorSpec, found: _Place, constant: bytes | None) -> bool:
-    """Return whether imports store a tensor like that, or the reciprocal of ``constant``.
+    """Return whether imports rename a tensor like that, or store the reciprocal of ``constant``.
 
     Raises:
         BlobMissing, BlobDamaged: the tensor does not fit because its blob is damaged.
     """
     layer = found.layer
-    if is_stored_as(source, found.spec, found.header.tensors) and (
+    if is_renamed_to(source, found.spec, found.header.tensors) and (
         constant is None or _is_reciprocal(store, found, constant)
     ):
         return True
