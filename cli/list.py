@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +22,6 @@ Order = Literal["name", "size", "shared", "frozen", "modified"]
 _FIELDS = (
     "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified source error"
 )
-_LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
 
 
 @click.command("list", short_help="List the models of the store.")
@@ -61,8 +59,7 @@ def command(
     if as_json:
         shown = render.records(models, _FIELDS)
         for model in shown:
-            moment = datetime.fromtimestamp(min(max(model["modified"], 0), _LATEST), UTC)
-            model["modified"] = moment.isoformat(timespec="seconds")
+            model["modified"] = render.timestamp(model["modified"])
             if model["error"]:
                 model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
             if model["source"]:

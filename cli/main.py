@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from typing import IO
 
 _COMMANDS = (
-    *("create", "list", "show", "verify", "export", "link", "compare", "inspect", "convert"),
+    *("create", "list", "show", "info", "find", "cat"),
+    *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "completion"),
 )

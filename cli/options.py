@@ -108,25 +108,31 @@ class _NewName(_ParamType):
         return Reference.parse(value)
 
 
-class _TensorPattern(_ParamType):
-    """A pattern of tensor names."""
+class _Content(_ParamType):
+    """The name of a tensor or of a file of the model in the argument ``name``, or a pattern."""
 
-    name = "pattern"
+    name = "content"
+
+    def __init__(self, kind: Literal["tensors", "files"]) -> None:
+        self._kind = kind
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the tensors of the model that begin so."""
+        """Return the tensors or files of the model that begin so."""
         del param
         from click.shell_completion import CompletionItem
 
+        from blobstore.models.files import ModelFiles
         from blobstore.models.tensors import read_tensors
 
         names: list[str] = []
         with contextlib.suppress(BlobstoreError):
-            store = _completion_store(ctx)
-            manifest = store.resolve(str(ctx.params.get("name")))
-            names.extend(read_tensors(store, manifest, collect_faults=True).tensors)
+            model = ModelFiles.of(str(ctx.params.get("name")), _completion_store(ctx))
+            if self._kind == "files":
+                names.extend(model.files)
+            else:
+                names.extend(read_tensors(model.store, model.manifest, collect_faults=True).tensors)
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
@@ -147,7 +153,8 @@ class _QuantType(_ParamType):
 
 FILE, FOLDER = _Path("file"), _Path("dir")
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True)
-NEW_NAME, TENSORS, QUANT_TYPE = _NewName(), _TensorPattern(), _QuantType()
+NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
+TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
 
 
 def _path_items(incomplete: str, kind: str) -> list[CompletionItem]:

@@ -25,6 +25,8 @@ from blobstore.errors import BlobstoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from typing_extensions import Buffer
+
     from blobstore.core.progress import Progress
 
 _MAX_WIDTH = 80
@@ -75,6 +77,25 @@ def show_bytes(data: bytes) -> None:
     with _output() as stream:
         stream.flush()
         stream.buffer.write(data)
+
+
+def show_pieces(pieces: Iterable[Buffer]) -> None:
+    """Print bytes exactly as they come, or escaped on a terminal. Raises as :func:`show`."""
+    if is_terminal():
+        show_bytes(b"".join(pieces))
+        return
+    with _output() as stream:
+        stream.flush()
+        for piece in pieces:
+            stream.buffer.write(piece)
+
+
+def timestamp(moment: float) -> str:
+    """Return a moment, given in seconds since the epoch, as ISO 8601 in UTC, for JSON."""
+    from datetime import UTC, datetime
+
+    latest = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
+    return datetime.fromtimestamp(min(max(moment, 0), latest), UTC).isoformat(timespec="seconds")
 
 
 def show_json(value: Any) -> None:

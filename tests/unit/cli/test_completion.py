@@ -66,9 +66,9 @@ def test_completes_names_of_the_store_that_the_line_names(
 ) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "other"))
 
-    assert completed("blobstore show d") == []
-    assert completed(f"blobstore --store {stored.root} show d") == ["dense"]
-    assert completed(f"blobstore show --store {stored.root} d") == ["dense"]
+    assert completed("blobstore rm d") == []
+    assert completed(f"blobstore --store {stored.root} rm d") == ["dense"]
+    assert completed(f"blobstore rm --store {stored.root} d") == ["dense"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -25,6 +25,9 @@ ARGUMENTS = {
     "create": ("@dense", "new"),
     "list": (),
     "show": ("dense",),
+    "info": ("dense",),
+    "find": ("merges.txt",),
+    "cat": ("dense", "merges.txt"),
     "verify": (),
     "export": ("dense", "@out.bsar"),
     "link": ("dense", "@out.bsar"),
@@ -62,6 +65,13 @@ JSON = {
         model_type name parameters tensors tensors[].bits_per_weight tensors[].bytes
         tensors[].digest tensors[].dtype tensors[].layer tensors[].name tensors[].parameters
         tensors[].shape tensors[].type""",
+    "info": """aliases architecture bases bytes digest disk disk.blobs disk.bytes disk.unique_bytes
+        faults files format frozen_bytes license model_type modified name parameters source
+        source.commit source.kind source.options source.repository tensors types types[].bytes
+        types[].tensors types[].type""",
+    "find": """errors places places[].bytes places[].digest places[].kind places[].model
+        places[].name""",
+    "cat": "bytes digest file name text",
     "verify": """blobs bytes_read faults faults[].blob faults[].layer faults[].message
         faults[].reference faults[].tensor models seconds""",
     "export": "bytes_written files folder name original seconds shards tensors",

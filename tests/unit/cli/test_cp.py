@@ -52,3 +52,26 @@ def test_waits_as_long_as_the_option_says(stored: LocalStore, arguments: tuple[s
 def test_the_same_name_is_wrong_usage(stored: LocalStore, command: str) -> None:
     assert "are the same name" in run(command, "dense", "dense:latest", exit_code=2).stderr
     assert len(list(stored.references())) == 1
+
+
+def test_copies_a_model_to_another_store(stored: LocalStore, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    result = run("cp", "dense", "--to", other)
+    assert result.stdout.startswith(f"copied dense:latest to dense:latest in {other}: 2.1 kB writ")
+    run("verify", "--store", other)
+
+    found = run_json("cp", "dens*", "team/copy", "--to", other)
+    assert found.pop("seconds") >= 0
+    assert found == {
+        "source": "dense:latest",
+        "name": "team/copy:latest",
+        "store": str(other),
+        "digest": run_json("list", "dense")["models"][0]["digest"],
+        "replaced": False,
+        "bytes_written": 0,
+        "bytes_present": run_json("list", "dense")["models"][0]["bytes"],
+    }
+
+
+def test_a_new_name_is_needed_in_the_same_store(stored: LocalStore) -> None:
+    assert "missing argument 'DST'" in run("cp", "dense", exit_code=2).stderr

@@ -1,0 +1,144 @@
+"""The operation ``cp --to``: copies a model to another store, without an archive in between.
+
+The blobs are hashed on the way, decompressed if they are frozen, and named when all of them are durable.
+The manifest comes last, byte for byte, so the model has the same ID in both stores.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool, check_jobs
+from blobstore.errors import BlobDamaged, NameTaken, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.ingest import Ingest, Ingested
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedModel:
+    """A model that was copied to another store."""
+
+    source: Reference
+    target: Reference
+    store: Path
+    """The folder of the other store."""
+    digest: Digest
+    """The digest of the manifest's bytes."""
+    replaced: bool
+    """Whether the name belonged to another model of that store before."""
+    bytes_written: int
+    bytes_present: int
+    """Bytes of the blobs that the other store had already."""
+    seconds: float
+
+
+def copy_to_store(
+    source: str | Reference,
+    target: str | Reference,
+    to: LocalStore | str | os.PathLike[str],
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    force: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> CopiedModel:
+    """Copy a model to another store. The copy is complete, or there is none.
+
+    Args:
+        source: the model's name.
+        target: its name in the other store.
+        to: the other store or its folder, which is made if it does not exist.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        force: replace another model of the other store that has the name.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current blob, bytes done and total bytes.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is damaged; nothing is copied.
+        NameTaken: the name belongs to another model of the other store.
+        NameConflict: a name of the other store differs only in case.
+        StoreBusy: the lock of a store could not be acquired in time.
+        StoreError: a store cannot be used.
+        UsageError: both are the same store, or ``jobs`` is below 1.
+    """
+    started = time.monotonic()
+    check_jobs(jobs)
+    source, target = Reference.of(source), Reference.of(target)
+    store, other = LocalStore.of(store), LocalStore.of(to)
+    if other.root.exists() and store.root.exists() and other.root.samefile(store.root):
+        raise UsageError(f"both are the store {quote(store.root)}; cp without --to gives a name")
+    manifest = store.resolve(source)
+    data = store.read_manifest(source)
+    with store.lease_if_writable(blob.digest for blob in manifest.blobs), other.ingest() as ingest:
+        _check_name(other, target, data, force=force)
+        ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
+        ingest.publish()
+        with other.writing(), other.exclusive_lock():
+            replaced = _check_name(other, target, data, force=force)
+            other.place(target, data, manifest.blobs)
+    return CopiedModel(
+        source=source,
+        target=target,
+        store=other.root,
+        digest=Digest.of(data),
+        replaced=replaced,
+        bytes_written=sum(item.size for item in ingested if item.written),
+        bytes_present=sum(item.size for item in ingested if not item.written),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check_name(store: LocalStore, target: Reference, data: bytes, *, force: bool) -> bool:
+    """Check that the model may have its name; return whether another model has it."""
+    store.check_name(target)
+    is_taken = store.is_taken(target, data)
+    if is_taken and not force:
+        raise NameTaken(
+            f"another model of {quote(store.root)} has the name {quote(target)}; replace it with "
+            "--force"
+        )
+    return is_taken
+
+
+def _copy_blobs(
+    store: LocalStore,
+    blobs: Sequence[Descriptor],
+    ingest: Ingest,
+    jobs: int | None,
+    progress: Progress | None,
+) -> list[Ingested]:
+    """Add the blobs that the other store does not have."""
+    found = [ingest.find(blob.digest, blob.size, is_hashed=False) for blob in blobs]
+    missing = [blob for blob, item in zip(blobs, found, strict=True) if item is None]
+    workers = WorkerPool(jobs, progress, sum(blob.size for blob in missing))
+
+    def copy(blob: Descriptor) -> Ingested:
+        label = blob.name or blob.media_type
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in store.read_pieces(blob.digest, blob.size):
+                yield piece
+                workers.report(len(piece), label)
+
+        item = ingest.add(blob.size, pieces, once=True)
+        if item.digest != blob.digest:
+            raise BlobDamaged(
+                f"layer {quote(label)}: blob {blob.digest} is damaged: it has digest {item.digest}"
+            )
+        return item
+
+    return [item for item in found if item is not None] + workers.run(missing, copy)

@@ -1,0 +1,156 @@
+"""The operation ``info``: what is known about a model, on one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.errors import BlobstoreError
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.disk_usage import measure_usage
+from blobstore.operations.maintenance.show import describe_model, model_source
+from blobstore.store.catalog import read_catalog, read_entry
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.maintenance.show import ModelDescription
+
+_MAX_CARD = 1 << 20
+"""Bytes; larger files are not read for a license or a base."""
+_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
+_CARD_FIELD = r"^{}:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)"
+_LICENSE_FILES = ("license", "licence", "use_policy")
+_BASE_KEYS = ("base_model", "base_model_name_or_path", "_name_or_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is known about a model."""
+
+    description: ModelDescription
+    digest: Digest
+    """The digest of the manifest's bytes, whose start is the ID."""
+    modified: float
+    """When the manifest was written, in seconds since the epoch."""
+    aliases: tuple[Reference, ...]
+    """Other names of the same manifest."""
+    types: tuple[tuple[str, int, int], ...]
+    """Each type of tensor, with the number of tensors and of bytes; largest first."""
+    source: SourceRecord | None
+    """What the model was imported from, if that is known."""
+    license: str | None
+    """The license as the model card or a license file names it; nobody has checked it."""
+    bases: tuple[str, ...]
+    """The models that the model card or a config names as its base."""
+    blobs: int
+    disk_size: int
+    """Bytes of the blobs on disk, compressed if they are frozen."""
+    unique_size: int
+    """Bytes among them that no model of another ID needs."""
+
+
+def model_info(
+    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+) -> ModelInfo:
+    """Collect what is known about a model. Only headers and small files are read.
+
+    Args:
+        reference: the model's name.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest: the manifest is damaged.
+        BlobDamaged: two blobs of the model have a tensor of the same name.
+        StoreError: the store cannot be read.
+    """
+    store, reference = LocalStore.of(store), Reference.of(reference)
+    entry = read_entry(store, reference)
+    if entry.manifest is None or entry.digest is None:
+        raise entry.error or BlobstoreError(f"model {reference} cannot be read")
+    description = describe_model(reference, store=store)
+    try:
+        source = model_source(reference, store=store)
+    except BlobstoreError:  # among the faults of the description, or found by verify
+        source = None
+    texts = dict(_small_texts(store, entry.manifest))
+    aliases = [
+        other.reference
+        for other in read_catalog(store)
+        if other.digest == entry.digest and other.reference != reference
+    ]
+    usage = measure_usage([reference, *aliases], store=store)
+    return ModelInfo(
+        description=description,
+        digest=entry.digest,
+        modified=entry.modified,
+        aliases=tuple(aliases),
+        types=_types(description),
+        source=source,
+        license=_license(texts),
+        bases=tuple(dict.fromkeys(_bases(texts))),
+        blobs=len(entry.blobs),
+        disk_size=usage.together.size,
+        unique_size=usage.together_unique.size,
+    )
+
+
+def _types(description: ModelDescription) -> tuple[tuple[str, int, int], ...]:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in description.tensors:
+        name = f"{tensor.type} g{tensor.group_size}" if tensor.group_size else tensor.type
+        counts[name] += 1
+        sizes[name] += tensor.size
+    return tuple((name, counts[name], size) for name, size in sizes.most_common())
+
+
+def _small_texts(store: LocalStore, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the names and contents of the files that may name a license or a base."""
+    for layer in manifest.layers:
+        name = "license" if layer.media_type == media_types.LICENSE else layer.name
+        is_config = name in ("README.md", "config.json", "adapter_config.json")
+        if layer.size <= _MAX_CARD and (is_config or name.lower().startswith(_LICENSE_FILES)):
+            try:
+                yield name, store.read_blob(layer.digest, layer.size).decode(errors="replace")
+            except BlobstoreError:
+                continue  # among the faults of the description
+
+
+def _card_field(texts: dict[str, str], key: str) -> list[str]:
+    """Return the values of a field at the start of the model card."""
+    front_matter = _FRONT_MATTER.match(texts.get("README.md", ""))
+    pattern = re.compile(_CARD_FIELD.format(key), re.MULTILINE)
+    return pattern.findall(front_matter[1]) if front_matter else []
+
+
+def _license(texts: dict[str, str]) -> str | None:
+    for name in _card_field(texts, "license_name") + _card_field(texts, "license"):
+        return name
+    for name, text in texts.items():
+        if name.lower().startswith(_LICENSE_FILES):
+            return next((line.strip() for line in text.splitlines() if line.strip()), None)
+    return None
+
+
+def _bases(texts: dict[str, str]) -> Iterator[str]:
+    yield from _card_field(texts, "base_model")
+    for name in ("config.json", "adapter_config.json"):
+        try:
+            config = json.loads(texts.get(name, "{}"))
+        except (ValueError, RecursionError):
+            continue
+        for key in _BASE_KEYS:
+            value = config.get(key) if isinstance(config, dict) else None
+            if isinstance(value, str) and value:
+                yield value

@@ -1,0 +1,103 @@
+"""``blobstore info``: prints what is known about a model, on one page."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import options, render
+from blobstore.errors import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.operations.maintenance.info import ModelInfo
+    from blobstore.store.local import LocalStore
+
+
+@click.command("info", short_help="Show what is known about a model, on one page.")
+@click.argument("name", type=options.MODEL)
+@options.store_option
+@options.json_option
+@click.pass_context
+def command(ctx: click.Context, name: str, store: LocalStore, as_json: bool) -> None:
+    """Show the architecture, source, types, license, base, names and disk usage of the model NAME.
+
+    License and base are what the model card and the configs say.
+    """
+    from blobstore.operations.maintenance.info import model_info
+
+    with options.model(store, name) as model:
+        info = model_info(model, store=store)
+    if as_json:
+        _show_json(info)
+    else:
+        width = max(len(key) for key, _ in _rows(info))
+        render.show("\n".join(f"{key.ljust(width)}  {value}" for key, value in _rows(info)))
+    for blob in info.description.faults:
+        render.show_error(f"model {model}: {blob.fault}")
+    if info.description.faults:
+        ctx.exit(Damaged.exit_code)
+
+
+def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
+    model = info.description
+    yield "name", render.cell(model.reference)
+    if info.aliases:
+        yield "also named", ", ".join(map(render.cell, info.aliases))
+    yield "ID", info.digest.short
+    yield "imported", render.human_age(info.modified)
+    yield from _source_rows(info)
+    kind = f" ({render.cell(model.model_type)})" if model.model_type else ""
+    yield "architecture", f"{render.cell(model.architecture) or 'unknown'}{kind}"
+    if model.parameters is not None:
+        parameters = render.human_count(model.parameters)
+        yield "parameters", f"{parameters} in {render.count_of(len(model.tensors), 'tensor')}"
+    for name, count, size in info.types:
+        yield "type", f"{render.cell(name)}: {render.count_of(count, 'tensor')}, {_size(size)}"
+    yield "license", render.cell(info.license or "unknown")
+    if info.bases:
+        yield "base", ", ".join(map(render.cell, info.bases))
+    if model.files:
+        yield "files", ", ".join(render.cell(file.name) for file in model.files)
+    frozen = f", {_size(model.frozen_size)} of it frozen" if model.frozen_size else ""
+    yield "size", f"{_size(model.size)} in {render.count_of(info.blobs, 'blob')}{frozen}"
+    yield "on disk", f"{_size(info.disk_size)}, {_size(info.unique_size)} of it in no other model"
+
+
+def _source_rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
+    source = info.source
+    if source is None:
+        yield "source", "unknown"
+        return
+    origin = f"{source.repository} at {source.commit}" if source.repository else f"a {source.kind}"
+    yield "source", render.cell(origin)
+    for key, value in source.options.items():
+        yield "option", render.cell(f"{key} = {json.dumps(value)}")
+
+
+def _size(count: int) -> str:
+    return render.human_bytes(count)
+
+
+def _show_json(info: ModelInfo) -> None:
+    shown = render.record(
+        info.description,
+        "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size",
+    )
+    for key in ("architecture", "model_type"):
+        shown[key] = shown[key] or None
+    shown |= render.record(info, "digest aliases license bases source")
+    if info.source is not None:
+        shown["source"] = render.record(info.source, "kind repository commit options")
+    shown["modified"] = render.timestamp(info.modified)
+    shown["tensors"] = len(info.description.tensors)
+    shown["types"] = [
+        {"type": name, "tensors": count, "bytes": size} for name, count, size in info.types
+    ]
+    shown["files"] = [file.name for file in info.description.files]
+    shown["disk"] = render.record(info, "blobs bytes=disk_size unique_bytes=unique_size")
+    shown["faults"] = [blob.fault for blob in info.description.faults]
+    render.show_json(shown)

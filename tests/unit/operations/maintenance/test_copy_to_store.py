@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, NameTaken, UsageError
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.copy_to_store import copy_to_store
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import put
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    put(store, "model", {"x": 1, "y": 2})
+    return store
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "other")
+
+
+def files_of(store: LocalStore) -> list[Path]:
+    return [path for path in store.folder("blobs").rglob("*") if path.is_file()]
+
+
+def test_copies_a_model_with_its_id(store: LocalStore, other: LocalStore) -> None:
+    size = sum(blob.size for blob in store.resolve("model").blobs)
+
+    copied = copy_to_store("model", "team/copy", other, store=store)
+
+    assert other.read_manifest("team/copy") == store.read_manifest("model")
+    assert (copied.bytes_written, copied.bytes_present, copied.replaced) == (size, 0, False)
+    assert verify_models(store=other).faults == ()
+    again = copy_to_store("model", "third", other.root, store=store.root)
+    assert (again.bytes_written, again.bytes_present) == (0, size)
+
+
+def test_copies_a_frozen_model(store: LocalStore, other: LocalStore) -> None:
+    freeze_models(["model"], store=store)
+
+    copy_to_store("model", "model", other, store=store)
+
+    assert verify_models(store=other).faults == ()
+    assert not list(other.cold_files())
+
+
+def test_another_model_is_replaced_by_force_only(store: LocalStore, other: LocalStore) -> None:
+    put(other, "model", {"z": 3})
+    before = other.read_manifest("model")
+
+    with pytest.raises(NameTaken, match="another model of .* has the name 'model:latest'"):
+        copy_to_store("model", "model", other, store=store)
+    assert other.read_manifest("model") == before
+    assert copy_to_store("model", "model", other, store=store, force=True).replaced
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_damaged_model_is_not_copied(
+    store: LocalStore, other: LocalStore, is_missing: bool
+) -> None:
+    path = Path(store.blob_path(store.resolve("model").layers[0].digest))
+    data = path.read_bytes()
+    path.unlink()
+    if not is_missing:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    with pytest.raises(BlobMissing if is_missing else BlobDamaged):
+        copy_to_store("model", "model", other, store=store)
+
+    assert files_of(other) == []
+    assert list(other.references()) == []
+
+
+def test_a_store_is_not_copied_to_itself(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(store.root)
+    with pytest.raises(UsageError, match="cp without --to gives a name"):
+        copy_to_store("model", "other", tmp_path / "link", store=store)
+
+
+def test_a_model_that_does_not_exist_makes_no_store(store: LocalStore, other: LocalStore) -> None:
+    with pytest.raises(ModelNotFound):
+        copy_to_store("absent", "absent", other, store=store)
+    assert not other.root.exists()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_reads_from_a_store_without_write_permission(store: LocalStore, other: LocalStore) -> None:
+    store.root.chmod(0o555)
+    copy_to_store("model", "model", other, store=store)
