@@ -357,9 +357,10 @@ def progress_bar() -> Iterator[Progress | None]:
         def advance(what: str, done: int, total: int) -> None:
             nonlocal last_total
             if total != last_total:  # a new phase, which has its own speed
-                bar.reset(task, total=total)
+                bar.reset(task, total=total or None)
                 last_total = total
-            text = escape(shortened(what, name_width)) if done < total else "finishing"
+            is_done = done >= total > 0
+            text = "finishing" if is_done else escape(shortened(what, name_width))
             bar.update(task, completed=done, description=text)
 
         yield advance
@@ -378,8 +379,11 @@ def _progress_lines() -> Progress:
         if now - shown < _LINE_SECONDS:
             return
         shown = now
+        if not total:
+            _show_line(f"progress: {escape(what, MAX_SHOWN)}")
+            return
         rate = int((done - first_done) / max(now - begin, 1e-3))
-        share = f" ({done / total:.0%})" if total else ""
+        share = f" ({done / total:.0%})"
         _show_line(
             f"progress: {human_bytes(done)} of {human_bytes(total)}{share}, "
             f"{human_bytes(rate)}/s: {escape(what, MAX_SHOWN)}"

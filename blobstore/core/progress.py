@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current item, bytes done and total bytes; never by two threads at once."""
+"""Called with the current item, bytes done and total bytes; never by two threads at once.
+
+The total is 0 as long as it is not known.
+"""
 
 
 class Meter:

@@ -116,10 +116,14 @@ def pack_models(
     store = LocalStore.of(store)
     store.check_root()
     models = read_models(store, names)
-    estimator = SizeEstimator(store, level)
     needed = [blob.digest for model in models for blob in model.manifest.blobs]
     with store.lease_if_writable(needed):
-        planned = plan_members(store, models, estimator)
+        planned = plan_members(
+            store,
+            models,
+            SizeEstimator(store, level),
+            lambda what: progress(what, 0, 0) if progress is not None else None,
+        )
         workers = WorkerPool(jobs, progress, 2 * sum(item.blob.size for item in planned))
         try:
             with replacing(target) as descriptor:

@@ -18,7 +18,7 @@ from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
 from blobstore.operations.freeze.duplicates import DuplicateFinder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Final
 
     from blobstore.core.digest import BlobId, Digest
@@ -61,7 +61,10 @@ def read_models(store: LocalStore, references: Sequence[Reference]) -> list[Arch
 
 
 def plan_members(
-    store: LocalStore, models: Sequence[ArchivedModel], estimator: SizeEstimator
+    store: LocalStore,
+    models: Sequence[ArchivedModel],
+    estimator: SizeEstimator,
+    report: Callable[[str], object] = lambda _: None,
 ) -> list[PlannedMember]:
     """Return the blobs of the models and the other bases that they need, in archive order.
 
@@ -79,7 +82,7 @@ def plan_members(
                 raise error.at(label) from None
             members.setdefault(blob.digest, PlannedMember(blob.id, label))
     _plan_copies(store, members, estimator)
-    _plan_deltas(store, models, members, estimator)
+    _plan_deltas(store, models, members, estimator, report)
     ordered: dict[Digest, PlannedMember] = {}
     for digest, member in members.items():
         if member.base is not None:
@@ -138,6 +141,7 @@ def _plan_deltas(
     models: Sequence[ArchivedModel],
     members: dict[Digest, PlannedMember],
     estimator: SizeEstimator,
+    report: Callable[[str], object],
 ) -> None:
     """Plan bases for hot blobs, among the blobs of the models."""
     if all(
@@ -155,7 +159,7 @@ def _plan_deltas(
     }
     finder = DuplicateFinder(store, estimator, tensors, deltas)
     finder.read(())
-    chosen = finder.choose_bases(_bases_by_name(store, models, members, estimator))
+    chosen = finder.choose_bases(_bases_by_name(store, models, members, report))
     bases = set(deltas.values())
     for digest, base in chosen.items():
         member = members[digest]
@@ -170,7 +174,7 @@ def _bases_by_name(
     store: LocalStore,
     models: Sequence[ArchivedModel],
     members: Mapping[Digest, PlannedMember],
-    estimator: SizeEstimator,
+    report: Callable[[str], object],
 ) -> dict[Digest, BlobId]:
     """Return for blobs of models with a base model the base model's blobs of the same names."""
     layers = {model.reference: tensor_layers(model.manifest) for model in models}
@@ -179,7 +183,9 @@ def _bases_by_name(
         for reference, found in layers.items()
         if any(members[layer.digest].cold is None for layer in found.values())
     ]
-    finder = BaseFinder(store, {model.reference: model.manifest for model in models}, estimator)
+    manifests = {model.reference: model.manifest for model in models}
+    deltas = {digest for digest, member in members.items() if member.base is not None}
+    finder = BaseFinder(store, manifests, deltas, report)
     bases: dict[Digest, BlobId] = {}
     for reference, base in finder.find_bases(hot).items():
         for name, layer in layers[reference].items():

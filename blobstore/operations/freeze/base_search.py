@@ -1,28 +1,39 @@
-"""Finds the base model of each model: the one that its card or config names, or the most similar one."""
+"""Finds the base model of each model: the one that its card or config names, or the most similar one.
+
+Models are compared with few others: with those of the same layers whose blobs most models share, and with
+the most similar ones of other layers. Samples of blobs tell roughly how much a base saves. Of a family,
+as few models become bases as possible, because a base has no base itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.operations.freeze.blob_encoder import MIN_GAIN
+from blobstore.operations.freeze.similarity import BlobSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Final
 
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
+    Layers = Mapping[str, Descriptor]
+    Gains = Mapping[Reference, Mapping[Reference, float]]
+    """About the bytes that models save with some others as their base."""
+
 _MAX_CANDIDATES: Final = 8
-"""Models whose bytes are sampled for one model."""
+"""Models of the same layers, and of other layers, that one model is compared with."""
 _SAMPLED_BLOBS: Final = 2
 _MIN_SIMILAR: Final = 0.5
 """The share of a model's bytes that must lie in layers of equal name and size."""
@@ -38,60 +49,81 @@ class BaseFinder:
         self,
         store: LocalStore,
         manifests: Mapping[Reference, Manifest],
-        estimator: SizeEstimator,
+        deltas: Collection[Digest] = (),
+        report: Callable[[str], object] = lambda _: None,
     ) -> None:
+        """Take the models, and the blobs that are deltas and cannot be bases.
+
+        ``report`` is called with the state of the search, in words.
+        """
         self._store = store
         self._manifests = manifests
-        self._estimator = estimator
+        self._report = report
+        self._sampler = BlobSampler(store)
         self._layers = {name: tensor_layers(manifest) for name, manifest in manifests.items()}
+        self._uses = Counter(
+            layer.digest for layers in self._layers.values() for layer in layers.values()
+        )
+        self._groups: dict[frozenset[tuple[str, int]], list[Reference]] = defaultdict(list)
+        """Models that can be bases, by the names and sizes of their layers."""
+        for reference, layers in self._layers.items():
+            size = sum(layer.size for layer in layers.values() if layer.digest not in deltas)
+            if size > sum(layer.size for layer in layers.values()) / 2:
+                self._groups[_kind(layers)].append(reference)
 
     def find_bases(self, references: Sequence[Reference]) -> dict[Reference, Reference]:
-        """Return the base of each of the models that has one; a base has no base itself.
+        """Return the base of each of the models that has one; a base has no base itself."""
+        candidates: dict[frozenset[tuple[str, int]], list[Reference]] = {}
+        named: dict[Reference, Reference] = {}
+        gains: dict[Reference, dict[Reference, float]] = {}
+        for number, reference in enumerate(references, start=1):
+            self._report(f"searching for bases: {number} of {len(references)} models")
+            kind = _kind(self._layers.get(reference, {}))
+            similar = self._similar_groups(kind)
+            texts = set(self._named_bases(reference))
+            known = (other for group in similar for other in self._groups[group])
+            base = next(
+                (other for other in known if other != reference and _names(other) & texts), None
+            )
+            if base is not None:
+                named[reference] = base
+            if kind not in candidates:
+                candidates[kind] = self._candidates(kind, similar)
+            gains[reference] = {
+                other: gain
+                for other in candidates[kind]
+                if other != reference and (gain := self._gain(reference, other)) > 0
+            }
+        return choose_bases(named, gains)
 
-        The base that is best for most models is chosen first, so that all fine-tunes of a model get that
-        model. The others then choose among the models that have no base.
-        """
-        best = {reference: self.find_base(reference) for reference in references}
-        votes = Counter(base for base in best.values() if base is not None)
-        bases: dict[Reference, Reference] = {}
-        for base, _ in votes.most_common():
-            if base not in bases:
-                theirs = (item for item in references if best[item] == base)
-                bases |= {item: base for item in theirs if item not in bases.values()}
-        for reference in references:
-            if best[reference] is not None and reference not in {*bases, *bases.values()}:
-                found = self.find_base(reference, list(bases))
-                if found is not None:
-                    bases[reference] = found
-        return bases
+    def _similar_groups(self, kind: frozenset[tuple[str, int]]) -> list[frozenset[tuple[str, int]]]:
+        """Return the groups with enough of the same layers, the most similar first."""
+        total = sum(size for _, size in kind)
+        shares = {group: sum(size for _, size in kind & group) for group in self._groups}
+        found = [group for group, size in shares.items() if size and size >= _MIN_SIMILAR * total]
+        return sorted(found, key=lambda group: (-shares[group], self._groups[group]))
 
-    def find_base(
-        self, reference: Reference, excluded: Sequence[Reference] = ()
-    ) -> Reference | None:
-        """Return the best base of a model; None if there is none.
+    def _candidates(
+        self, kind: frozenset[tuple[str, int]], similar: Sequence[frozenset[tuple[str, int]]]
+    ) -> list[Reference]:
+        """Return the models that those with some layers are compared with."""
+        own = sorted(self._groups.get(kind, ()), key=self._rank)
+        others = [
+            other
+            for group in similar
+            if group != kind
+            for other in sorted(self._groups[group], key=self._rank)[:_MAX_CANDIDATES]
+        ]
+        chosen = own[: _MAX_CANDIDATES - 1]
+        if rest := own[_MAX_CANDIDATES - 1 :]:
+            # The base of a family is nearer to each fine-tune than the other fine-tunes are.
+            chosen.append(max(rest, key=lambda other: self._gain(other, chosen[0])))
+        return [*chosen, *others[:_MAX_CANDIDATES]]
 
-        Args:
-            reference: the model.
-            excluded: models that have a base themselves.
-        """
-        mine = self._layers.get(reference, {})
-        total = sum(layer.size for layer in mine.values())
-        similar: list[tuple[float, Reference]] = []
-        for other, layers in self._layers.items():
-            if not total or other == reference or other in excluded:
-                continue
-            shared = (mine[name] for name in mine.keys() & layers.keys())
-            size = sum(item.size for item in shared if layers[item.name].size == item.size)
-            if size / total >= _MIN_SIMILAR:
-                similar.append((size / total, other))
-        named = set(self._named_bases(reference))
-        for _, other in similar:
-            if _normalize(other.model) in named:
-                return other
-        nearest = sorted(similar, key=lambda item: (-item[0], item[1]))[:_MAX_CANDIDATES]
-        gains = [(self._estimate_gain(mine, self._layers[other]), other) for _, other in nearest]
-        gain, best = max(gains, key=lambda item: item[0], default=(0.0, None))
-        return best if gain >= MIN_GAIN else None
+    def _rank(self, reference: Reference) -> tuple[int, Reference]:
+        """Return a key that sorts models with blobs that many models have first."""
+        layers = self._layers[reference].values()
+        return -sum(layer.size * self._uses[layer.digest] for layer in layers), reference
 
     def _named_bases(self, reference: Reference) -> Iterator[str]:
         """Yield the base models that the model card and config name, normalized."""
@@ -112,26 +144,80 @@ class BaseFinder:
                 if isinstance(name, str) and name:
                     yield _normalize(name.rpartition("/")[2])
 
-    def _estimate_gain(
-        self, mine: Mapping[str, Descriptor], theirs: Mapping[str, Descriptor]
-    ) -> float:
-        """Return the share of the compressed size that a base saves for the largest blobs."""
+    def _gain(self, reference: Reference, base: Reference) -> float:
+        """Return about how many bytes of a model's own blobs a base saves; 0 if it is not enough."""
+        theirs = self._layers[base]
         pairs = [
-            (layer.id, theirs[name].id)
-            for name, layer in mine.items()
-            if name in theirs
-            and theirs[name].digest != layer.digest
-            and self._store.has_hot(layer.digest)
+            (layer, theirs[name])
+            for name, layer in self._layers[reference].items()
+            if name in theirs and theirs[name].digest != layer.digest
         ]
-        alone = delta = 0
-        for blob, base in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLED_BLOBS]:
-            try:
-                with_base = self._estimator.estimate(blob, base)
-                alone += self._estimator.estimate(blob)
-                delta += with_base
-            except BlobstoreError:  # reported when the blob is compressed
-                continue
-        return 1 - delta / alone if alone else 0.0
+        saved = size = 0.0
+        for layer, other in sorted(pairs, key=lambda pair: -pair[0].size)[:_SAMPLED_BLOBS]:
+            with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
+                saved += self._sampler.saved(layer.id, other.id) * layer.size
+                size += layer.size
+        if not size or saved < MIN_GAIN * size:
+            return 0.0
+        return saved / size * sum(layer.size / self._uses[layer.digest] for layer, _ in pairs)
+
+
+def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Reference, Reference]:
+    """Return the bases of models; a base has no base itself.
+
+    Args:
+        named: bases that cards name; they come first, the most frequent one before the others.
+        gains: the bytes that each model saves with some others as its base.
+    """
+    bases: dict[Reference, Reference] = {}
+    for base, _ in Counter(named.values()).most_common():
+        if base not in bases:
+            bases |= {
+                one: base for one in named if named[one] == base and one not in bases.values()
+            }
+    settled = {*bases, *bases.values()}
+    return bases | _fewest_bases(
+        {
+            one: {other: gain for other, gain in others.items() if other not in bases}
+            for one, others in gains.items()
+            if one not in settled
+        }
+    )
+
+
+def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:
+    """Choose bases one after the other: each time the model with which most is saved.
+
+    What a model saves as a base is what the others save with it, less what it saves itself so far.
+    """
+    by_base: dict[Reference, dict[Reference, float]] = defaultdict(dict)
+    for one, others in gains.items():
+        for other, gain in others.items():
+            by_base[other][one] = gain
+    bases: dict[Reference, Reference] = {}
+    saved = dict.fromkeys(gains, 0.0)
+    chosen: set[Reference] = set()
+
+    def total(base: Reference) -> float:
+        more = (gain - saved[one] for one, gain in by_base[base].items() if one not in chosen)
+        return sum(gain for gain in more if gain > 0) - saved.get(base, 0.0)
+
+    while by_base and total(best := max(by_base, key=total)) > 0:
+        chosen.add(best)
+        bases.pop(best, None)
+        for one, gain in by_base.pop(best).items():
+            if one not in chosen and gain > saved[one]:
+                bases[one], saved[one] = best, gain
+    return bases
+
+
+def _kind(layers: Layers) -> frozenset[tuple[str, int]]:
+    return frozenset((layer.name, layer.size) for layer in layers.values())
+
+
+def _names(reference: Reference) -> set[str]:
+    """Return the names that a card may have for a model: ``llama-3.2:1b`` is Llama-3.2-1B."""
+    return {_normalize(reference.model), _normalize(reference.model + reference.tag)}
 
 
 def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:

@@ -145,6 +145,7 @@ def freeze_models(
         older_than=older_than,
         base=None if base is None else Reference.of(base),
         find_base=find_base,
+        report=lambda what: progress(what, 0, 0) if progress is not None else None,
     )
     builder = ColdBlobBuilder(store, estimator, plan.base_blobs)
     run = _Run(store, plan, builder, keep_hot=keep_hot)

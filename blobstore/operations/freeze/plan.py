@@ -16,7 +16,7 @@ from blobstore.operations.freeze.duplicates import DuplicateFinder
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
@@ -62,6 +62,7 @@ def plan_freeze(
     older_than: float | None,
     base: Reference | None,
     find_base: bool,
+    report: Callable[[str], object] = lambda _: None,
 ) -> FreezePlan:
     """Choose the models and blobs to freeze, and their bases.
 
@@ -72,6 +73,7 @@ def plan_freeze(
         older_than: skip models that were created, copied or thawed within so many seconds.
         base: the base model of the others.
         find_base: search for base models if ``base`` is not given, and for duplicates in any case.
+        report: called with the state of the search for bases, in words.
 
     Raises:
         ModelNotFound: a named model or the base model does not exist.
@@ -99,7 +101,7 @@ def plan_freeze(
                 manifests[reference] = store.parse(reference)[1]
     _choose_models(store, plan, chosen, older_than, is_named=bool(named))
     if manifests:
-        _choose_bases(store, plan, manifests, estimator, base)
+        _choose_bases(store, plan, manifests, estimator, base, report)
     return plan
 
 
@@ -141,6 +143,7 @@ def _choose_bases(
     manifests: Mapping[Reference, Manifest],
     estimator: SizeEstimator,
     base: Reference | None,
+    report: Callable[[str], object],
 ) -> None:
     layers = {reference: tensor_layers(manifest) for reference, manifest in manifests.items()}
     hot = [
@@ -148,8 +151,9 @@ def _choose_bases(
         for reference in plan.references
         if any(store.has_hot(layer.digest) for layer in layers.get(reference, {}).values())
     ]
+    deltas = store.cold_bases()
     if base is None:
-        plan.bases = BaseFinder(store, manifests, estimator).find_bases(hot)
+        plan.bases = BaseFinder(store, manifests, deltas, report).find_bases(hot)
     else:
         plan.bases = {reference: base for reference in hot if reference != base}
     likely = {
@@ -158,7 +162,6 @@ def _choose_bases(
         for name, layer in layers[reference].items()
         if (theirs := layers.get(other, {}).get(name)) and theirs.digest != layer.digest
     }
-    deltas = store.cold_bases()
     others = [layers[name] for name in sorted(layers) if name not in plan.references]
     finder = DuplicateFinder(store, estimator, plan.blobs, deltas)
     finder.read(others)

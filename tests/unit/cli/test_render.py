@@ -169,6 +169,16 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     ]
 
 
+def test_progress_without_a_total_says_what_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "_LINE_SECONDS", 0)
+    with render.progress_bar() as progress:
+        assert progress is not None
+        progress("searching for bases: 12 of 200 models", 0, 0)
+    assert capsys.readouterr().err == "progress: searching for bases: 12 of 200 models\n"
+
+
 def test_create_shows_progress_on_a_terminal_and_clears_it(store: LocalStore, dense: Path) -> None:
     shown = on_terminal(LAUNCHER, "create", dense, "dense")
     assert shown.startswith(HIDE_CURSOR)

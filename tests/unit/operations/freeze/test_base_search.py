@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import blobstore
+from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.base_search import BaseFinder
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
+from blobstore.operations.freeze.base_search import BaseFinder, choose_bases
+from blobstore.operations.freeze.similarity import BlobSampler
 from blobstore.store.local import LocalStore
-from tests.support.frozen import layer, put, tuned, weights
+from tests.support.frozen import layer, layers, put, tuned, weights
 from tests.support.models import add_blobs, replace_file
 
 MINE = Reference.parse("mine")
@@ -27,13 +27,13 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def finder(store: LocalStore) -> BaseFinder:
+def finder(store: LocalStore, *deltas: Digest) -> BaseFinder:
     manifests = {reference: store.parse(reference)[1] for reference in store.references()}
-    return BaseFinder(store, manifests, SizeEstimator(store, "fast"))
+    return BaseFinder(store, manifests, deltas)
 
 
-def found(store: LocalStore, *excluded: str) -> str | None:
-    base = finder(store).find_base(MINE, [Reference.parse(name) for name in excluded])
+def found(store: LocalStore, *deltas: Digest) -> str | None:
+    base = finder(store, *deltas).find_bases([MINE]).get(MINE)
     return None if base is None else base.model
 
 
@@ -41,8 +41,8 @@ def test_finds_the_most_similar_model_by_its_bytes(store: LocalStore) -> None:
     assert found(store) == "base"
 
 
-def test_does_not_find_an_excluded_model(store: LocalStore) -> None:
-    assert found(store, "base") is None
+def test_does_not_find_a_model_of_deltas(store: LocalStore) -> None:
+    assert found(store, layers(store, "base")["x"].digest) is None
 
 
 def test_chooses_the_most_similar_of_several_models(store: LocalStore) -> None:
@@ -95,40 +95,89 @@ def test_all_fine_tunes_get_the_same_base(tmp_path: Path) -> None:
     )
 
 
+def test_finds_a_base_among_many_models_of_the_same_layers(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "family")
+    for child in range(12):
+        add_blobs(store, f"child{child:02}", {"x": layer("x", tuned(10 + child, 1))})
+    put(store, "z-base", {"x": 1})
+    bases = finder(store).find_bases(list(store.references()))
+    assert {base.model for base in bases.values()} == {"z-base"}
+    assert len(bases) == 12
+
+
+def test_the_time_grows_with_the_number_of_models(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[object] = []
+    saved = BlobSampler.saved
+
+    def counted(self: BlobSampler, blob: BlobId, base: BlobId) -> float:
+        compared.append((blob, base))
+        return saved(self, blob, base)
+
+    monkeypatch.setattr(BlobSampler, "saved", counted)
+    for number in range(40):
+        put(store, f"other-{number}", {"x": 100 + number})
+    reported: list[str] = []
+    manifests = {reference: store.parse(reference)[1] for reference in store.references()}
+    names = list(manifests)
+    BaseFinder(store, manifests, report=reported.append).find_bases(names)
+    assert len(compared) <= 10 * len(names)
+    assert reported[-1] == f"searching for bases: {len(names)} of {len(names)} models"
+
+
 @pytest.mark.parametrize(
-    ("best", "bases"),
+    "card", ["meta-llama/Llama-3.2-1B", "llama-3.2", "org/llama_3.2"], ids=["tag", "model", "other"]
+)
+def test_a_card_names_a_model_with_or_without_its_tag(
+    store: LocalStore, tmp_path: Path, card: str
+) -> None:
+    put(store, "llama-3.2:1b", {"x": 9})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(layer("x", tuned(10, 1)))
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text(f"---\nbase_model: {card}\n---\n")
+    blobstore.create(folder, "mine", store=store)
+    assert found(store) == "llama-3.2"
+
+
+@pytest.mark.parametrize(
+    ("named", "gains", "bases"),
     [
-        ({"a": None, "b": None}, {}),
-        ({"a": "b", "b": "a"}, {"a": "b"}),
-        ({"a": "b", "b": "c", "c": "b", "d": "b"}, {"a": "b", "c": "b", "d": "b"}),
-        # The best base of one model has a base itself: the next best is chosen, if there is one.
+        ({}, {"a": {}, "b": {}}, {}),
+        ({}, {"a": {"b": 2}, "b": {"a": 1}}, {"a": "b"}),
+        # One base for all, though some would save more with another one.
         (
-            {"a": "b", "b": "c", "c": "d", "d": "c", "e": "c"},
-            {"b": "c", "d": "c", "e": "c", "a": "c"},
+            {},
+            {"a": {"b": 9, "c": 8}, "b": {"a": 9, "c": 8}, "c": {"b": 5}, "d": {"a": 9, "c": 8}},
+            {"a": "c", "b": "c", "d": "c"},
         ),
-        ({"a": "b", "b": "x", "c": "x", "d": "x"}, {"b": "x", "c": "x", "d": "x"}),
-        # The best base is another model.
-        ({"a": "x", "b": "x"}, {"a": "x", "b": "x"}),
+        # A second base is worth it if it saves others more than it saves itself.
+        (
+            {},
+            {"a": {"c": 9}, "b": {"c": 9, "d": 1}, "d": {"c": 2}, "e": {"d": 8}, "f": {"d": 8}},
+            {"a": "c", "b": "c", "e": "d", "f": "d"},
+        ),
+        # The base is another model, which is not frozen itself.
+        ({}, {"a": {"x": 3}, "b": {"x": 3, "a": 4}}, {"a": "x", "b": "x"}),
+        # What cards name comes first, even if it saves less.
+        ({"a": "x"}, {"a": {"b": 9}, "b": {"a": 9, "x": 1}}, {"a": "x", "b": "x"}),
+        ({"a": "b", "b": "x", "c": "x"}, {"a": {"c": 2, "x": 1}, "b": {}, "c": {}}, None),
     ],
 )
-def test_the_most_frequent_base_is_chosen_first(
-    best: dict[str, str | None], bases: dict[str, str], tmp_path: Path
+def test_few_models_become_the_bases_of_all_others(
+    named: dict[str, str], gains: dict[str, dict[str, float]], bases: dict[str, str] | None
 ) -> None:
-    models = {name: Reference.parse(name) for name in "abcdex"}
+    models = {name: Reference.parse(name) for name in "abcdefx"}
     names = {reference: name for name, reference in models.items()}
-    store = LocalStore(tmp_path)
-
-    class Known(BaseFinder):
-        def find_base(
-            self, reference: Reference, excluded: Sequence[Reference] = ()
-        ) -> Reference | None:
-            found = best[names[reference]]
-            if found is None or models[found] not in excluded:
-                return None if found is None else models[found]
-            return None if models["c"] in excluded else models["c"]
-
-    found = Known(store, {}, SizeEstimator(store, "fast")).find_bases(
-        [models[name] for name in best]
+    chosen = choose_bases(
+        {models[one]: models[other] for one, other in named.items()},
+        {
+            models[one]: {models[other]: gain for other, gain in others.items()}
+            for one, others in gains.items()
+        },
     )
-    assert {names[one]: names[other] for one, other in found.items()} == bases
-    assert not set(found) & set(found.values())
+    expected = {"b": "x", "c": "x", "a": "x"} if bases is None else bases
+    assert {names[one]: names[other] for one, other in chosen.items()} == expected
+    assert not set(chosen) & set(chosen.values())
