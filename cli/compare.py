@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,6 +98,7 @@ def command(
     from blobstore.operations.compare.compare import compare_models
 
     target = None if html is None else _free_target(html)
+    begin = time.monotonic()
     with (
         options.model(store, name) as model,
         options.model(store, base) as other,
@@ -121,7 +123,8 @@ def command(
         count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
         fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
         total = count | render.record(compared, _TOTAL_FIELDS)
-        render.show_json(render.record(compared, fields) | {"tensors": listed, "total": total})
+        shown = render.record(compared, fields) | {"tensors": listed, "total": total}
+        render.show_json(shown | {"seconds": render.since(begin)})
         return
     if not (patterns or order or shows_all):
         rows = [row for row in rows if not row.is_equal]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 
 from blobstore.cli import options, render
@@ -53,6 +55,7 @@ def command(
     """
     from blobstore.operations.export.convert import convert_checkpoint
 
+    begin = time.monotonic()
     with render.progress_bar() as progress:
         copied = convert_checkpoint(
             source,
@@ -68,7 +71,8 @@ def command(
     for notice in copied.notices:
         render.show_note(notice)
     if as_json:
-        render.show_json(render.record(copied, "file=path tensors bytes_written notices"))
+        shown = render.record(copied, "file=path tensors bytes_written notices")
+        render.show_json(shown | {"seconds": render.since(begin)})
         return
     render.show(
         f"wrote {escape(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "

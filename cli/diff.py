@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,6 +48,7 @@ def command(
     """
     from blobstore.operations.compare.diff import diff_models
 
+    begin = time.monotonic()
     with (
         options.model(store, ours) as first,
         options.model(store, theirs) as second,
@@ -54,7 +56,7 @@ def command(
     ):
         found = diff_models(first, second, store=store, jobs=jobs, progress=progress)
     if as_json:
-        _show_json(found)
+        _show_json(found, seconds=render.since(begin))
     else:
         _show_text(found, shows_all=shows_all)
     if not found.is_same:
@@ -118,7 +120,7 @@ def _show_text(found: Difference, *, shows_all: bool) -> None:
     render.show(f"tensors: {_counts(found.tensors)}\nfiles: {_counts(found.files)}")
 
 
-def _show_json(found: Difference) -> None:
+def _show_json(found: Difference, *, seconds: float) -> None:
     def pairs(
         items: Sequence[TensorDifference | FileDifference], fields: str, side_fields: str
     ) -> list[dict[str, Any]]:
@@ -133,4 +135,4 @@ def _show_json(found: Difference) -> None:
     tensors = pairs(found.tensors, "name differs_in=changes same_blob=is_shared", side)
     files = pairs(found.files, "name media_type", "digest bytes=size")
     whole = render.record(found, "a=ours b=theirs same=is_same")
-    render.show_json(whole | {"tensors": tensors, "files": files})
+    render.show_json(whole | {"tensors": tensors, "files": files, "seconds": seconds})

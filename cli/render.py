@@ -90,6 +90,11 @@ def show_pieces(pieces: Iterable[Buffer]) -> None:
             stream.buffer.write(piece)
 
 
+def since(begin: float) -> float:
+    """Return the seconds since a moment of the monotonic clock, rounded for JSON."""
+    return round(time.monotonic() - begin, 3)
+
+
 def timestamp(moment: float) -> str:
     """Return a moment, given in seconds since the epoch, as ISO 8601 in UTC, for JSON."""
     from datetime import UTC, datetime

@@ -53,71 +53,26 @@ TEXT_ONLY = ("completion",)
 # Commands that find a missing blob, and their exit code then.
 DAMAGED = {"verify": 4, "repair": 0, "du": 4, "show": 4}
 EXIT_CODES = {"diff": 1, **DAMAGED}
-# The keys of the JSON of each command; "[]" stands for the items of a list.
+# Other forms of commands, whose JSON has other keys.
+VARIANTS = {
+    "create --dry-run": ("create", "@dense", "new", "--dry-run", "--quantize", "int8"),
+    "create --all": ("create", "--all", "@all"),
+    "list PATTERN": ("list", "den*"),
+    "show --layers": ("show", "dense", "--layers"),
+    "show --source": ("show", "dense", "--source"),
+    "show PATH": ("show", "@dense"),
+    "show FILE.bsar": ("show", "@models.bsar"),
+    "show FOLDER": ("show", "@all"),
+    "cp --to": ("cp", "dense", "--to", "@other"),
+    "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
+}
+# Keys that are names, and what the document says instead.
+NAMES = {"dense:latest": "NAME", "model.safetensors": "FILE"}
+# The keys of the JSON of each command, as the document lists them; "[]" stands for the items of a list.
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
 JSON = {
-    "create": "blobs blobs_repaired bytes_present bytes_written commit name notices repository seconds tensors",
-    "list": """models models[].bytes models[].digest models[].error models[].frozen_bytes
-        models[].modified models[].name models[].shared_bytes models[].source
-        models[].source.commit models[].source.kind models[].source.options
-        models[].source.repository""",
-    "show": """architecture bytes faults faults[].bytes faults[].digest faults[].frozen
-        faults[].media_type faults[].message faults[].name faults[].state format frozen_bytes
-        model_type name parameters tensors tensors[].bits_per_weight tensors[].bytes
-        tensors[].digest tensors[].dtype tensors[].layer tensors[].name tensors[].parameters
-        tensors[].shape tensors[].type""",
-    "info": """aliases architecture bases bytes digest disk disk.blobs disk.bytes disk.unique_bytes
-        faults files format frozen_bytes license model_type modified name parameters source
-        source.commit source.kind source.options source.repository tensors types types[].bytes
-        types[].tensors types[].type""",
-    "find": """errors places places[].bytes places[].digest places[].kind places[].model
-        places[].name""",
-    "cat": "bytes digest file name text",
-    "verify": """blobs bytes_read faults faults[].blob faults[].layer faults[].message
-        faults[].reference faults[].tensor models seconds""",
-    "export": "bytes_written files folder name original seconds shards tensors",
-    "link": """bytes_copied bytes_linked bytes_shared copied files folder links name notices
-        seconds shared tensors""",
-    "compare": """base name only_in_base only_in_name tensors tensors[].base_bits_per_weight
-        tensors[].base_bytes tensors[].base_group_size tensors[].base_type
-        tensors[].bits_per_weight tensors[].bytes tensors[].equal tensors[].group_size
-        tensors[].max_abs_error tensors[].name tensors[].nonfinite tensors[].relative_error
-        tensors[].shape tensors[].snr_db tensors[].type tensors[].worst_group total
-        total.base_bits_per_weight total.bits_per_weight total.differing total.max_abs_error
-        total.nonfinite total.relative_error total.snr_db total.tensors""",
-    "inspect": """bytes file globals globals[].name globals[].offset globals[].pickle
-        globals[].use kind notices parts parts[].path parts[].tensors refusal tensors
-        tensors[].bytes tensors[].dtype tensors[].name tensors[].shape unreadable""",
-    "convert": "bytes_written file notices tensors",
-    "rm": """dry_run kept_as_bases kept_as_bases.blobs kept_as_bases.by kept_as_bases.bytes
-        removed removed[].digest removed[].error removed[].name unreadable unreferenced
-        unreferenced.blobs unreferenced.bytes""",
-    "cp": "digest name replaced source",
-    "tag": "digest name replaced source",
-    "mv": "digest name replaced source",
-    "du": """bases bases.bytes bases.files caches caches.bytes caches.files cold cold.bytes
-        cold.files cold.hot_bytes cold.saved_bytes cold.saved_share errors foreign foreign.bytes
-        foreign.files manifests manifests.bytes manifests.files models models[].blobs
-        models[].bytes models[].error models[].faults models[].name models[].shared_bytes
-        models[].unique_bytes quarantine quarantine.bytes quarantine.files store store.blobs
-        store.bytes store.bytes_in_all store.bytes_without_sharing store.dedup_ratio
-        store.models temporary temporary.bytes temporary.files together together.bytes
-        together.unique_bytes unreferenced unreferenced.bytes unreferenced.files""",
-    "diff": """a b files files[].a files[].a.bytes files[].a.digest files[].b files[].b.bytes
-        files[].b.digest files[].change files[].media_type files[].name same tensors tensors[].a
-        tensors[].a.bytes tensors[].a.digest tensors[].a.group_size tensors[].a.shape
-        tensors[].a.type tensors[].b tensors[].b.bytes tensors[].b.digest tensors[].b.group_size
-        tensors[].b.shape tensors[].b.type tensors[].change tensors[].differs_in tensors[].name
-        tensors[].same_blob""",
-    "gc": """blobs blobs[].bytes blobs[].path bytes dry_run folders kept kept.blobs kept.bytes
-        kept_as_bases kept_as_bases.blobs kept_as_bases.bytes leftovers""",
-    "repair": """blobs bytes_read dry_run faults manifests models repaired repaired[].blob
-        repaired[].bytes repaired[].layer repaired[].quarantined seconds""",
-    "freeze": """bases bases.dense:latest blobs blobs[].base blobs[].bytes blobs[].digest
-        blobs[].name blobs[].outcome blobs[].stored_bytes bytes dry_run fallbacks faults names seconds
-        stored_bytes""",
-    "thaw": "blobs bytes faults names seconds stored_bytes",
-    "pack": "blobs bytes deltas fallbacks file names seconds stored_bytes",
-    "unpack": "blobs bytes_present bytes_written file names seconds",
+    match[1]: match[2].split()
+    for match in re.finditer(r"^### (.+)\n\n```text\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE)
 }
 
 
@@ -132,6 +87,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: array + array if array.dtype.kind == "f" else array for name, array in tensors.items()
     }
     write_folder(folder / "tuned", changed, files={**files, "extra.json": b"{}"})
+    shutil.copytree(folder / "dense", folder / "all" / "one")
     torch.save(
         {"model": {"a": torch.ones(2, 3)}, "ema": {"e": torch.ones(1)}}, folder / "checkpoint.pt"
     )
@@ -161,17 +117,15 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
-    return [
-        command,
-        *(str(folder / word[1:]) if word[0] == "@" else word for word in ARGUMENTS[command]),
-    ]
+    words = VARIANTS.get(command) or (command, *ARGUMENTS[command])
+    return [str(folder / word[1:]) if word[0] == "@" else word for word in words]
 
 
 def paths_in(value: Any, prefix: str = "") -> Iterator[str]:
     """Yield the path of every key in a JSON value, with ``[]`` for the items of a list."""
     if isinstance(value, dict):
         for key, item in value.items():
-            path = f"{prefix}.{key}".lstrip(".")
+            path = f"{prefix}.{NAMES.get(key, key)}".lstrip(".")
             yield path
             yield from paths_in(item, path)
     elif isinstance(value, list):
@@ -199,13 +153,23 @@ def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 def test_every_command_has_a_contract() -> None:
     assert list(ARGUMENTS) == program.list_commands(click.Context(program))
-    assert [name for name in ARGUMENTS if name not in TEXT_ONLY] == list(JSON)
+    assert [name for name in (*ARGUMENTS, *VARIANTS) if name not in TEXT_ONLY] == list(JSON)
+
+
+def test_the_glossary_has_every_key_and_no_other() -> None:
+    rows = re.findall(r"^\| (`.+?`) \|", DOCUMENT, re.MULTILINE)
+    known = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    parts = {
+        part.removesuffix("[]") for keys in JSON.values() for key in keys for part in key.split(".")
+    }
+
+    assert sorted(known) == sorted(parts - {"NAME", "FILE"})
 
 
 @pytest.mark.parametrize("command", JSON)
 def test_json_has_the_documented_keys_and_exact_numbers(command: str, folder: Path) -> None:
     found = run_in(folder, command)
-    assert sorted(set(paths_in(found))) == JSON[command].split()
+    assert sorted(set(paths_in(found))) == JSON[command]
     for key, value in numbers_in(found):
         assert value is None or isinstance(value, int | list), key
     assert found.get("seconds", 0) >= 0
