@@ -157,7 +157,7 @@ def types(lane: Lane) -> None:
             check_equal({name: model[name] for name in model}, expected)
 
 
-@register("20 loads beside other work on the stream are equal")
+@register("repeated loads are equal while the stream has other work")
 def busy_stream(lane: Lane) -> None:
     store = store_of_all_types(lane)
     expected = expected_of(store)
